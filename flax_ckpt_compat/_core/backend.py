@@ -1,0 +1,144 @@
+"""What a format has to offer, and the leaf handle through which everything above reads both formats.
+
+A backend only probes, reads and writes its format. Names, overwrite, retention, atomic publishing,
+policies and errors about trees live above it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from flax_ckpt_compat._core.tree import Node, Path
+
+
+class Format(enum.Enum):
+    """The on-disk formats."""
+
+    MSGPACK = "msgpack"
+    ORBAX = "orbax"
+
+
+class LeafKind(enum.Enum):
+    """The Python type that a stored leaf comes back as."""
+
+    ARRAY = "array"
+    NUMPY_SCALAR = "numpy scalar"
+    INT = "int"
+    FLOAT = "float"
+    BOOL = "bool"
+    COMPLEX = "complex"
+    STR = "str"
+    BYTES = "bytes"
+    PRNG_KEY = "prng key"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LeafHandle:
+    """One stored leaf, known but not read.
+
+    Attributes:
+        path: its key path from the root of the checkpoint.
+        kind: the Python type it comes back as.
+        shape: of the array; of the key data for a PRNG key; () for everything else.
+        dtype: of the array, numpy scalar or key data; None for Python values.
+        nbytes: size of the value in memory, in bytes (0 where the format does not tell without reading).
+        name: the name it is stored under, in the format's own terms.
+        reader: whose `read` understands `where`.
+        where: private to the backend.
+        sharding: the sharding as saved, in Orbax's JSON text, or None.
+    """
+
+    path: Path
+    kind: LeafKind
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    nbytes: int
+    name: str
+    reader: Reader
+    where: Any
+    sharding: str | None = None
+
+    def read(self) -> Any:
+        """The value, in host memory that the caller owns and may write to."""
+        return self.reader.read([self])[0]
+
+
+class Reader(Protocol):
+    """An open checkpoint. Opening read no array data."""
+
+    format: Format
+    path: str
+    tree: Node
+
+    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
+        """The values of these handles, in their order; large ones are read in parallel.
+
+        Returns:
+            ``np.ndarray`` (writable, C order, own memory, 64-byte aligned), numpy or Python scalars, str,
+            bytes, or `KeyData` for a PRNG key.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing, truncated or do not decode; names the leaf.
+            StorageError: the file system refused.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases files. Values read before stay valid."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Settings that reach a backend's writer.
+
+    Attributes:
+        compression: None, or the name of a codec that the format knows (``zstd``, ``gzip``, …). The msgpack
+            format has no compression and ignores it.
+    """
+
+    compression: str | None = None
+
+
+class Backend(Protocol):
+    """One format.
+
+    The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
+    directory, 1) `check`, 2) `write`, 3) the caller publishes the temporary under its final name.
+    The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
+    number of times, 3) `Reader.close`.
+    """
+
+    format: Format
+
+    def check(self, tree: Node) -> None:
+        """Raises before anything is written if this format cannot hold the tree.
+
+        Raises:
+            UnsupportedLeafError, NameCollisionError: with the key path in the message.
+        """
+        ...
+
+    def write(self, path: str, tree: Node, options: WriteOptions) -> None:
+        """Writes the whole checkpoint to ``path``, which does not exist yet, and syncs it to disk.
+
+        Args:
+            path: absolute path of the temporary file or directory to create; the parent exists.
+            tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
+                bool, complex, str, bytes, None or `KeyData`.
+            options: see `WriteOptions`.
+        """
+        ...
+
+    def open(self, path: str) -> Reader:
+        """Opens a checkpoint of this format without reading array data.
+
+        Raises:
+            CorruptCheckpointError: it does not decode.
+        """
+        ...

@@ -1,0 +1,58 @@
+"""The one place that turns dtype names of files into numpy dtypes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_ML_DTYPES = {
+    name: np.dtype(scalar)
+    for name in dir(ml_dtypes)
+    if isinstance(scalar := getattr(ml_dtypes, name), type) and issubclass(scalar, np.generic)
+}
+# ``np.dtype.name`` of text and bytes arrays; numpy itself cannot read these names back.
+_SIZED = re.compile(r"(str|bytes)(\d+)")
+# ``np.dtype.name`` of everything else that an array checkpoint may hold, or a typestr with its byte order.
+_PLAIN = re.compile(r"[<>|]?[a-z]+\d*(\[\d*[A-Za-z]+\])?")
+
+
+def dtype_from_name(name: str) -> np.dtype[Any]:
+    """The dtype that ``np.dtype.name`` (or, for foreign byte orders, ``np.dtype.str``) called ``name``.
+
+    Raises:
+        ValueError: no such dtype, or one that holds Python objects, fields or raw void.
+    """
+    known = _ML_DTYPES.get(name)
+    if known is not None:
+        return known
+    sized = _SIZED.fullmatch(name)
+    if sized:
+        bits = int(sized[2])
+        width, kind = (32, "U") if sized[1] == "str" else (8, "S")
+        if bits % width or bits > 2**31:
+            raise ValueError(f"{name!r} is not a dtype that a checkpoint can hold")
+        return np.dtype(f"{kind}{bits // width}")
+    try:
+        dtype = np.dtype(name) if _PLAIN.fullmatch(name) else None
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or not is_storable(dtype):
+        raise ValueError(f"{name!r} is not a dtype that a checkpoint can hold")
+    return dtype
+
+
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """False for dtypes without a portable meaning: Python objects, records, raw void."""
+    return not (dtype.hasobject or dtype.names or (dtype.kind == "V" and dtype.name not in _ML_DTYPES))
+
+
+def stored_name(dtype: np.dtype[Any]) -> str:
+    """The name to store for a dtype: its plain name, or the typestr where the byte order is foreign.
+
+    ``dtype.name`` drops the byte order; real Flax then reads big-endian arrays as garbage, while it
+    reads the typestr (``>i4``) right, because it hands the name to ``np.dtype``.
+    """
+    return dtype.name if dtype.isnative else dtype.str

@@ -1,0 +1,94 @@
+"""The errors that need nothing of flax.
+
+CheckpointError
+├── CheckpointNotFoundError(ValueError, FileNotFoundError)   no checkpoint where one was asked for
+├── IncompleteCheckpointError(ValueError)    it exists, but its writer never finished
+├── UnrecognizedFormatError(ValueError)      it exists, but is no checkpoint; says what it looks like
+├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
+├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
+├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
+├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
+├── NameCollisionError(ValueError)           two key paths with one stored name
+├── StepError(ValueError)                    a step, ``keep`` or prefix that means nothing
+├── SettingError(ValueError)                 an unknown setting, or a value it does not take
+└── StorageError(OSError)                    the file system or object store refused
+
+Those that also inherit from a class of ``flax.errors`` are in ``flax_ckpt_compat.errors``, which
+re-exports all of these. Each class inherits the built-in that callers of Flax already catch.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Root of all our errors.
+
+    Attributes:
+        path: the file or directory concerned, as text, or None.
+        leaf: key path of the leaf concerned, joined with ``/``, or None.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None):
+        super().__init__(message)
+        self.path = path
+        self.leaf = leaf
+
+
+class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
+    """There is no checkpoint where one was asked for."""
+
+
+class IncompleteCheckpointError(CheckpointError, ValueError):
+    """The checkpoint exists, but its writer never finished it."""
+
+
+class UnrecognizedFormatError(CheckpointError, ValueError):
+    """The path exists but holds no checkpoint; the message says what it looks like."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """The checkpoint is of a known format but does not decode: truncated, damaged or hostile."""
+
+
+class MissingLeavesError(CheckpointError, ValueError):
+    """The target has leaves that the checkpoint lacks.
+
+    Attributes:
+        missing: every missing key path, joined with ``/``.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = ()):
+        super().__init__(message, path=path, leaf=missing[0] if missing else None)
+        self.missing = missing
+
+
+class ShapeMismatchError(CheckpointError, ValueError):
+    """Stored and target shapes differ and the setting ``shape_mismatch`` is ``error``."""
+
+
+class UnsupportedLeafError(CheckpointError, TypeError, ValueError):
+    """A leaf of the tree to save is of a type or dtype that no checkpoint format can hold."""
+
+
+class NameCollisionError(CheckpointError, ValueError):
+    """Two key paths of the tree to save would be stored under one name, so one would be lost."""
+
+
+class StepError(CheckpointError, ValueError):
+    """A step, ``keep`` or prefix that means nothing."""
+
+
+class SettingError(CheckpointError, ValueError):
+    """An unknown setting, or a value that a setting does not take."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The file system or object store refused an operation; the original error is the cause.
+
+    Attributes:
+        errno: the operating system's error number, where there was one.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
+        super().__init__(message, path=path)
+        self.errno = errno

@@ -1,0 +1,24 @@
+"""Fresh host memory for arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+# jax on the CPU takes over host memory without a copy only where it is aligned like this.
+ALIGNMENT = 64
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An uninitialised, writable, C-order array on a 64-byte boundary."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """The bytes of a C-contiguous array, whatever its dtype (ml_dtypes have no buffer format of their own)."""
+    return memoryview(array.reshape(-1).view(np.uint8))

@@ -1,0 +1,79 @@
+"""The neutral tree that both formats are written from and read into.
+
+A node is a `Branch` or a leaf. When saving, leaves are the values themselves (arrays, Python
+scalars, `KeyData`, None); when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Path = tuple[str, ...]
+Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
+
+
+class Container(enum.Enum):
+    """What a branch was in the user's tree. Formats that keep less than this say so in their docs."""
+
+    DICT = "dict"
+    LIST = "list"
+    TUPLE = "tuple"
+    NAMEDTUPLE = "namedtuple"
+
+    @property
+    def is_sequence(self) -> bool:
+        """True for list and tuple, whose children are named '0', '1', …, in order, without gaps."""
+        return self in (Container.LIST, Container.TUPLE)
+
+
+@dataclasses.dataclass(slots=True)
+class Branch:
+    """An inner node.
+
+    Attributes:
+        children: name → node, in the order of the user's tree (not sorted).
+        container: what it was.
+        int_keys: those names that were Python ints in the user's dict.
+    """
+
+    children: dict[str, Node]
+    container: Container = Container.DICT
+    int_keys: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KeyData:
+    """A typed PRNG key array, taken apart.
+
+    Attributes:
+        impl: jax's name of the implementation (``threefry2x32``, ``rbg``, ``unsafe_rbg``, …).
+        data: uint32 array, the key array's shape followed by the implementation's key shape.
+    """
+
+    impl: str
+    data: Any
+
+
+def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields (key path, leaf) in tree order. None is a leaf; a branch without children yields itself."""
+    if not isinstance(node, Branch) or not node.children:
+        yield path, node
+        return
+    for name, child in node.children.items():
+        yield from iter_leaves(child, (*path, name))
+
+
+def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()) -> Node:
+    """A tree of the same branches with every leaf replaced by ``function(path, leaf)``; None is a leaf."""
+    if not isinstance(node, Branch):
+        return function(path, node)
+    children = {name: map_leaves(function, child, (*path, name)) for name, child in node.children.items()}
+    return Branch(children, node.container, node.int_keys)
+
+
+def show_path(path: Path) -> str:
+    """The key path as people read it: names joined with ``/``; the whole tree is ``<root>``."""
+    return "/".join(path) if path else "<root>"

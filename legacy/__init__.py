@@ -1,0 +1,1 @@
+"""The legacy room; see the modules."""

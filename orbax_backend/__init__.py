@@ -1,0 +1,1 @@
+"""The orbax_backend room; see the modules."""
