@@ -1,3 +1,5 @@
+"""Packaging; everything is in setup.cfg."""
+
 from setuptools import setup
 
 setup()

@@ -21,4 +21,4 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     """The bytes of a C-contiguous array, whatever its dtype (ml_dtypes have no buffer format of their own)."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
