@@ -1,7 +1,33 @@
 """flax.training.checkpoints, kept alive: msgpack and Orbax-format checkpoints behind Flax's own function names."""
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
     # A checkout keeps the backends beside this folder; a wheel keeps them inside it.
     __path__.append(str(_Path(__file__).parents[1]))
+
+if _TYPE_CHECKING:
+    from flax_ckpt_compat import checkpoints, config, errors
+    from flax_ckpt_compat._install import install, installed, uninstall
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "checkpoints", "config", "errors", "install", "installed", "uninstall"]
+
+_FUNCTIONS = ("install", "installed", "uninstall")
+
+
+def __getattr__(name: str) -> _Any:
+    # Scripts set jax's environment variables after this import, so nothing that loads jax may be loaded here.
+    if name in _FUNCTIONS:
+        return getattr(_import_module("flax_ckpt_compat._install"), name)
+    if name in __all__:
+        return _import_module(f"flax_ckpt_compat.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

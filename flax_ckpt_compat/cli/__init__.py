@@ -1,1 +1,42 @@
-"""The command line."""
+"""The ``flax-ckpt`` command; each subcommand lives in a module of its own, imported when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from flax_ckpt_compat import __version__
+
+_COMMANDS = {
+    "demo": "flax_ckpt_compat.cli.demo",
+    "run": "flax_ckpt_compat.cli.run",
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose command NAME is the attribute ``command`` of its module."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(_COMMANDS[cmd_name]).command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.exceptions.NoSuchCommand as error:
+            # click compares typos with the commands that are loaded, and ours are not.
+            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=_COMMANDS, ctx=ctx) from None
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="flax-ckpt")
+def main() -> None:
+    """Flax checkpoints, msgpack and Orbax, by their old function names."""

@@ -1,0 +1,240 @@
+"""Puts our functions into ``flax.training.checkpoints``, and takes them out again.
+
+An import hook patches the real module at the end of its own import, so no thread ever sees the originals
+through it; where it cannot be imported, the hook turns it into a stand-in with our public names.
+Only names in module namespaces are replaced: originals that were stored elsewhere before (default
+arguments, `functools.partial`, class attributes, containers) stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+_TARGET = "flax.training.checkpoints"
+_PACKAGE = "flax.training"
+_ABSENT = object()
+_log = logging.getLogger("flax_ckpt_compat")
+
+# ``module.__dict__`` without running anybody's ``__getattribute__`` or property (lazy modules load on those).
+_namespace_of: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
+
+
+class _Replaced(NamedTuple):
+    """One name that we replaced, and what it was."""
+
+    namespace: dict[str, Any]
+    name: str
+    original: Any
+    ours: Any
+
+
+class _State:
+    """What is installed; every attribute is guarded by `lock`.
+
+    Nothing is imported while `lock` is held: the hook takes it under the import lock of the target.
+    """
+
+    lock = threading.RLock()
+    wanted = False
+    contexts = 0
+    replaced: list[_Replaced] = []  # noqa: RUF012 - one process, one state
+    stand_ins: dict[str, types.ModuleType] = {}  # noqa: RUF012
+
+
+def install() -> None:
+    """Makes `flax.training.checkpoints` ours for the whole process, whoever imported it or will.
+
+    May be called any number of times, from any thread. Modules that took functions out of it before
+    (``from flax.training.checkpoints import save_checkpoint as sc``) get ours too. Where Flax's module is gone
+    or does not import, a module of that name with our public names takes its place.
+
+    Raises:
+        ImportError: flax itself cannot be imported.
+    """
+    install_on_import()
+    importlib.import_module(_TARGET)
+    _patch()
+
+
+def install_on_import() -> None:
+    """As `install`, but loads nothing: what is not imported yet becomes ours when it is.
+
+    The program may then still set environment variables that jax and Flax read when they are imported.
+    """
+    with _State.lock:
+        _State.wanted = True
+        _hook_in()
+    if _TARGET in sys.modules:
+        _patch()
+
+
+def uninstall() -> None:
+    """Puts back what was replaced and is still ours; an enclosing ``with installed():`` keeps it until its end.
+
+    Modules that imported names while ours were installed keep ours.
+    """
+    with _State.lock:
+        _State.wanted = False
+        _restore_if_unused()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """``with installed():`` has `install` in effect inside; nests, and never undoes an outer install."""
+    with _State.lock:
+        _State.contexts += 1
+        _hook_in()
+    try:
+        importlib.import_module(_TARGET)
+        _patch()
+        yield
+    finally:
+        with _State.lock:
+            _State.contexts -= 1
+            _restore_if_unused()
+
+
+def _hook_in() -> None:
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _our_names() -> dict[str, Any]:
+    module = importlib.import_module("flax_ckpt_compat.checkpoints")
+    return {name: vars(module)[name] for name in module.__all__ if callable(vars(module)[name])}
+
+
+def _patch() -> None:
+    ours = _our_names()
+    with _State.lock:
+        module = sys.modules.get(_TARGET)
+        if module is None or module is _State.stand_ins.get(_TARGET) or not (_State.wanted or _State.contexts):
+            return
+        originals = {}
+        for name, function in ours.items():
+            original = _namespace_of(module).get(name, _ABSENT)
+            if original is not function:
+                _replace(_namespace_of(module), name, original, function)
+        # Everything ever replaced, not only now: a module may have been loaded in between from elsewhere.
+        for entry in _State.replaced:
+            if entry.original is not _ABSENT:
+                originals[id(entry.original)] = entry
+        _replace_everywhere(originals)
+
+
+def _replace_everywhere(originals: dict[int, _Replaced]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        # type() and not isinstance(): the latter asks proxies for their __class__.
+        if not issubclass(type(module), types.ModuleType) or module_name.partition(".")[0] == "flax_ckpt_compat":
+            continue
+        namespace = _namespace_of(module)
+        for name, value in list((namespace or {}).items()):
+            entry = originals.get(id(value))
+            # Inside the target only the public names are ours; its own helpers keep what they hold.
+            if entry is not None and module_name != _TARGET:
+                _replace(namespace, name, value, entry.ours)
+
+
+def _replace(namespace: dict[str, Any], name: str, original: Any, ours: Any) -> None:
+    _State.replaced.append(_Replaced(namespace, name, original, ours))
+    namespace[name] = ours
+
+
+def _restore_if_unused() -> None:
+    if _State.wanted or _State.contexts:
+        return
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    for namespace, name, original, ours in reversed(_State.replaced):
+        if namespace.get(name) is not ours:
+            continue
+        if original is _ABSENT:
+            del namespace[name]
+        else:
+            namespace[name] = original
+    _State.replaced.clear()
+    for full_name, module in _State.stand_ins.items():
+        _forget(full_name, module)
+    _State.stand_ins.clear()
+
+
+def _forget(full_name: str, module: types.ModuleType) -> None:
+    if sys.modules.get(full_name) is module:
+        del sys.modules[full_name]
+    parent_name, _, child = full_name.rpartition(".")
+    parent = sys.modules.get(parent_name)
+    if parent is not None and _namespace_of(parent).get(child) is module:
+        delattr(parent, child)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the target (and its package, should a future Flax have dropped it) for `_Loader`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in (_TARGET, _PACKAGE):
+            return None
+        spec = self._ask_others(fullname, path, target)
+        if spec is None:
+            return importlib.machinery.ModuleSpec(fullname, _Loader(None), is_package=fullname == _PACKAGE)
+        if fullname == _TARGET:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+    def _ask_others(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs Flax's own loader, then patches its module; a module that fails, or is not there, becomes a stand-in."""
+
+    def __init__(self, real: Any):
+        self._real = real
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return None if self._real is None else self._real.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if self._real is None:
+            _become_stand_in(module)
+            return
+        assert module.__spec__ is not None
+        # inspect, pkgutil and pickle must find Flax's own loader there.
+        module.__loader__ = module.__spec__.loader = self._real
+        try:
+            self._real.exec_module(module)
+        except Exception as error:  # noqa: BLE001 - releases of orbax and jax broke it with errors of many types
+            _log.warning("%s does not import here (%r); flax_ckpt_compat stands in for it", _TARGET, error)
+            _become_stand_in(module)
+        else:
+            _patch()
+
+
+def _become_stand_in(module: types.ModuleType) -> None:
+    namespace = _namespace_of(module)
+    for name in [name for name in namespace if not (name.startswith("__") and name.endswith("__"))]:
+        del namespace[name]
+    if module.__name__ == _TARGET:
+        ours = importlib.import_module("flax_ckpt_compat.checkpoints")
+        namespace.update({name: vars(ours)[name] for name in ours.__all__}, __all__=list(ours.__all__))
+        namespace["__doc__"] = ours.__doc__
+    with _State.lock:
+        _State.stand_ins[module.__name__] = module
+
+
+_FINDER = _Finder()

@@ -1,0 +1,139 @@
+"""Runs a program in this process as ``python SCRIPT`` and ``python -m MODULE`` would.
+
+What python does was measured on CPython 3.11 and is compared test by test: ``tests/test_cli_run.py``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib.machinery
+import io
+import multiprocessing.spawn
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from flax_ckpt_compat import _install
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run_script(script: str, args: list[str]) -> NoReturn:
+    """Runs a file, or a folder or zip file that holds a ``__main__.py``; does not return."""
+    sys.argv[:] = [script, *args]
+    if pkgutil.get_importer(script) is not None:
+        _set_path0(script)
+        _finish(lambda: _run_as_main("__main__", alter_argv=False))
+    path = os.path.abspath(script)
+    _set_path0(os.path.dirname(os.path.realpath(script)))
+    try:
+        with io.open_code(path):
+            pass
+    except OSError as error:
+        message = f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
+        print(message, file=sys.stderr)
+        sys.exit(2)
+    _finish(lambda: _exec_file(path))
+
+
+def run_module(name: str, args: list[str]) -> NoReturn:
+    """Runs a module as ``python -m`` does; does not return."""
+    # As long as the module is being looked for, python shows "-m" there.
+    sys.argv[:] = ["-m", *args]
+    _set_path0(os.getcwd())
+    _finish(lambda: _run_as_main(name, alter_argv=True))
+
+
+def _set_path0(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _fresh_main() -> types.ModuleType:
+    """A new ``__main__``: pickle, dataclasses and multiprocessing look the program's names up there."""
+    global _our_main
+    _our_main = sys.modules["__main__"]
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    return module
+
+
+# The command's own namespace would be emptied with its last reference.
+_our_main: types.ModuleType | None = None
+
+
+def _run_as_main(name: str, *, alter_argv: bool) -> None:
+    _fresh_main()
+    # Private, but what python itself calls; its frames belong into the traceback, as with python itself.
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
+
+
+def _exec_file(path: str) -> None:
+    module = _fresh_main()
+    loader: Any
+    if path.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader)
+    exec(code, vars(module))  # noqa: S102
+
+
+def _finish(program: Callable[[], None]) -> NoReturn:
+    """Runs the program with the shim and ends the process as python would have ended it."""
+    _install.install_on_import()
+    _install_in_workers()
+    interrupted: list[bool] = []
+    # Registered first, so it runs last.
+    atexit.register(_die_if, interrupted)
+    try:
+        program()
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as python: whatever it is, it is shown
+        interrupted.extend([True] * isinstance(error, KeyboardInterrupt))
+        _show(error)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _show(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+
+
+def _die_if(interrupted: list[bool]) -> None:
+    """A shell only stops its own loop if the program died of the signal, so python does that, and so must we."""
+    if interrupted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+class _InstallInWorker:
+    """Installs the shim where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _install.install_on_import, ()
+
+
+def _install_in_workers() -> None:
+    """Has spawned and fork-server workers install the shim before they import the program."""
+    original = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**original(name), "flax_ckpt_compat": _InstallInWorker()}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data

@@ -1,0 +1,37 @@
+"""``flax-ckpt run``: an unmodified program, with our functions in ``flax.training.checkpoints``."""
+
+from __future__ import annotations
+
+import click
+
+from flax_ckpt_compat.cli import _program
+
+
+class _RunCommand(click.Command):
+    """Everything behind the script belongs to the script, `--help` too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ours = not args or args[0] in ctx.help_option_names
+        return super().parse_args(ctx, args if ours else ["--", *args])
+
+
+@click.command(cls=_RunCommand, options_metavar="")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
+def command(program: tuple[str, ...]) -> None:
+    """Run a program unchanged, with the shim installed.
+
+    SCRIPT is a file, or a folder or zip file with a __main__.py, just as for python itself. Arguments,
+    exit code, output and tracebacks are the program's own. Worker processes that multiprocessing starts
+    have the shim too; other programs that it starts do not, unless they are started by "flax-ckpt run".
+    """
+    first, *rest = program
+    if first == "-m":
+        if not rest:
+            raise click.UsageError("-m needs the name of a module")
+        _program.run_module(rest[0], rest[1:])
+    elif first.startswith("-m"):
+        _program.run_module(first[2:], rest)
+    elif first.startswith("-"):
+        raise click.NoSuchOption(first, message=f"No such option: {first} (the program's options go behind its name)")
+    else:
+        _program.run_script(first, rest)
