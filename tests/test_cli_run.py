@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 RUN = [sys.executable, "-m", "flax_ckpt_compat", "run"]
 SHOW = """
 import sys
-print(sys.argv, sys.path[0], sorted(globals()), __name__, __file__, __package__, __cached__, getattr(__spec__, "name", __spec__))
+print(sys.argv, sys.path[0], sorted(globals()), __name__, __file__, __package__, __cached__)
+print(getattr(__spec__, "name", __spec__))
 print(type(__loader__).__name__, vars(sys.modules["__main__"]) is globals())
 """
 FAILS = """
@@ -43,11 +44,21 @@ PROBES = {
     "own_hook": "import sys\nsys.excepthook = lambda *a: print('hook', a[0], a[2].tb_lineno)\nraise ValueError",
     "thread_fails": "import threading\nt = threading.Thread(target=lambda: 1/0, name='t')\nt.start(); t.join()",
     "at_exit_order": "import atexit\natexit.register(print, 1)\natexit.register(print, 2)\nraise ValueError",
-    "late_thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()\n1/0",
+    "late_thread": """
+        import threading, time
+        threading.Thread(target=lambda: (time.sleep(0.1), print("late"))).start()
+        1 / 0
+        """,
     "future": "x: Undefined = 1",
     "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
-    "dataclass": "import dataclasses, typing\n@dataclasses.dataclass\nclass A:\n    x: 'typing.ClassVar[int]' = 1\nprint(A())",
-    "environment": "import os, sys\nos.environ['JAX_ENABLE_X64'] = '1'\nprint({'jax', 'flax', 'numpy'} & set(sys.modules))",
+    "dataclass": """
+        import dataclasses, typing
+        @dataclasses.dataclass
+        class A:
+            x: "typing.ClassVar[int]" = 1
+        print(A())
+        """,
+    "nothing_loaded": "import sys\nprint({'jax', 'flax', 'numpy'} & set(sys.modules))",
     "spawn": """
         import multiprocessing
         def work(x):

@@ -28,7 +28,8 @@ def run_script(script: str, args: list[str]) -> NoReturn:
     """Runs a file, or a folder or zip file that holds a ``__main__.py``; does not return."""
     sys.argv[:] = [script, *args]
     if pkgutil.get_importer(script) is not None:
-        _set_path0(script)
+        # Not normalised: so python does it, and its messages show it.
+        _set_path0(os.path.join(os.getcwd(), script))
         _finish(lambda: _run_as_main("__main__", alter_argv=False))
     path = os.path.abspath(script)
     _set_path0(os.path.dirname(os.path.realpath(script)))

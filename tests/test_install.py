@@ -1,0 +1,310 @@
+"""install(), uninstall() and installed(): whose functions `flax.training.checkpoints` holds, and when."""
+
+import functools
+import importlib
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+
+ROOT = Path(__file__).parents[1]
+NAMES = (
+    "AsyncManager",
+    "available_steps",
+    "convert_pre_linen",
+    "latest_checkpoint",
+    "natural_sort",
+    "restore_checkpoint",
+    "safe_normpath",
+    "save_checkpoint",
+    "save_checkpoint_multiprocess",
+)
+
+
+@pytest.fixture
+def real() -> Iterator[types.ModuleType]:
+    """Flax's own module, as Flax made it, before and after."""
+    module = importlib.import_module("flax.training.checkpoints")
+    before = dict(vars(module))
+    yield module
+    flax_ckpt_compat.uninstall()
+    assert dict(vars(module)) == before
+
+
+@pytest.fixture
+def user() -> Iterator[types.ModuleType]:
+    """A module of the user's, in sys.modules, with an empty namespace."""
+    module = types.ModuleType("some_user_module")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def run_python(code: str, **environment: str) -> str:
+    """The stdout of a program in a fresh interpreter; fails with its stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_function_becomes_ours_and_helpers_stay(real: types.ModuleType) -> None:
+    """All nine public names are replaced; constants and underscored helpers stay Flax's."""
+    before = dict(vars(real))
+    flax_ckpt_compat.install()
+    changed = {name for name, value in vars(real).items() if before.get(name) is not value}
+    assert changed == set(NAMES)
+    assert all(vars(real)[name] is getattr(ours, name) for name in NAMES)
+
+
+def test_installing_twice_is_installing_once(real: types.ModuleType) -> None:
+    """A second install changes nothing, and one uninstall undoes both; so does a second uninstall."""
+    original = real.save_checkpoint
+    flax_ckpt_compat.install()
+    flax_ckpt_compat.install()
+    flax_ckpt_compat.uninstall()
+    assert real.save_checkpoint is original
+    flax_ckpt_compat.uninstall()
+    assert real.save_checkpoint is original
+
+
+def test_names_taken_out_earlier_are_replaced(real: types.ModuleType, user: types.ModuleType) -> None:
+    """A module that imported functions before install(), under any name, gets ours, and its own back."""
+    vars(user).update(sc=real.save_checkpoint, AsyncManager=real.AsyncManager, other=real.os, c=real, n=None)
+    before = dict(vars(user))
+    flax_ckpt_compat.install()
+    assert user.sc is ours.save_checkpoint
+    assert user.AsyncManager is ours.AsyncManager
+    assert (user.other, user.c) == (real.os, real)
+    flax_ckpt_compat.uninstall()
+    assert dict(vars(user)) == before
+
+
+def test_what_the_user_replaced_meanwhile_stays(real: types.ModuleType, user: types.ModuleType) -> None:
+    """uninstall() leaves alone a name that somebody rebound or deleted after install()."""
+    user.sc, user.rc = real.save_checkpoint, real.restore_checkpoint
+    flax_ckpt_compat.install()
+    user.sc = print
+    del user.rc
+    flax_ckpt_compat.uninstall()
+    assert user.sc is print
+    assert not hasattr(user, "rc")
+
+
+def test_a_reloaded_module_is_patched_again(real: types.ModuleType) -> None:
+    """After importlib.reload() the functions are still ours."""
+    before = dict(vars(real))
+    try:
+        with flax_ckpt_compat.installed():
+            importlib.reload(real)
+            assert real.save_checkpoint is ours.save_checkpoint
+        assert real.save_checkpoint.__module__ == "flax.training.checkpoints"
+    finally:
+        vars(real).update(before)
+
+
+def test_installing_looks_at_no_attribute(real: types.ModuleType) -> None:
+    """Lazy modules and proxies in sys.modules are not woken up by the search."""
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"somebody asked for {name}")
+
+    class Proxy:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"somebody asked for {name}")
+
+        __class__ = property(lambda self: self.missing)  # type: ignore[assignment]
+
+    strangers: dict[str, Any] = {"lazy_stranger": Lazy("lazy_stranger"), "proxy": Proxy(), "none": None}
+    sys.modules.update(strangers)
+    try:
+        flax_ckpt_compat.install()
+        flax_ckpt_compat.uninstall()
+    finally:
+        for name in strangers:
+            del sys.modules[name]
+
+
+def test_our_own_module_is_not_touched(real: types.ModuleType) -> None:
+    """`flax_ckpt_compat.checkpoints` has the same namespace before, during and after."""
+    before = dict(vars(ours))
+    with flax_ckpt_compat.installed():
+        assert dict(vars(ours)) == before
+    assert dict(vars(ours)) == before
+
+
+def test_contexts_nest(real: types.ModuleType) -> None:
+    """Only the last way out undoes: inner contexts and explicit installs do not disturb each other."""
+    original = real.save_checkpoint
+    with flax_ckpt_compat.installed():
+        with flax_ckpt_compat.installed():
+            pass
+        assert real.save_checkpoint is ours.save_checkpoint
+        flax_ckpt_compat.uninstall()
+        assert real.save_checkpoint is ours.save_checkpoint
+    assert real.save_checkpoint is original
+    flax_ckpt_compat.install()
+    with flax_ckpt_compat.installed():
+        pass
+    assert real.save_checkpoint is ours.save_checkpoint
+
+
+def test_an_error_in_the_body_undoes_too(real: types.ModuleType) -> None:
+    """The context ends by an exception as it ends otherwise."""
+    original = real.save_checkpoint
+    with pytest.raises(KeyError), flax_ckpt_compat.installed():
+        raise KeyError
+    assert real.save_checkpoint is original
+
+
+def test_eight_threads(real: types.ModuleType, user: types.ModuleType) -> None:
+    """Inside its own context every thread sees our functions; afterwards Flax's are back."""
+    original = user.sc = real.save_checkpoint
+    failures: list[str] = []
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(20):
+            with flax_ckpt_compat.installed():
+                if real.save_checkpoint is not ours.save_checkpoint or user.sc is not ours.save_checkpoint:
+                    failures.append(threading.current_thread().name)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert real.save_checkpoint is user.sc is original
+
+
+def test_first_imports_from_eight_threads() -> None:
+    """Threads that install and threads that import Flax's module for the first time neither hang nor see originals."""
+    out = run_python("""
+        import faulthandler, threading
+        faulthandler.dump_traceback_later(50, exit=True)
+        import flax_ckpt_compat, flax_ckpt_compat._install as hook
+        hook.install_on_import()
+        seen = []
+        def work(number):
+            if number % 2:
+                flax_ckpt_compat.install()
+            from flax.training.checkpoints import save_checkpoint
+            seen.append(save_checkpoint.__module__)
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        print(len(seen), set(seen))
+        """)
+    assert out == "8 {'flax_ckpt_compat.checkpoints'}\n"
+
+
+def test_before_flax_is_imported() -> None:
+    """A program that imports Flax's module after install() gets ours, and introspection still finds Flax's source."""
+    out = run_python("""
+        import flax_ckpt_compat
+        flax_ckpt_compat.install()
+        from flax.training import checkpoints
+        from flax.training.checkpoints import restore_checkpoint as rc
+        import flax.training.checkpoints as c, inspect, pickle
+        print(c is checkpoints, rc.__module__, checkpoints.save_checkpoint.__module__)
+        print("def save_checkpoint" in inspect.getsource(c), type(c.__loader__).__name__)
+        print(c.__spec__.loader is c.__loader__)
+        print(pickle.loads(pickle.dumps(rc)) is rc)
+        """)
+    assert out.splitlines() == [
+        "True flax_ckpt_compat.checkpoints flax_ckpt_compat.checkpoints",
+        "True SourceFileLoader",
+        "True",
+        "True",
+    ]
+
+
+FAKES = {
+    "ModuleNotFoundError": {"flax/training/__init__.py": ""},
+    "ModuleNotFoundError, package too": {},
+    "ImportError": {"flax/training/__init__.py": "", "flax/training/checkpoints.py": "from os import nonsense"},
+    "AttributeError": {"flax/training/__init__.py": "", "flax/training/checkpoints.py": "x = 1\nx.gone"},
+}
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_without_flax_own_module(tmp_path: Path, name: str) -> None:
+    """Where Flax's module is gone or fails to import, one of that name with our names stands in, until uninstall()."""
+    for file, text in FAKES[name].items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    out = run_python(
+        """
+        import os, sys, types
+        import flax, flax_ckpt_compat
+        from flax_ckpt_compat import checkpoints as ours
+        if os.path.isdir(os.environ["FAKE"] + "/flax/training"):
+            flax.__path__[:] = [os.environ["FAKE"] + "/flax"]
+        else:
+            flax.__path__[:] = []
+        for module in [m for m in sys.modules if m.startswith("flax.training")]:
+            del sys.modules[module]
+        vars(flax).pop("training", None)
+        flax_ckpt_compat.install()
+        from flax.training import checkpoints as c
+        import flax.training.checkpoints
+        assert flax.training.checkpoints is c is sys.modules["flax.training.checkpoints"]
+        assert all(getattr(c, n) is getattr(ours, n) for n in ours.__all__), vars(c).keys()
+        assert not [n for n in vars(c) if not n.startswith("__") and n not in ours.__all__]
+        with flax_ckpt_compat.installed():
+            pass
+        flax_ckpt_compat.install()
+        assert flax.training.checkpoints is c
+        flax_ckpt_compat.uninstall()
+        assert "flax.training.checkpoints" not in sys.modules
+        assert "checkpoints" not in vars(sys.modules.get("flax.training", sys))
+        try:
+            import flax.training.checkpoints
+        except Exception as error:
+            print(type(error).__name__)
+        """,
+        FAKE=str(tmp_path),
+    )
+    assert out.strip() == name.partition(",")[0]
+
+
+def test_without_flax_at_all() -> None:
+    """Without Flax install() raises the plain ImportError."""
+    out = run_python("""
+        import sys, flax_ckpt_compat
+        sys.modules["flax"] = None
+        try:
+            flax_ckpt_compat.install()
+        except ImportError as error:
+            print(error.name)
+        """)
+    assert out.startswith("flax")
+
+
+def test_only_module_names_are_replaced(real: types.ModuleType, user: types.ModuleType) -> None:
+    """Originals kept in default arguments or partials before install() stay Flax's, as documented."""
+    user.later = functools.partial(real.save_checkpoint, keep=3)
+    before = user.later.func
+    flax_ckpt_compat.install()
+    assert user.later.func is before
+    assert pickle.loads(pickle.dumps(real.save_checkpoint)) is ours.save_checkpoint
+    assert list(inspect.signature(real.save_checkpoint).parameters) == list(inspect.signature(before).parameters)
