@@ -1,1 +1,7 @@
-"""The legacy room; see the modules."""
+"""Flax's msgpack checkpoint files: one msgpack document, the tree as nested maps."""
+
+from __future__ import annotations
+
+from .backend import BACKEND
+
+__all__ = ["BACKEND"]

@@ -1,0 +1,35 @@
+"""The msgpack format behind the calls that every format offers."""
+
+from __future__ import annotations
+
+from flax_ckpt_compat._core.backend import Backend, Format, Reader, WriteOptions
+from flax_ckpt_compat._core.tree import Node
+
+from .check import check_tree
+from .reader import MsgpackReader
+from .writer import write_tree
+
+
+class MsgpackBackend:
+    """Flax's msgpack files; stateless."""
+
+    format = Format.MSGPACK
+
+    def check(self, tree: Node) -> None:
+        """Raises `UnsupportedLeafError`, naming the key path, if a msgpack file cannot hold the tree.
+
+        Strings that the reader would take for a reference to an array of a ``_gda`` folder are refused
+        here; `write` stores them, so that whoever writes such a folder can check first and then replace.
+        """
+        check_tree(tree)
+
+    def write(self, path: str, tree: Node, options: WriteOptions) -> None:  # noqa: ARG002 - no options in this format
+        """Writes and syncs the file ``path``, which must not exist yet; see `Backend.write`."""
+        write_tree(path, tree)
+
+    def open(self, path: str) -> Reader:
+        """Opens a msgpack checkpoint; reads its structure and skips over array data."""
+        return MsgpackReader(path)
+
+
+BACKEND: Backend = MsgpackBackend()

@@ -1,0 +1,101 @@
+"""What a msgpack file cannot hold, found before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import dtypes
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, show_path
+
+from . import markers
+from .hosting import is_jax_array
+
+# msgpack's length fields have four bytes.
+_MAX_LENGTH = 2**32 - 1
+
+
+def check_tree(tree: Node) -> None:
+    """Raises for the first leaf or name that a msgpack file cannot hold."""
+    stack: list[tuple[Path, Node]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, Branch):
+            _check_branch(path, node)
+            stack.extend(((*path, name), child) for name, child in node.children.items())
+        else:
+            _check_leaf(path, node)
+
+
+def _refuse(path: Path, found: str, remedy: str) -> UnsupportedLeafError:
+    leaf = show_path(path)
+    return UnsupportedLeafError(f"{leaf}: a msgpack checkpoint cannot hold {found}; {remedy}", leaf=leaf)
+
+
+def _check_branch(path: Path, branch: Branch) -> None:
+    if len(path) >= markers.MAX_DEPTH - 1:
+        raise _refuse(path, f"trees deeper than {markers.MAX_DEPTH - 1} levels", "flatten the tree")
+    if branch.children.keys() in (markers.CHUNK_KEYS, markers.KEY_KEYS):
+        names = ", ".join(sorted(branch.children))
+        raise _refuse(path, f"a dict with exactly the keys {names}: it would be read as an array", "rename a key")
+    for name in branch.children:
+        if type(name) is not str:
+            raise _refuse((*path, str(name)), f"a key of type {type(name).__name__}", "use str keys")
+        _check_text((*path, name), name)
+
+
+def _check_text(path: Path, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = tuple(name.encode("utf-8", "backslashreplace").decode() for name in path)
+        raise _refuse(shown, f"text with a lone surrogate ({error})", "store the bytes instead") from error
+    if len(text) * 4 > _MAX_LENGTH and len(text.encode()) > _MAX_LENGTH:
+        raise _refuse(path, f"text of more than {_MAX_LENGTH} bytes", "store it as a uint8 array")
+
+
+def _check_leaf(path: Path, leaf: Any) -> None:
+    kind = type(leaf)
+    if kind in (float, bool) or leaf is None or kind is complex:
+        return
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        _check_numpy(path, leaf)
+    elif kind is int:
+        if not -(2**63) <= leaf < 2**64:
+            raise _refuse(path, "a Python int outside -2**63 … 2**64-1", "store it as text")
+    elif kind is str:
+        _check_str(path, leaf)
+    elif kind in (bytes, bytearray):
+        if len(leaf) > _MAX_LENGTH:
+            raise _refuse(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
+    elif kind is KeyData:
+        _check_text(path, leaf.impl)
+        _check_leaf((*path, "data"), leaf.data)
+    elif is_jax_array(leaf):
+        _check_jax(path, leaf)
+    elif not isinstance(leaf, complex):
+        raise _refuse(path, f"a {kind.__module__}.{kind.__qualname__}", "convert it to an array, number, str or bytes")
+
+
+def _check_str(path: Path, text: str) -> None:
+    _check_text(path, text)
+    if text.startswith(markers.PLACEHOLDER):
+        raise _refuse(path, f"text that starts with {markers.PLACEHOLDER!r}", "it would be read as an array reference")
+
+
+def _check_numpy(path: Path, array: Any) -> None:
+    if not dtypes.is_storable(array.dtype) or array.dtype.itemsize == 0:
+        raise _refuse(path, f"an array of dtype {array.dtype}", "convert it to a numeric dtype, or store its fields")
+    if isinstance(array, np.ma.MaskedArray):
+        raise _refuse(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
+
+
+def _check_jax(path: Path, array: Any) -> None:
+    if not isinstance(array.dtype, np.dtype):
+        raise _refuse(path, f"a jax array of dtype {array.dtype}", "pass a PRNG key as KeyData")
+    if not array.is_fully_addressable:
+        raise _refuse(path, "an array of which this process sees a part only", "use save_checkpoint_multiprocess")
+    if array.is_deleted():
+        raise _refuse(path, "a jax array that was deleted or donated", "save before donating its buffer")

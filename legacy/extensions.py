@@ -1,0 +1,116 @@
+"""What stands inside Flax's msgpack extension values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import numpy as np
+
+from flax_ckpt_compat._core import dtypes
+from flax_ckpt_compat._core.tree import Path, show_path
+
+from .window import LOOKAHEAD, Window
+
+_MAX_DIMS = 64  # numpy's own limit
+
+
+@dataclasses.dataclass(slots=True)
+class ArrayHeader:
+    """What stands before array data.
+
+    Attributes:
+        text: the header's bytes.
+        shape: of the array.
+        dtype: of the array.
+        nbytes: size of the data, in bytes.
+    """
+
+    text: bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+
+
+def parse_array_header(window: Window, length: int, path: Path) -> ArrayHeader:
+    """Reads ``[shape, dtype name, data]`` up to the data; the window does not move.
+
+    Args:
+        window: at the payload, which lies within the file.
+        length: of the payload, in bytes.
+        path: key path of the leaf, for errors.
+    """
+    head = window.data[window.at : window.at + min(length, LOOKAHEAD)]
+    try:
+        shape, name, end = _shape_and_name(head)
+        dtype = dtypes.dtype_from_name(name)
+        start, nbytes = _data_field(head, end)
+        _check_shape(shape, dtype, nbytes)
+        _check_length(start + nbytes, length)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        reason = str(error) or type(error).__name__
+        raise window.corrupt(f"an array that does not decode in {show_path(path)}: {reason}") from error
+    return ArrayHeader(head[:start], shape, dtype, nbytes)
+
+
+def _shape_and_name(head: bytes) -> tuple[tuple[int, ...], str, int]:
+    """Returns shape, dtype name and the position behind them."""
+    unpacker = msgpack.Unpacker(raw=True, max_buffer_size=LOOKAHEAD)
+    unpacker.feed(head)
+    if unpacker.read_array_header() != 3:
+        raise ValueError("not three fields")
+    shape, name = unpacker.unpack(), unpacker.unpack()
+    if type(shape) is not list or len(shape) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{shape!r} is not a shape")
+    if type(name) is not bytes:
+        raise ValueError(f"{name!r} is not a dtype name")
+    return tuple(shape), name.decode("ascii"), unpacker.tell()
+
+
+def _data_field(head: bytes, at: int) -> tuple[int, int]:
+    """Returns where the data starts and its length; text headers count too, msgpack before 2013 had no other."""
+    tag = head[at]
+    if 0xA0 <= tag <= 0xBF:
+        return at + 1, tag & 0x1F
+    width = {0xC4: 1, 0xD9: 1, 0xC5: 2, 0xDA: 2, 0xC6: 4, 0xDB: 4}.get(tag)
+    if width is None:
+        raise ValueError(f"data of msgpack type 0x{tag:02x}")
+    field = head[at + 1 : at + 1 + width]
+    if len(field) != width:
+        raise ValueError("the header is cut")
+    return at + 1 + width, int.from_bytes(field, "big")
+
+
+def _check_shape(shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> None:
+    if dtype.itemsize == 0:
+        raise ValueError(f"dtype {dtype} without a size")
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise ValueError(
+            f"shape {shape} and dtype {dtype} need {math.prod(shape) * dtype.itemsize} bytes, not {nbytes}"
+        )
+    if nbytes == 0:
+        # numpy refuses some shapes although they hold nothing.
+        np.empty(shape, dtype)
+
+
+def _check_length(described: int, length: int) -> None:
+    if described != length:
+        raise ValueError(f"{length} bytes of payload, but {described} of header and data")
+
+
+def parse_complex(window: Window, length: int) -> complex:
+    """Reads ``[real, imaginary]`` and moves the window behind it."""
+    payload = window.take(length)
+    try:
+        real, imaginary = msgpack.unpackb(payload)
+        return complex(_number(real), _number(imaginary))
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise window.corrupt(f"{length} bytes that are not a complex number: {error}") from error
+
+
+def _number(part: Any) -> float:
+    if type(part) not in (int, float):
+        raise ValueError(f"{part!r} is not a number")
+    return float(part)

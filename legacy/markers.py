@@ -1,0 +1,25 @@
+"""Names and limits of the file format that reader and writer share."""
+
+from __future__ import annotations
+
+# Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written
+# as a numpy scalar; nothing in such a file tells the two apart, and Flax too reads it as np.complex128.
+EXT_ARRAY = 1
+EXT_COMPLEX = 2
+EXT_NUMPY_SCALAR = 3
+
+# Flax splits larger arrays into a map of flat pieces with exactly these keys.
+MAX_CHUNK_SIZE = 2**30
+CHUNK_FLAG = "__msgpack_chunked_array__"
+CHUNK_KEYS = frozenset((CHUNK_FLAG, "shape", "chunks"))
+
+# Ours: Flax refuses typed PRNG keys. It reads this map as a dict of a string and an array.
+KEY_IMPL = "__flax_ckpt_compat_prng_key__"
+KEY_KEYS = frozenset((KEY_IMPL, "data"))
+
+# A string that stands for an array in the folder beside the file.
+PLACEHOLDER = "//GDAPlaceholder:"
+
+# msgpack's own packer stops near this depth, so no real file is deeper; deeper ones are hostile and would
+# exhaust the Python stack of whoever walks the tree.
+MAX_DEPTH = 512

@@ -1,0 +1,252 @@
+"""Bytes of a msgpack file → tree of leaf handles; array data is skipped over, never decoded."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
+
+from . import gda, markers
+from .extensions import ArrayHeader, parse_array_header, parse_complex
+from .special import as_special
+from .window import Window
+
+_INTS = {
+    0xCC: struct.Struct(">B"),
+    0xCD: struct.Struct(">H"),
+    0xCE: struct.Struct(">I"),
+    0xCF: struct.Struct(">Q"),
+    0xD0: struct.Struct(">b"),
+    0xD1: struct.Struct(">h"),
+    0xD2: struct.Struct(">i"),
+    0xD3: struct.Struct(">q"),
+}
+_FLOATS = {0xCA: struct.Struct(">f"), 0xCB: struct.Struct(">d")}
+_LENGTHS = (struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I"))
+_FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+
+
+class _Frame:
+    """A map or list whose children are being read."""
+
+    __slots__ = ("branch", "home", "in_list", "int_keys", "keyed", "left", "name", "path")
+
+    def __init__(self, branch: Branch, left: int, path: Path, in_list: bool):
+        self.branch = branch
+        self.left = left
+        self.path = path
+        self.keyed = branch.container is Container.DICT
+        self.in_list = in_list or not self.keyed
+        self.int_keys: list[str] = []
+        self.home: dict[str, Node] = {}
+        self.name = ""
+
+
+def parse(window: Window, reader: Reader) -> Node:
+    """The whole document as a tree.
+
+    Maps become DICT branches, msgpack arrays LIST branches. Int keys become names that the branch lists in
+    ``int_keys``; all other keys that are not text, and keys that occur twice, are refused.
+
+    Args:
+        window: at the start of the file.
+        reader: whom the handles belong to.
+
+    Raises:
+        CorruptCheckpointError: with the byte offset.
+    """
+    parser = _Parser(window, reader)
+    try:
+        return parser.document()
+    except (IndexError, struct.error) as error:
+        found = "the end of the file in the middle of a value; it is truncated"
+        raise window.corrupt(found, window.size - window.base) from error
+    except UnicodeDecodeError as error:
+        raise window.corrupt(f"text that is not UTF-8 ({error})") from error
+
+
+class _Parser:
+    """One pass over one document; a loop with its own stack, so that depth costs no Python stack."""
+
+    def __init__(self, window: Window, reader: Reader):
+        self._window = window
+        self._reader = reader
+        self._stack: list[_Frame] = []
+        self._headers: dict[int, ArrayHeader] = {}
+
+    def document(self) -> Node:
+        self._window.refill()
+        home: dict[str, Node] = {}
+        home[""] = self._value((), False)
+        if self._stack:
+            self._stack[0].home = home
+        while self._stack:
+            frame = self._stack[-1]
+            if not frame.left:
+                self._close(self._stack.pop())
+            else:
+                self._fill(frame)
+        end = self._window.base + self._window.at
+        if end != self._window.size:
+            raise self._window.corrupt(f"{self._window.size - end} bytes behind the end of the document")
+        return home[""]
+
+    def _fill(self, frame: _Frame) -> None:
+        """Reads children until one of them is a container, or there are no more."""
+        children, keyed, stack, window = frame.branch.children, frame.keyed, self._stack, self._window
+        depth = len(stack)
+        while frame.left:
+            frame.left -= 1
+            if window.at > window.fresh_until:
+                window.refill()
+            name = self._key(frame) if keyed else str(len(children))
+            children[name] = self._value((*frame.path, name), frame.in_list)
+            if len(stack) != depth:
+                stack[-1].home, stack[-1].name = children, name
+                return
+
+    def _close(self, frame: _Frame) -> None:
+        frame.branch.int_keys = frozenset(frame.int_keys)
+        if not frame.in_list:
+            special = as_special(frame.branch, frame.path, self._window)
+            if special is not None:
+                frame.home[frame.name] = special
+
+    def _key(self, frame: _Frame) -> str:
+        window = self._window
+        start = window.at
+        tag = window.data[start]
+        if 0xA0 <= tag <= 0xBF:
+            window.at = end = start + 1 + (tag & 0x1F)
+            name = str(window.data[start + 1 : end], "utf-8")
+        else:
+            name = self._rare_key(tag, frame)
+        if name in frame.branch.children:
+            raise window.corrupt(f"the key {name!r} twice in {show_path(frame.path)}")
+        return name
+
+    def _rare_key(self, tag: int, frame: _Frame) -> str:
+        if 0xD9 <= tag <= 0xDB:
+            return self._text(tag)
+        if tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
+            name = str(self._int(tag))
+            frame.int_keys.append(name)
+            return name
+        raise self._window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
+
+    def _value(self, path: Path, in_list: bool) -> Node:
+        window = self._window
+        tag = window.data[window.at]
+        if 0xC7 <= tag <= 0xC9 or 0xD4 <= tag <= 0xD8:
+            return self._extension(tag, path)
+        if 0x80 <= tag <= 0x9F or 0xDC <= tag <= 0xDF:
+            return self._container(tag, path, in_list)
+        return self._native(tag, path)
+
+    def _extension(self, tag: int, path: Path) -> LeafHandle:
+        window = self._window
+        if tag >= 0xD4:
+            length = _FIXEXT[tag]
+            window.at += 1
+        else:
+            length = self._length(tag - 0xC7)
+        code = window.data[window.at]
+        window.at += 1
+        if code in (markers.EXT_ARRAY, markers.EXT_NUMPY_SCALAR):
+            return self._array(code, length, path)
+        if code == markers.EXT_COMPLEX:
+            value = parse_complex(window, length)
+            return LeafHandle(path, LeafKind.COMPLEX, (), None, 16, "/".join(path), self._reader, value)
+        raise window.corrupt(f"extension code {code}, which no release of Flax writes, in {show_path(path)}")
+
+    def _array(self, code: int, length: int, path: Path) -> LeafHandle:
+        window = self._window
+        at = window.at
+        header = self._headers.get(length)
+        # Equal headers before payloads of equal length describe equal arrays; trees have few different ones.
+        if header is None or not window.data.startswith(header.text, at):
+            window.claim(length)
+            header = self._headers[length] = parse_array_header(window, length, path)
+        window.at = end = at + length
+        if window.base + end > window.size:
+            window.at = at
+            window.claim(length)
+        kind = LeafKind.NUMPY_SCALAR if code == markers.EXT_NUMPY_SCALAR and not header.shape else LeafKind.ARRAY
+        where = window.base + at + len(header.text)
+        name = "/".join(path)
+        return LeafHandle(path, kind, header.shape, header.dtype, header.nbytes, name, self._reader, where)
+
+    def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
+        window = self._window
+        if tag <= 0x9F:
+            count, is_map = tag & 0x0F, tag <= 0x8F
+            window.at += 1
+        else:
+            is_map = tag >= 0xDE
+            count = self._length(1 + (tag & 1))
+        # Every child has a byte at least, every key too: a count that the file cannot hold ends here.
+        window.claim(count * (1 + is_map))
+        branch = Branch({}, Container.DICT if is_map else Container.LIST)
+        if len(self._stack) >= markers.MAX_DEPTH:
+            raise window.corrupt(f"more than {markers.MAX_DEPTH} nested containers")
+        self._stack.append(_Frame(branch, count, path, in_list))
+        return branch
+
+    def _native(self, tag: int, path: Path) -> LeafHandle | None:
+        if 0xA0 <= tag <= 0xBF or 0xD9 <= tag <= 0xDB:
+            return self._string(tag, path)
+        if tag == 0xC0:
+            self._window.at += 1
+            return None
+        if 0xC4 <= tag <= 0xC6:
+            return self._binary(tag, path)
+        if tag in (0xC2, 0xC3):
+            self._window.at += 1
+            return self._plain(LeafKind.BOOL, tag == 0xC3, 1, path)
+        if tag in _FLOATS:
+            return self._plain(LeafKind.FLOAT, self._number(_FLOATS[tag]), 8, path)
+        if tag == 0xC1:
+            raise self._window.corrupt("the byte 0xc1, which msgpack never uses")
+        return self._plain(LeafKind.INT, self._int(tag), 8, path)
+
+    def _string(self, tag: int, path: Path) -> LeafHandle:
+        text = self._text(tag)
+        if text.startswith(markers.PLACEHOLDER):
+            array = gda.locate(self._window.path, text[len(markers.PLACEHOLDER) :], path)
+            name = "/".join(path)
+            return LeafHandle(path, LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, name, self._reader, array)
+        return self._plain(LeafKind.STR, text, len(text), path)
+
+    def _binary(self, tag: int, path: Path) -> LeafHandle:
+        length = self._length(tag - 0xC4)
+        window = self._window
+        where = window.base + window.at
+        window.at = window.claim(length)
+        return LeafHandle(path, LeafKind.BYTES, (), None, length, "/".join(path), self._reader, where)
+
+    def _plain(self, kind: LeafKind, value: Any, nbytes: int, path: Path) -> LeafHandle:
+        return LeafHandle(path, kind, (), None, nbytes, "/".join(path), self._reader, value)
+
+    def _text(self, tag: int) -> str:
+        if tag <= 0xBF:
+            self._window.at += 1
+            return str(self._window.take(tag & 0x1F), "utf-8")
+        return str(self._window.take(self._length(tag - 0xD9)), "utf-8")
+
+    def _int(self, tag: int) -> int:
+        if tag in _INTS:
+            return int(self._number(_INTS[tag]))
+        self._window.at += 1
+        return tag if tag <= 0x7F else tag - 0x100
+
+    def _number(self, layout: struct.Struct) -> Any:
+        window = self._window
+        (value,) = layout.unpack_from(window.data, window.at + 1)
+        window.at += 1 + layout.size
+        return value
+
+    def _length(self, width: int) -> int:
+        """A length field; ``width`` is 0, 1 or 2 for one, two or four bytes."""
+        return int(self._number(_LENGTHS[width]))

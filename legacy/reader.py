@@ -1,0 +1,131 @@
+"""An open msgpack checkpoint."""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.tree import KeyData, Node
+
+from . import gda
+from .parser import parse
+from .transfer import Span, fetch, fetch_small, is_small
+from .window import Window
+
+
+class MsgpackReader:
+    """A file of which the structure is known. Keeps its descriptor, so replacing the file changes nothing.
+
+    Arrays below 32 KiB that are read together share blocks of memory of up to 1 MiB, each in its own
+    aligned part.
+
+    Attributes:
+        format: `Format.MSGPACK`.
+        path: of the file.
+        tree: of `LeafHandle`s and None.
+    """
+
+    format = Format.MSGPACK
+
+    def __init__(self, path: str):
+        self.path = path
+        self._fd = _open(path)
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        try:
+            self.tree: Node = parse(Window(self._fd, path, _size(self._fd, path)), self)
+        except OSError as error:
+            self.close()
+            raise _storage(path, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file; values read before stay valid."""
+        self._closer()
+        self._fd = -1
+
+    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
+        """See `Reader.read`. Only the bytes of these leaves are read."""
+        values: list[Any] = [None] * len(handles)
+        small: list[int] = []
+        spans: list[Span] = []
+        for index, handle in enumerate(handles):
+            if is_small(handle):
+                small.append(index)
+            else:
+                values[index] = self._begin(handle, spans)
+        if self._fd < 0 and (small or spans):
+            raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
+        try:
+            fetch_small(self._fd, self.path, handles, small, values)
+            fetch(self._fd, self.path, spans)
+        except CorruptCheckpointError:
+            raise
+        except OSError as error:
+            raise _storage(self.path, error) from error
+        return [_finish(handle, value) for handle, value in zip(handles, values, strict=True)]
+
+    def _begin(self, handle: LeafHandle, spans: list[Span]) -> Any:
+        """Makes room for the value and notes what to read into it; Python values are there already."""
+        where = handle.where
+        if handle.kind is LeafKind.PRNG_KEY:
+            return self._begin(where[1], spans)
+        if handle.kind is LeafKind.BYTES:
+            array = memory.empty((handle.nbytes,), np.dtype(np.uint8))
+        elif handle.dtype is None:
+            return where
+        elif isinstance(where, gda.FolderArray):
+            return gda.read(where, handle.path)
+        else:
+            array = memory.empty(handle.shape, handle.dtype)
+        rest = memory.as_bytes(array)
+        for offset, nbytes in where if isinstance(where, tuple) else ((where, handle.nbytes),):
+            spans.append(Span(offset, rest[:nbytes], handle))
+            rest = rest[nbytes:]
+        return array
+
+
+def _finish(handle: LeafHandle, value: Any) -> Any:
+    kind = handle.kind
+    if kind is LeafKind.ARRAY:
+        return value
+    if kind is LeafKind.NUMPY_SCALAR:
+        return value[()]
+    if kind is LeafKind.PRNG_KEY:
+        return KeyData(handle.where[0], value)
+    return value.tobytes() if kind is LeafKind.BYTES else value
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{path}: no such checkpoint; list the directory for others", path=path
+        ) from error
+    except (OSError, ValueError) as error:
+        raise _storage(path, error) from error
+
+
+def _size(fd: int, path: str) -> int:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is no file", path=path)
+    if not status.st_size:
+        message = f"{path}: expected a msgpack file, found an empty one; its writer never finished, restore another"
+        raise CorruptCheckpointError(message, path=path)
+    return status.st_size
+
+
+def _storage(path: str, error: Exception) -> StorageError:
+    number = getattr(error, "errno", None)
+    return StorageError(f"{path}: reading failed: {error}; check the file system", path=path, errno=number)

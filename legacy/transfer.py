@@ -1,0 +1,130 @@
+"""Moving bytes from the file into the arrays' own memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.tree import show_path
+
+_SMALL = 32 * 2**10
+# A gap of unwanted bytes (keys and headers, mostly) that is cheaper to read than to skip.
+_GAP = 512
+_BLOCK = 2**20
+_PIECE = 16 * 2**20
+_UINT8 = np.dtype(np.uint8)
+
+
+class Span(NamedTuple):
+    """A stretch of the file and the memory it belongs in."""
+
+    offset: int
+    target: memoryview
+    handle: LeafHandle
+
+
+def is_small(handle: LeafHandle) -> bool:
+    """True for arrays and numpy scalars that are better read together than each on its own."""
+    return handle.dtype is not None and handle.nbytes < _SMALL and type(handle.where) is int
+
+
+def fetch(fd: int, path: str, spans: list[Span]) -> None:
+    """Reads every span; large amounts in pieces and on several threads.
+
+    Raises:
+        CorruptCheckpointError: the file ends early; names the leaf.
+        OSError: the system refused.
+    """
+    pieces = list(_pieces(spans))
+    if len(pieces) < 2 or sum(len(piece.target) for piece in pieces) <= 2 * _PIECE:
+        for piece in pieces:
+            _read_span(fd, path, piece)
+        return
+    # Two more than processors: some wait for the disk while others copy.
+    workers = min(8, len(pieces), (os.cpu_count() or 1) + 2)
+    with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-read") as pool:
+        futures = [pool.submit(_read_span, fd, path, piece) for piece in pieces]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _pieces(spans: list[Span]) -> Iterator[Span]:
+    for offset, target, handle in spans:
+        for start in range(0, len(target), _PIECE):
+            yield Span(offset + start, target[start : start + _PIECE], handle)
+
+
+def _read_span(fd: int, path: str, span: Span) -> None:
+    offset, target, handle = span
+    while target:
+        count = os.preadv(fd, [target], offset)
+        if not count:
+            raise _truncated(path, handle, offset)
+        offset += count
+        target = target[count:]
+
+
+def _truncated(path: str, handle: LeafHandle, offset: int) -> CorruptCheckpointError:
+    leaf = show_path(handle.path)
+    message = f"{path}: {leaf}: expected {handle.nbytes} bytes of data, found the end of the file at byte {offset}"
+    return CorruptCheckpointError(f"{message}; it was cut since it was opened, restore another", path=path, leaf=leaf)
+
+
+def fetch_small(fd: int, path: str, handles: Sequence[LeafHandle], indices: list[int], values: list[Any]) -> None:
+    """Reads small arrays, neighbours in one go, and puts them into ``values``.
+
+    Args:
+        fd: descriptor of the file.
+        path: of the file, for errors.
+        handles: all handles asked for.
+        indices: which of them are small.
+        values: where the arrays go, at the index of their handle.
+    """
+    order = sorted(indices, key=lambda index: handles[index].where)
+    start = 0
+    while start < len(order):
+        stop, end, room = _block(handles, order, start)
+        first = handles[order[start]].where
+        block = np.empty(end - first, np.uint8)
+        _read_span(fd, path, Span(first, block.data, handles[order[stop - 1]]))
+        _scatter(block.data, first, [(index, handles[index]) for index in order[start:stop]], room, values)
+        start = stop
+
+
+def _block(handles: Sequence[LeafHandle], order: list[int], start: int) -> tuple[int, int, int]:
+    """Where the block that begins at ``order[start]`` stops, its last byte in the file, and its aligned size."""
+    first = end = handles[order[start]].where
+    room = 0
+    for stop in range(start, len(order)):
+        handle = handles[order[stop]]
+        where = handle.where
+        if where - end > _GAP or where - first > _BLOCK:
+            return stop, end, room
+        end = max(end, where + handle.nbytes)
+        room += handle.nbytes + -handle.nbytes % memory.ALIGNMENT
+    return len(order), end, room
+
+
+def _scatter(
+    source: memoryview, first: int, leaves: list[tuple[int, LeafHandle]], room: int, values: list[Any]
+) -> None:
+    target = memory.empty((room,), _UINT8)
+    view = target.data
+    at = 0
+    for index, handle in leaves:
+        size = handle.nbytes
+        offset = handle.where - first
+        view[at : at + size] = source[offset : offset + size]
+        values[index] = np.ndarray(handle.shape, handle.dtype, target, at)
+        at += size + -size % memory.ALIGNMENT

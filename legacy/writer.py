@@ -1,0 +1,154 @@
+"""Streaming a tree into a file, with array data straight from the arrays' own memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node
+
+from . import encoder, markers
+from .hosting import is_jax_array, to_host
+
+# Smaller pieces are gathered, because a system call costs more than copying this much.
+_GATHER = 64 * 2**10
+_FLUSH = 2**20
+
+
+def write_tree(path: str, tree: Node) -> None:
+    """Writes the file and syncs it; `check_tree` has passed.
+
+    Args:
+        path: absolute path; must not exist.
+        tree: branches become maps in the order of their children.
+
+    Raises:
+        StorageError: the file system refused; what was written so far stays behind.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            stream = _Stream(fd)
+            for node in _flatten(tree):
+                _write_leaf(stream, node)
+            stream.flush()
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        message = (
+            f"{path}: writing the checkpoint failed: {error.strerror or error}; free space or choose another place"
+        )
+        raise StorageError(message, path=path, errno=error.errno) from error
+
+
+class _Raw(bytes):
+    """Bytes that are msgpack already."""
+
+
+class _Stream:
+    """Gathers small pieces and writes large ones from where they lie."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._buffer = bytearray()
+
+    def put(self, piece: bytes | bytearray) -> None:
+        self._buffer += piece
+        if len(self._buffer) > _FLUSH:
+            self.flush()
+
+    def put_array(self, array: np.ndarray[Any, Any]) -> None:
+        if array.nbytes < _GATHER:
+            self.put(array.tobytes())
+        else:
+            self.flush()
+            _write_all(self._fd, memory.as_bytes(np.asarray(array, order="C")))
+
+    def flush(self) -> None:
+        _write_all(self._fd, memoryview(self._buffer))
+        self._buffer = bytearray()
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    """Writes everything; the system may take less than it is given (2 GiB at most on Linux)."""
+    while data:
+        written = os.write(fd, data)
+        if not written:
+            raise OSError("the file system accepted no bytes")
+        data = data[written:]
+
+
+def _flatten(tree: Node) -> Iterator[Any]:
+    """Headers and names as `_Raw`, leaves as they are; a loop, so that depth costs no Python stack."""
+    stack: list[Iterator[Any]] = [iter((tree,))]
+    while stack:
+        for node in stack[-1]:
+            if isinstance(node, Branch):
+                stack.append(_entries(node))
+                break
+            yield node
+        else:
+            stack.pop()
+
+
+def _entries(branch: Branch) -> Iterator[Any]:
+    yield _Raw(encoder.map_header(len(branch.children)))
+    for name, child in branch.children.items():
+        yield _Raw(encoder.scalar(name))
+        yield child
+
+
+def _write_leaf(stream: _Stream, leaf: Any) -> None:
+    kind = type(leaf)
+    if kind is _Raw:
+        stream.put(leaf)
+    elif isinstance(leaf, np.ndarray):
+        _write_array(stream, np.asarray(leaf))
+    elif isinstance(leaf, np.generic):
+        array = np.asarray(leaf)
+        stream.put(encoder.array_header(markers.EXT_NUMPY_SCALAR, (), array.dtype, array.nbytes))
+        stream.put(array.tobytes())
+    elif kind is KeyData:
+        stream.put(encoder.map_header(2) + encoder.scalar(markers.KEY_IMPL) + encoder.scalar(leaf.impl))
+        stream.put(encoder.scalar("data"))
+        _write_array(stream, to_host(leaf.data))
+    elif isinstance(leaf, complex):
+        stream.put(encoder.complex_value(leaf))
+    elif is_jax_array(leaf):
+        _write_array(stream, to_host(leaf))
+    else:
+        stream.put(encoder.scalar(leaf))
+
+
+def _write_array(stream: _Stream, array: np.ndarray[Any, Any]) -> None:
+    if array.nbytes > markers.MAX_CHUNK_SIZE:
+        _write_chunked(stream, array)
+        return
+    stream.put(encoder.array_header(markers.EXT_ARRAY, array.shape, array.dtype, array.nbytes))
+    stream.put_array(array)
+
+
+def _write_chunked(stream: _Stream, array: np.ndarray[Any, Any]) -> None:
+    """Flax's map for arrays over its limit: shape and flat pieces, both as maps of '0', '1', …"""
+    step = max(1, markers.MAX_CHUNK_SIZE // array.dtype.itemsize)
+    flat = np.asarray(array, order="C").reshape(-1)
+    stream.put(encoder.map_header(3) + encoder.scalar(markers.CHUNK_FLAG) + encoder.scalar(True))
+    stream.put(encoder.scalar("shape") + encoder.map_header(array.ndim))
+    for index, size in enumerate(array.shape):
+        stream.put(encoder.scalar(str(index)) + encoder.scalar(size))
+    stream.put(encoder.scalar("chunks") + encoder.map_header(math.ceil(flat.size / step)))
+    for index, start in enumerate(range(0, flat.size, step)):
+        stream.put(encoder.scalar(str(index)))
+        _write_piece(stream, flat[start : start + step])
+
+
+def _write_piece(stream: _Stream, piece: np.ndarray[Any, Any]) -> None:
+    stream.put(encoder.array_header(markers.EXT_ARRAY, piece.shape, piece.dtype, piece.nbytes))
+    stream.put_array(piece)
