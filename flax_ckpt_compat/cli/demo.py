@@ -1,0 +1,200 @@
+"""``flax-ckpt demo``: an unmodified training script, killed, resumed across the flag, and checked bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flax_ckpt_compat.cli._demo_checks import Entry, Timing
+
+_NEEDS = {"optax": "optax", "orbax.checkpoint": "orbax-checkpoint", "sklearn": "scikit-learn"}
+_STEPS = 600
+_KILL_AT = 200
+_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo_train.py")
+
+
+@click.command()
+@click.option("--workdir", type=click.Path(file_okay=False), help="Keep the files here (must be empty or new).")
+def command(workdir: str | None) -> None:
+    """Train, kill, flip the flag, resume, check every bit; under a minute.
+
+    Runs an ordinary Flax training script on real data through "flax-ckpt run", and compares what the
+    checkpoints hold with what Flax's and Orbax's own readers say. Exit code 1 if a single bit differs.
+    """
+    missing = [package for module, package in _NEEDS.items() if not _is_there(module)]
+    if missing:
+        raise click.ClickException(
+            f"the demo also needs {', '.join(missing)}. Install them with\n\n"
+            "    python -m pip install 'flax-ckpt-compat[demo]'\n\n"
+            "or, in a checkout of the repository,\n\n    python -m pip install '.[demo]'"
+        )
+    if workdir and os.path.isdir(workdir) and os.listdir(workdir):
+        raise click.ClickException(f"{workdir} is not empty; the demo would mix its checkpoints with what is there")
+    with _place(workdir) as folder, _quiet():
+        sys.exit(0 if _tell(folder) else 1)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that the module would be in
+        return False
+
+
+@contextlib.contextmanager
+def _place(workdir: str | None) -> Iterator[str]:
+    if workdir:
+        os.makedirs(workdir, exist_ok=True)
+        yield os.path.abspath(workdir)
+        return
+    with tempfile.TemporaryDirectory(prefix="flax-ckpt-demo-") as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Flax and Orbax log and warn about their own futures, which is not what the demo is about."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _tell(folder: str) -> bool:
+    """Plays all stages; True if everything was identical."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    run, old = os.path.join(folder, "run"), os.path.join(folder, "old_run")
+    verdicts = [
+        _stage_killed(console, run, old),
+        _stage_resumed(console, run),
+        _stage_grown(console, old),
+    ]
+    _stage_timed(console, os.path.join(folder, "timing"))
+    good = all(verdicts)
+    console.print("\nEvery value is bit-identical." if good else "\nNOT IDENTICAL: see above.", style="bold")
+    return good
+
+
+def _stage_killed(console: Console, run: str, old: str) -> bool:
+    _headline(console, "1", f"flag off: trains, and is killed (SIGKILL) after step {_KILL_AT}")
+    saved, code = _train(console, run, flag=False, kill_at=_KILL_AT)
+    console.print(f"  killed (exit {code}); accuracy at the last save: {saved['accuracy']:.1%}")
+    good = _show_directory(console, run)
+    shutil.copytree(run, old)
+    return good and code == -signal.SIGKILL
+
+
+def _stage_resumed(console: Console, run: str) -> bool:
+    _headline(console, "2", "flag on: the same command goes on where the killed one stopped")
+    result, code = _train(console, run, flag=True)
+    if code:
+        return False
+    console.print(f"  resumed at step {result['resumed_at']}, trained to step {result['step']}")
+    console.print(f"  accuracy: {result['accuracy']:.1%}")
+    good = _show_directory(console, run)
+    return good and result["resumed_at"] >= _KILL_AT and result["step"] == _STEPS
+
+
+def _stage_grown(console: Console, old: str) -> bool:
+    from flax_ckpt_compat import checkpoints
+    from flax_ckpt_compat.cli import _demo_checks
+
+    _headline(console, "3", "the old msgpack checkpoint, into a TrainState with a new field `batch_stats`")
+    path = checkpoints.latest_checkpoint(old)
+    assert path is not None
+    entry, kept = _demo_checks.restore_into_grown_state(path)
+    _show_entries(console, [entry])
+    console.print(f"  batch_stats, which the file lacks, {'kept from' if kept else 'NOT KEPT from'} the target")
+    return entry.identical and kept
+
+
+def _stage_timed(console: Console, folder: str) -> None:
+    from flax_ckpt_compat.cli import _demo_checks
+
+    _headline(console, "4", f"the same TrainState by us and by Flax itself, median of {_demo_checks.ROUNDS} turns")
+    with console.status("timing") as status:
+        timings = _demo_checks.time_both(folder, status.update)
+    _show_timings(console, timings)
+
+
+def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None) -> tuple[dict[str, Any], int]:
+    """Runs the training script; returns the last line it printed, decoded, and its exit code."""
+    arguments = [_SCRIPT, "--workdir", run, "--steps", str(_STEPS)]
+    environment = {**os.environ, "FLAX_USE_ORBAX_CHECKPOINTING": str(flag).lower()}
+    shown = " ".join(["flax-ckpt run", os.path.basename(_SCRIPT), *arguments[3:]])
+    console.print(f"  $ FLAX_USE_ORBAX_CHECKPOINTING={environment['FLAX_USE_ORBAX_CHECKPOINTING']} \\")
+    console.print(f"    {shown} --workdir …")
+    last: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+") as stderr:
+        command_line = [sys.executable, "-m", "flax_ckpt_compat", "run", *arguments]
+        with (
+            console.status("training"),
+            subprocess.Popen(  # noqa: S603 - our own interpreter on our own script
+                command_line, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+            ) as child,
+        ):
+            assert child.stdout is not None
+            for line in child.stdout:
+                last = json.loads(line)
+                if last.get("saved") == kill_at is not None:
+                    child.kill()
+        if child.returncode not in (0, -signal.SIGKILL):
+            stderr.seek(0)
+            console.print(f"  the training script failed (exit {child.returncode}):\n{stderr.read()}", markup=False)
+    return last, child.returncode
+
+
+def _headline(console: Console, number: str, text: str) -> None:
+    console.print(f"\n[bold]{number}  {text}[/bold]")
+
+
+def _show_directory(console: Console, run: str) -> bool:
+    from flax_ckpt_compat.cli import _demo_checks
+
+    with console.status("comparing with the real readers"):
+        entries = _demo_checks.inspect_directory(run)
+    _show_entries(console, entries)
+    return bool(entries) and all(entry.identical for entry in entries)
+
+
+def _show_entries(console: Console, entries: list[Entry]) -> None:
+    from rich.table import Table
+
+    table = Table("checkpoint", "format", box=None, padding=(0, 2))
+    table.add_column("bytes", justify="right")
+    table.add_column("leaves", justify="right")
+    table.add_column("against the format's own reader")
+    for entry in entries:
+        verdict = "bit-identical" if entry.identical else "[bold red]DIFFERENT[/]"
+        table.add_row(entry.name, entry.format, f"{entry.nbytes:,}", str(entry.leaves), verdict)
+    console.print(table)
+
+
+def _show_timings(console: Console, timings: list[Timing]) -> None:
+    from rich.table import Table
+
+    table = Table("operation", box=None, padding=(0, 2))
+    for name in ("ours", "Flax", "Flax / ours"):
+        table.add_column(name, justify="right")
+    for timing in timings:
+        ratio = f"{timing.flax / timing.ours:.1f}x"
+        table.add_row(timing.operation, f"{timing.ours * 1e3:.1f} ms", f"{timing.flax * 1e3:.1f} ms", ratio)
+    console.print(table)

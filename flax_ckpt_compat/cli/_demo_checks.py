@@ -1,0 +1,155 @@
+"""What the demo compares and times: our reader against Flax's and Orbax's own, on the same files and trees."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import numpy as np
+from flax import serialization
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import train_state
+
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.cli import demo_train
+
+ROUNDS = 5
+
+
+class Entry(NamedTuple):
+    """One checkpoint of a directory."""
+
+    name: str
+    format: str
+    nbytes: int
+    leaves: int
+    identical: bool
+
+
+class Timing(NamedTuple):
+    """One operation: median seconds, ours and Flax's."""
+
+    operation: str
+    ours: float
+    flax: float
+
+
+def inspect_directory(workdir: str) -> list[Entry]:
+    """Every checkpoint in a directory, read by us and by the library that the format belongs to."""
+    names = checkpoints.natural_sort(os.listdir(workdir))
+    return [_inspect(os.path.join(workdir, name)) for name in names]
+
+
+def _inspect(path: str) -> Entry:
+    is_orbax = os.path.isdir(path)
+    expected = leaves(_read_with_orbax(path) if is_orbax else _read_with_flax(path))
+    found = leaves(checkpoints.restore_checkpoint(path, None))
+    name = os.path.basename(path)
+    return Entry(name, "Orbax" if is_orbax else "msgpack", _size(path), len(expected), same_bits(expected, found))
+
+
+def restore_into_grown_state(path: str) -> tuple[Entry, bool]:
+    """Restores a checkpoint into a TrainState that has a field more than the one that was saved.
+
+    Returns:
+        The comparison of all stored leaves, and whether the new field kept the target's value.
+    """
+
+    class GrownState(train_state.TrainState):
+        batch_stats: Any
+
+    plain = demo_train.create_state(seed=1)
+    statistics_ = {"mean": np.full((512,), 0.25, np.float32)}
+    target = GrownState.create(  # type: ignore[no-untyped-call]
+        apply_fn=plain.apply_fn, params=plain.params, tx=plain.tx, batch_stats=statistics_
+    )
+    restored = checkpoints.restore_checkpoint(path, target, orbax_transforms={})
+    expected = leaves(_read_with_flax(path))
+    found = leaves(restored)
+    kept = same_bits({"mean": found.pop("batch_stats/mean")}, statistics_)
+    entry = Entry(os.path.basename(path), "msgpack", _size(path), len(expected), same_bits(expected, found))
+    return entry, kept
+
+
+def time_both(workdir: str, report: Callable[[str], None]) -> list[Timing]:
+    """Saves and restores the demo's TrainState by us and by Flax, in turn, with the flag off and on."""
+    state = demo_train.create_state(seed=2)
+    jax.block_until_ready(state.params)
+    before = flax.config.flax_use_orbax_checkpointing
+    timings = []
+    try:
+        for flag, name in ((False, "msgpack"), (True, "Orbax")):
+            report(f"timing {name}")
+            flax.config.update("flax_use_orbax_checkpointing", flag)
+            timings += _time_format(os.path.join(workdir, name), state, name)
+    finally:
+        flax.config.update("flax_use_orbax_checkpointing", before)
+    return timings
+
+
+def _time_format(folder: str, state: Any, name: str) -> list[Timing]:
+    libraries = {"ours": checkpoints, "flax": flax_checkpoints}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(ROUNDS + 1):
+        for who, library in libraries.items():
+            place = os.path.join(folder, who)
+            start = time.perf_counter()
+            library.save_checkpoint(place, state, turn, keep=2)
+            saved = time.perf_counter()
+            jax.block_until_ready(library.restore_checkpoint(place, state).params)
+            restored = time.perf_counter()
+            # The first turn also imports and sets up, on both sides.
+            if turn:
+                seconds.setdefault(("save", who), []).append(saved - start)
+                seconds.setdefault(("restore", who), []).append(restored - saved)
+    median = {key: statistics.median(values) for key, values in seconds.items()}
+    return [Timing(f"{name} {verb}", median[verb, "ours"], median[verb, "flax"]) for verb in ("save", "restore")]
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Key path, joined with ``/`` → value; list and tuple items are '0', '1', …, as in Flax's state dicts."""
+    flat: dict[str, np.ndarray[Any, Any]] = {}
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, dict):
+            for key, child in node.items():
+                visit(child, (*path, str(key)))
+        elif node is not None:
+            flat["/".join(path)] = np.asarray(node)
+
+    visit(serialization.to_state_dict(tree), ())
+    return flat
+
+
+def same_bits(expected: dict[str, np.ndarray[Any, Any]], found: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether both have the same leaves with the same dtype, shape and bytes."""
+    return (
+        bool(expected)
+        and expected.keys() == found.keys()
+        and all(
+            (a.dtype, a.shape, a.tobytes()) == (found[name].dtype, found[name].shape, found[name].tobytes())
+            for name, a in expected.items()
+        )
+    )
+
+
+def _read_with_flax(path: str) -> Any:
+    with open(path, "rb") as file:
+        return serialization.msgpack_restore(file.read())
+
+
+def _read_with_orbax(path: str) -> Any:
+    import orbax.checkpoint as ocp  # noqa: TID251 - the demo, and only it, compares with the real Orbax
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path)
+
+
+def _size(path: str) -> int:
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    return sum(os.path.getsize(file) for file in files or [path])
