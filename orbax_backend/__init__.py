@@ -1,1 +1,52 @@
-"""The orbax_backend room; see the modules."""
+"""Orbax's on-disk format, written and read straight through TensorStore; nothing here imports orbax."""
+
+from __future__ import annotations
+
+from flax_ckpt_compat._core.backend import Format, Reader, WriteOptions
+from flax_ckpt_compat._core.tree import Node
+
+from .plan import make_plan
+from .reader import open_checkpoint
+from .writer import write_plan
+
+__all__ = ["BACKEND", "OrbaxBackend"]
+
+
+class OrbaxBackend:
+    """Flat Orbax PyTree directories: what `orbax.checkpoint.PyTreeCheckpointer` writes."""
+
+    format = Format.ORBAX
+
+    def check(self, tree: Node) -> None:
+        """Raises before anything is written if an Orbax directory cannot hold the tree.
+
+        Raises:
+            UnsupportedLeafError, NameCollisionError: with the key path in the message.
+        """
+        make_plan(tree)
+
+    def write(self, path: str, tree: Node, options: WriteOptions) -> None:
+        """Writes the whole checkpoint as a new directory and syncs it to disk.
+
+        Args:
+            path: absolute path of the directory to create; its parent exists.
+            tree: see `flax_ckpt_compat._core.backend.Backend.write`.
+            options: ``compression`` is None, ``zstd``, ``gzip``, ``zlib`` or ``blosc``.
+
+        Raises:
+            UnsupportedLeafError, NameCollisionError, SettingError: before anything is written.
+            StorageError: the file system refused.
+        """
+        write_plan(path, make_plan(tree), options)
+
+    def open(self, path: str) -> Reader:
+        """Opens a directory with a `_METADATA` file without reading array data.
+
+        Raises:
+            IncompleteCheckpointError, UnrecognizedFormatError: it has no `_METADATA`.
+            CorruptCheckpointError: it does not decode.
+        """
+        return open_checkpoint(path)
+
+
+BACKEND = OrbaxBackend()

@@ -1,0 +1,212 @@
+"""Where the values of a checkpoint's keys lie on disk: the keys of an OCDBT database, or files of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import urllib.parse
+from typing import Any, Protocol
+
+import tensorstore as ts
+
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+
+MANIFEST = "manifest.ocdbt"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of bytes in a file of the checkpoint.
+
+    Attributes:
+        file: relative to the checkpoint's directory.
+        offset, length: in bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+class Present:
+    """A value that is there, but of which only TensorStore knows where."""
+
+
+Place = bytes | Extent | Present
+
+
+class Index(Protocol):
+    """The values of a checkpoint by key."""
+
+    def find(self, key: str) -> Place | None:
+        """The value itself, where it lies, or None if the key is absent."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """A small value, or None if the key is absent."""
+        ...
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """The spec through which TensorStore reads the keys that start with ``prefix``."""
+        ...
+
+
+def open_index(path: str, use_ocdbt: bool) -> Index:
+    """The index of a checkpoint's directory.
+
+    Raises:
+        CorruptCheckpointError: the database does not decode.
+    """
+    if not use_ocdbt:
+        return _Files(path)
+    if not os.path.exists(os.path.join(path, MANIFEST)):
+        raise CorruptCheckpointError(
+            f"{path}: the file {MANIFEST} is missing, without which no array can be found; restore it from a copy",
+            path=path,
+        )
+    dump = getattr(getattr(ts, "ocdbt", None), "dump", None)
+    return _Dumped(path, _dump_entries(path, dump)) if dump is not None else _Listed(path)
+
+
+def _ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
+    base = {"driver": "file", "path": os.path.join(path, "")}
+    return {"driver": "ocdbt", "base": base, "path": prefix}
+
+
+class _Files:
+    """One file per key, as ``use_ocdbt=False`` writes them."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def find(self, key: str) -> Place | None:
+        file = self._file(key)
+        return Extent(key, 0, os.path.getsize(file)) if os.path.isfile(file) else None
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            with open(self._file(key), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        return {"driver": "file", "path": self._file(prefix)}
+
+    def _file(self, key: str) -> str:
+        _refuse_escape(key, self._path)
+        return os.path.join(self._path, key)
+
+
+class _Dumped:
+    """Every key of an OCDBT database, known from its B-tree."""
+
+    def __init__(self, path: str, entries: dict[bytes, bytes | Extent]) -> None:
+        self._path = path
+        self._entries = entries
+
+    def find(self, key: str) -> Place | None:
+        return self._entries.get(key.encode())
+
+    def get(self, key: str) -> bytes | None:
+        place = self._entries.get(key.encode())
+        return read_extent(self._path, place) if isinstance(place, Extent) else place
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        return _ocdbt_spec(self._path, prefix)
+
+
+class _Listed:
+    """An OCDBT database where TensorStore lacks the function that dumps its B-tree."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._store = ts.KvStore.open(_ocdbt_spec(path, "")).result()
+            self._keys = frozenset(self._store.list().result())
+        except (ValueError, OSError) as error:
+            raise _undecodable(path, error) from error
+
+    def find(self, key: str) -> Place | None:
+        return Present() if key.encode() in self._keys else None
+
+    def get(self, key: str) -> bytes | None:
+        return self._store[key] if key.encode() in self._keys else None
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        return _ocdbt_spec(self._path, prefix)
+
+
+def read_extent(path: str, extent: Extent) -> bytes:
+    """The bytes of an extent; fewer where the file is shorter."""
+    with open(os.path.join(path, extent.file), "rb") as file:
+        file.seek(extent.offset)
+        return file.read(extent.length)
+
+
+def _dump_entries(path: str, dump: Any) -> dict[bytes, bytes | Extent]:
+    """Walks the B-tree of the newest version, one batch of nodes per level."""
+    try:
+        base = ts.KvStore.open({"driver": "file", "path": os.path.join(path, "")}).result()
+        newest = dump(base).result()["versions"][-1]
+        entries: dict[bytes, bytes | Extent] = {}
+        level = [(newest["root"]["location"], b"")]
+        for height in range(newest["root_height"], -1, -1):
+            nodes = [dump(base, node=_checked(path, location)) for location, _ in level]
+            below: list[tuple[str, bytes]] = []
+            for (_, prefix), future in zip(level, nodes, strict=True):
+                _read_node(path, future.result(), height, prefix, entries, below)
+            level = below
+    except CorruptCheckpointError:
+        raise
+    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
+        raise _undecodable(path, error) from error
+    return entries
+
+
+def _read_node(
+    path: str,
+    node: dict[str, Any],
+    height: int,
+    prefix: bytes,
+    entries: dict[bytes, bytes | Extent],
+    below: list[tuple[str, bytes]],
+) -> None:
+    if node["height"] != height:
+        raise ValueError(f"a B-tree node of height {node['height']} where {height} was expected")
+    for entry in node["entries"]:
+        if height:
+            below.append((entry["location"], prefix + entry["subtree_common_prefix"]))
+            continue
+        inline = entry.get("inline_value")
+        value = inline if inline is not None else _extent(path, entry["indirect_value"])
+        entries[prefix + entry["key"]] = value
+
+
+def _checked(path: str, location: str) -> str:
+    _extent(path, location)
+    return location
+
+
+def _extent(path: str, location: str) -> Extent:
+    """Parses ``kind:base path:file:offset:length``; base path and file are percent-encoded."""
+    _, base, file, offset, length = location.split(":")
+    full = urllib.parse.unquote(base) + urllib.parse.unquote(file)
+    _refuse_escape(full, path)
+    return Extent(full, int(offset), int(length))
+
+
+def _refuse_escape(relative: str, path: str) -> None:
+    """Nothing outside the checkpoint's directory is ever read, whatever the checkpoint says."""
+    if relative.startswith("/") or "\0" in relative or ".." in relative.split("/"):
+        raise CorruptCheckpointError(
+            f"{path}: it refers to {relative!r}, which lies outside its directory; it was tampered with: do not use it",
+            path=path,
+        )
+
+
+def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: its array database ({MANIFEST} and d/) does not decode: {error}; restore the files from a copy",
+        path=path,
+    )

@@ -1,0 +1,199 @@
+"""One leaf → the array or text that is stored for it, and the mark that makes its type exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
+from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.tree import KeyData
+
+from .marks import LeafMark
+from .zarr import typestr
+
+JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
+_UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_BYTE = np.dtype(np.uint8)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Stored:
+    """What is stored for one leaf.
+
+    Attributes:
+        value_type: Orbax's name of the type.
+        dtype, shape: of the stored array.
+        source: the array as the user has it (numpy or jax), or the text of a string leaf.
+        mark: what the format does not keep, or None.
+    """
+
+    value_type: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    source: Any
+    mark: LeafMark | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the stored array in bytes."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    def host(self) -> np.ndarray[Any, Any]:
+        """The array to store, in host memory and C order, with the stored dtype and shape."""
+        array = np.asarray(self.source, order="C")
+        if array.dtype == self.dtype and array.shape == self.shape:
+            return array
+        if array.nbytes == 0:
+            return np.empty(self.shape, self.dtype)
+        return array.reshape(-1).view(self.dtype).reshape(self.shape)
+
+
+def encode(leaf: Any, shown: str) -> Stored:
+    """What to store for a leaf.
+
+    Args:
+        leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.write` takes, except None.
+        shown: its key path, for messages.
+
+    Raises:
+        UnsupportedLeafError: the format cannot hold it.
+    """
+    if isinstance(leaf, np.generic):
+        return _numpy_scalar(leaf, shown)
+    if isinstance(leaf, np.ndarray):
+        return _array(leaf, NP_ARRAY, shown)
+    if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+        return _python_value(leaf, shown)
+    if isinstance(leaf, KeyData):
+        value_type = JAX_ARRAY if is_jax_array(leaf.data) else NP_ARRAY
+        stored = _array(leaf.data, value_type, shown)
+        # Orbax turns only jax.Array leaves back into typed keys.
+        return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl))
+    if is_jax_array(leaf):
+        return _jax_array(leaf, shown)
+    raise _unsupported(shown, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
+
+
+def encode_bytes(data: bytes, mark: LeafMark) -> Stored:
+    """A byte string as an array of uint8, which real Orbax can read."""
+    return Stored(NP_ARRAY, _BYTE, (len(data),), np.frombuffer(data, np.uint8), mark)
+
+
+def encode_text_as_bytes(text: str) -> Stored:
+    """For a text that ``_strings.json`` cannot hold: its UTF-8 form as an array of uint8."""
+    return encode_bytes(text.encode("utf-8", "surrogatepass"), LeafMark(LeafKind.STR))
+
+
+def is_jax_array(value: object) -> bool:
+    """Whether it is a jax.Array, without importing jax for those who never did."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.Array)
+
+
+def _python_value(leaf: Any, shown: str) -> Stored:
+    if isinstance(leaf, bytes):
+        return encode_bytes(leaf, LeafMark(LeafKind.BYTES))
+    if isinstance(leaf, str):
+        # str.__str__ so that a subclass cannot answer with another text.
+        text = str.__str__(leaf)
+        return Stored(STRING, _BYTE, (), text) if _is_utf8(text) else encode_text_as_bytes(text)
+    if isinstance(leaf, bool):
+        return _scalar(np.dtype("?"), leaf)
+    if isinstance(leaf, int):
+        return _scalar(_int_dtype(leaf, shown), leaf)
+    if isinstance(leaf, float):
+        return _scalar(np.dtype("<f8"), leaf)
+    return _scalar(np.dtype("<c16"), leaf)
+
+
+def _scalar(dtype: np.dtype[Any], value: Any) -> Stored:
+    return Stored(SCALAR, dtype, (), np.array(value, dtype))
+
+
+def _int_dtype(value: int, shown: str) -> np.dtype[Any]:
+    if -(2**63) <= value < 2**63:
+        return np.dtype("<i8")
+    if 0 <= value < 2**64:
+        return np.dtype("<u8")
+    raise _unsupported(shown, f"an int of {value.bit_length()} bits (64 are possible)")
+
+
+def _numpy_scalar(leaf: Any, shown: str) -> Stored:
+    # numpy strips trailing zeros off text and bytes arrays, so these two do not pass through one.
+    if isinstance(leaf, np.str_):
+        data = str.__str__(leaf).encode("utf-8", "surrogatepass")
+        return encode_bytes(data, LeafMark(LeafKind.NUMPY_SCALAR, dtype="str"))
+    if isinstance(leaf, np.bytes_):
+        return encode_bytes(bytes(leaf), LeafMark(LeafKind.NUMPY_SCALAR, dtype="bytes"))
+    stored = _array(np.asarray(leaf), SCALAR, shown)
+    value_type = SCALAR if stored.shape == () else NP_ARRAY
+    dtype = stored.mark.dtype if stored.mark else None
+    return dataclasses.replace(stored, value_type=value_type, mark=LeafMark(LeafKind.NUMPY_SCALAR, dtype))
+
+
+def _jax_array(leaf: Any, shown: str) -> Stored:
+    jax = sys.modules["jax"]
+    if isinstance(leaf, jax.core.Tracer):
+        raise _unsupported(shown, "an abstract value that jax is tracing")
+    if leaf.is_deleted():
+        raise _unsupported(shown, "a jax.Array that was deleted or donated")
+    if not leaf.is_fully_addressable:
+        raise UnsupportedLeafError(
+            f"{shown}: this process sees only a part of the array; use save_checkpoint_multiprocess", leaf=shown
+        )
+    if not isinstance(leaf.dtype, np.dtype):
+        raise _unsupported(shown, f"a jax.Array of the extended dtype {leaf.dtype}")
+    return _array(leaf, JAX_ARRAY, shown)
+
+
+def _array(array: Any, value_type: str, shown: str) -> Stored:
+    if isinstance(array, np.ma.MaskedArray):
+        raise _unsupported(shown, "a masked array")
+    dtype, shape = np.dtype(array.dtype), tuple(array.shape)
+    if typestr(dtype) is not None:
+        return Stored(value_type, dtype, shape, array)
+    _refuse_unstorable(dtype, shown)
+    mark = LeafMark(dtype=dtype_name(dtype))
+    view = _date_view(dtype) if dtype.kind in "mM" else _UNSIGNED.get(dtype.itemsize)
+    if view is None or dtype.kind in "US":
+        return Stored(value_type, _BYTE, (*shape, dtype.itemsize), array, mark)
+    return Stored(value_type, view, shape, array, mark)
+
+
+def _date_view(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype("<i8" if dtype.isnative else ">i8")
+
+
+def _refuse_unstorable(dtype: np.dtype[Any], shown: str) -> None:
+    if is_storable(dtype):
+        try:
+            if dtype_from_name(dtype_name(dtype)) == dtype:
+                return
+        except ValueError:
+            pass
+    raise _unsupported(shown, f"an array of dtype {dtype!r}")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unsupported(shown: str, what: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"{shown}: {what} cannot be stored in a checkpoint; expected an array of numbers, text or dates, a number, "
+        f"str, bytes or None. Convert the leaf or leave it out of the tree",
+        leaf=shown,
+    )

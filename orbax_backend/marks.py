@@ -1,0 +1,114 @@
+"""Our own note in a checkpoint: the exact types that Orbax's format does not keep.
+
+It lives in ``_METADATA["custom_metadata"]["flax_ckpt_compat"]``, where Orbax 0.12.8 allows any JSON and
+looks at none of it (measured with `PyTreeCheckpointer`, `StandardCheckpointer` and v1 ``load``)::
+
+    {"format": 1,
+     "leaves": {NAME: {"kind": KIND, "dtype": DTYPE, "impl": IMPL}},     each part only where it says something
+     "containers": [[PATH, CONTAINER, INT_KEYS], …]}                     tuples, empty namedtuples, int keys
+
+KIND is a value of `LeafKind`. DTYPE is the leaf's own dtype where another one is stored: integers of the same
+width, or, where no integer is that wide, bytes along one more, last axis. PATH is a list of key names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.tree import Branch, Container, Path
+
+_KEY = "flax_ckpt_compat"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafMark:
+    """What the format itself does not say about one leaf; None where it says enough.
+
+    Attributes:
+        kind: the type it comes back as.
+        dtype: name of its dtype; ``str`` and ``bytes`` for numpy text scalars.
+        impl: of a PRNG key.
+    """
+
+    kind: LeafKind | None = None
+    dtype: str | None = None
+    impl: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContainerMark:
+    """What a branch was, where the format's own answer would differ."""
+
+    container: Container
+    int_keys: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(slots=True)
+class Marks:
+    """All marks of one checkpoint, by stored name and by key path."""
+
+    leaves: dict[str, LeafMark] = dataclasses.field(default_factory=dict)
+    containers: dict[Path, ContainerMark] = dataclasses.field(default_factory=dict)
+
+    def add_branch(self, path: Path, branch: Branch) -> None:
+        """Marks a branch if Orbax's format alone would give back another container."""
+        empty_namedtuple = branch.container is Container.NAMEDTUPLE and not branch.children
+        # An empty tuple has a marker of its own in Orbax's format.
+        tuples = branch.container is Container.TUPLE and bool(branch.children)
+        if empty_namedtuple or tuples or branch.int_keys:
+            self.containers[path] = ContainerMark(branch.container, branch.int_keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value of ``custom_metadata``."""
+        leaves = {name: _leaf_to_json(mark) for name, mark in self.leaves.items()}
+        containers = [[list(p), m.container.value, sorted(m.int_keys)] for p, m in self.containers.items()]
+        return {_KEY: {"format": _FORMAT, "leaves": leaves, "containers": containers}}
+
+
+def parse_marks(custom_metadata: object, file: str) -> Marks | None:
+    """The marks of a checkpoint, or None if it is not one of ours.
+
+    Raises:
+        UnrecognizedFormatError: a newer release wrote them.
+        CorruptCheckpointError: they do not decode.
+    """
+    if not isinstance(custom_metadata, dict) or _KEY not in custom_metadata:
+        return None
+    value = custom_metadata[_KEY]
+    try:
+        if value["format"] != _FORMAT:
+            raise UnrecognizedFormatError(
+                f"{file}: type marks of format {value['format']!r} were found, this release reads format {_FORMAT}; "
+                f"read it with the release of flax_ckpt_compat that wrote it, or a newer one",
+                path=file,
+            )
+        leaves = {str(name): _leaf_from_json(mark) for name, mark in value["leaves"].items()}
+        containers = {
+            tuple(path): ContainerMark(Container(container), frozenset(int_keys))
+            for path, container, int_keys in value["containers"]
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, UnrecognizedFormatError):
+            raise
+        raise CorruptCheckpointError(
+            f"{file}: the type marks under custom_metadata/{_KEY} do not decode ({error!r}); "
+            f"removing that entry gives the values without their exact types",
+            path=file,
+        ) from error
+    return Marks(leaves, containers)
+
+
+def _leaf_to_json(mark: LeafMark) -> dict[str, str]:
+    parts = {"kind": mark.kind.value if mark.kind else None, "dtype": mark.dtype, "impl": mark.impl}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _leaf_from_json(mark: dict[str, Any]) -> LeafMark:
+    kind, dtype, impl = mark.get("kind"), mark.get("dtype"), mark.get("impl")
+    if not all(part is None or isinstance(part, str) for part in (dtype, impl)):
+        raise TypeError(f"{mark!r} is not a mark")
+    return LeafMark(LeafKind(kind) if kind is not None else None, dtype, impl)

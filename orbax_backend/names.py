@@ -1,0 +1,74 @@
+"""From key paths to stored names, and from names to keys of the key-value store and JSON pointers."""
+
+from __future__ import annotations
+
+import re
+
+from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
+from flax_ckpt_compat._core.tree import Path, show_path
+
+_BAD_ESCAPE = re.compile(r"~(?![01])")
+
+
+def stored_name(path: Path) -> str:
+    """Orbax's name of a leaf: its key path joined with dots; the bare leaf is ``""``."""
+    return ".".join(path)
+
+
+def key_prefix(name: str) -> str:
+    """What the keys of an array start with.
+
+    TensorStore's zarr drivers add the ``/`` only where it is missing, so the names ``a`` and ``a/`` share
+    their keys (measured).
+    """
+    return name if not name or name.endswith("/") else name + "/"
+
+
+def pointer_tokens(name: str) -> tuple[str, ...] | None:
+    """Where in ``_strings.json`` real Orbax looks a name up, outermost first; None if it cannot.
+
+    Orbax 0.12.8 takes ``/`` + name, unescaped, as a JSON pointer (measured).
+    """
+    if _BAD_ESCAPE.search(name):
+        return None
+    return tuple(token.replace("~1", "/").replace("~0", "~") for token in name.split("/"))
+
+
+class NameRegister:
+    """Refuses names that cannot be told apart, or not be stored at all."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, Path] = {}
+
+    def add(self, path: Path) -> str:
+        """The stored name of a leaf.
+
+        Raises:
+            NameCollisionError: another leaf has the same name or the same keys.
+            UnsupportedLeafError: the name is no valid Unicode.
+        """
+        self.check(path)
+        name = stored_name(path)
+        other = self._paths.setdefault(key_prefix(name), path)
+        if other is not path:
+            raise NameCollisionError(
+                f"the leaves {show_path(other)!r} ({other!r}) and {show_path(path)!r} ({path!r}) would both be stored "
+                f"as {name!r}, so one would be lost; rename one of them",
+                leaf=show_path(path),
+            )
+        return name
+
+    @staticmethod
+    def check(path: Path) -> None:
+        """Refuses a key path that cannot be stored; enough for markers, which have no values to lose.
+
+        Raises:
+            UnsupportedLeafError: a name is no valid Unicode.
+        """
+        try:
+            "".join(path).encode()
+        except UnicodeEncodeError as error:
+            shown = show_path(path).encode(errors="backslashreplace").decode()
+            raise UnsupportedLeafError(
+                f"the key path {shown} holds half a surrogate pair, which has no UTF-8 form; rename the key", leaf=shown
+            ) from error

@@ -1,0 +1,110 @@
+"""What a save will store, decided before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
+
+from .leaves import STRING, Stored, encode, encode_text_as_bytes
+from .marks import Marks
+from .names import NameRegister, pointer_tokens, stored_name
+
+_EMPTY_MARKERS = {
+    Container.DICT: "Dict",
+    Container.LIST: "List",
+    Container.TUPLE: "Tuple",
+    # Real Orbax stores what has no children and is no plain container as None.
+    Container.NAMEDTUPLE: "None",
+}
+Keys = tuple[tuple[str, bool], ...]  # a key path; each name with whether it is an index of a sequence
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Entry:
+    """One entry of the stored tree: a leaf, or the marker of something empty.
+
+    Attributes:
+        keys: its key path.
+        name: its stored name.
+        marker: Orbax's name of what is empty, or None for a leaf.
+        stored: what is stored for a leaf.
+    """
+
+    keys: Keys
+    name: str
+    marker: str | None = None
+    stored: Stored | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """All entries in stored order, and what goes to ``_strings.json`` and the marks."""
+
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    strings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    marks: Marks = dataclasses.field(default_factory=Marks)
+
+
+def make_plan(tree: Node) -> Plan:
+    """Decides how every leaf of the tree is stored.
+
+    Raises:
+        UnsupportedLeafError, NameCollisionError: with the key path in the message.
+    """
+    plan, names = Plan(), NameRegister()
+    for keys, node in _walk(tree, (), (), plan.marks):
+        path = tuple(name for name, _ in keys)
+        if node is None or isinstance(node, Branch):
+            names.check(path)
+            marker = _EMPTY_MARKERS[node.container] if isinstance(node, Branch) else "None"
+            plan.entries.append(Entry(keys, stored_name(path), marker=marker))
+            continue
+        name = names.add(path)
+        stored = encode(node, show_path(path))
+        if stored.value_type == STRING and not _put_string(plan.strings, name, stored.source):
+            stored = encode_text_as_bytes(stored.source)
+        if stored.mark is not None:
+            plan.marks.leaves[name] = stored.mark
+        plan.entries.append(Entry(keys, name, stored=stored))
+    return plan
+
+
+def _walk(node: Node, keys: Keys, path: Path, marks: Marks) -> Iterator[tuple[Keys, Node]]:
+    if not isinstance(node, Branch):
+        yield keys, node
+        return
+    marks.add_branch(path, node)
+    if not node.children:
+        yield keys, node
+    sequence = node.container.is_sequence
+    for name in _stored_order(node):
+        yield from _walk(node.children[name], (*keys, (name, sequence)), (*path, name), marks)
+
+
+def _stored_order(branch: Branch) -> list[str]:
+    """JAX's order: dict keys sorted, ints as numbers; fields and elements as declared."""
+    if branch.container is not Container.DICT:
+        return list(branch.children)
+    if branch.int_keys and branch.int_keys == frozenset(branch.children):
+        return sorted(branch.children, key=int)
+    return sorted(branch.children)
+
+
+def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
+    """Puts a text where real Orbax looks it up; False if another text lies on the way or there is no such place."""
+    tokens = pointer_tokens(name)
+    if tokens is None:
+        return False
+    place = strings
+    for token in tokens[:-1]:
+        inner = place.setdefault(token, {})
+        if not isinstance(inner, dict):
+            return False
+        place = inner
+    if tokens[-1] in place:
+        return False
+    place[tokens[-1]] = text
+    return True

@@ -1,0 +1,207 @@
+"""An open Orbax directory: its leaves as handles, and their values."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, show_path
+
+from .fetch import Fetcher, Job
+from .index import Index, open_index
+from .leaves import JAX_ARRAY, SCALAR, STRING
+from .marks import LeafMark
+from .metadata import ARRAY_METADATAS
+from .names import key_prefix
+from .structure import LeafEntry, Structure, build_tree, read_structure
+from .zarr import ArrayInfo, parse_array_metadata
+
+_EMPTY: dict[str, Callable[[], Node]] = {
+    "None": lambda: None,
+    "Dict": lambda: Branch({}),
+    "List": lambda: Branch({}, Container.LIST),
+    "Tuple": lambda: Branch({}, Container.TUPLE),
+    "NamedTuple": lambda: Branch({}, Container.NAMEDTUPLE),
+}
+_SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
+_FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
+# Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
+_KEY_WIDTHS = (2, 4)
+
+
+class OrbaxReader:
+    """One open directory; see `flax_ckpt_compat._core.backend.Reader`."""
+
+    format = Format.ORBAX
+
+    def __init__(self, path: str, index: Index | None, structure: Structure) -> None:
+        self.path = path
+        self._structure = structure
+        self._index = index
+        self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
+        self._parse = functools.lru_cache(maxsize=None)(parse_array_metadata)
+        self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
+
+    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
+        """The values of these handles; see `flax_ckpt_compat._core.backend.Reader.read`."""
+        jobs = [handle.where[0] for handle in handles if handle.where is not None]
+        arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
+        return [self._value(handle, next(arrays) if handle.where is not None else None) for handle in handles]
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+    def _value(self, handle: LeafHandle, array: Any) -> Any:
+        if handle.where is None:
+            return self._structure.text(_entry_of(handle, self._structure))
+        return _decode(handle, array, handle.where[1])
+
+    def _node(self, entry: LeafEntry) -> Node:
+        shown = show_path(entry.path)
+        if entry.value_type in _EMPTY:
+            return _EMPTY[entry.value_type]()
+        if entry.skipped:
+            raise UnrecognizedFormatError(
+                f"{self.path}: the value of the leaf {shown!r} is in the msgpack file 'checkpoint' of an old release "
+                f"of Orbax, which is not read yet; expected it among the arrays",
+                path=self.path,
+                leaf=shown,
+            )
+        mark = (self._structure.marks.leaves.get(entry.name) if self._structure.marks else None) or LeafMark()
+        if entry.value_type == STRING:
+            size = len(self._structure.text(entry).encode("utf-8", "surrogatepass"))
+            return self._handle(entry, LeafKind.STR, (), None, size, None)
+        return self._array_handle(entry, mark, shown)
+
+    def _array_handle(self, entry: LeafEntry, mark: LeafMark, shown: str) -> LeafHandle:
+        info = self._array_info(entry, shown)
+        impl = mark.impl or self._structure.key_impls.get(entry.name)
+        kind = LeafKind.PRNG_KEY if impl else mark.kind or _kind(entry, info)
+        shape, dtype = self._true_type(info, mark, shown)
+        where = (Job(entry.name, info, shown), LeafMark(kind, mark.dtype, impl))
+        nbytes = math.prod(shape) * dtype.itemsize
+        if kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+            shape = ()
+        typed = kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
+        return self._handle(entry, kind, shape, dtype if typed else None, nbytes, where)
+
+    def _handle(self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, where: Any) -> LeafHandle:
+        sharding = self._structure.shardings.get(entry.name)
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, sharding)
+
+    def _array_info(self, entry: LeafEntry, shown: str) -> ArrayInfo:
+        file = "zarr.json" if self._structure.zarr3 else ".zarray"
+        key = key_prefix(entry.name) + file
+        text = self._index.get(key) if self._index is not None else None
+        if text is None:
+            raise self._corrupt(shown, f"its metadata {key!r} is missing")
+        try:
+            return self._parse(text, self._structure.zarr3)
+        except ValueError as error:
+            raise self._corrupt(shown, f"{key!r}: {error}") from error
+
+    def _true_type(self, info: ArrayInfo, mark: LeafMark, shown: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of the leaf, where others are stored for it."""
+        if mark.dtype is None or mark.dtype in ("str", "bytes"):
+            return info.shape, np.dtype(mark.dtype) if mark.dtype else info.dtype
+        try:
+            dtype = dtype_from_name(mark.dtype)
+        except ValueError as error:
+            raise self._corrupt(shown, f"the type mark says {error}") from error
+        if dtype.itemsize == info.dtype.itemsize and dtype.kind not in "US":
+            return info.shape, dtype
+        if info.shape and info.shape[-1] == dtype.itemsize and info.dtype.itemsize == 1:
+            return info.shape[:-1], dtype
+        raise self._corrupt(shown, f"the type mark says {dtype.name}, but {info.dtype.name}{info.shape} is stored")
+
+    def _corrupt(self, shown: str, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self.path}: the leaf {shown!r} cannot be read: {what}; restore the files from a copy",
+            path=self.path,
+            leaf=shown,
+        )
+
+
+def open_checkpoint(path: str) -> OrbaxReader:
+    """Opens a directory without reading array data.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: it is no such directory.
+        CorruptCheckpointError: it does not decode.
+    """
+    structure = read_structure(path)
+    has_arrays = any(not e.skipped and e.value_type != STRING for e in structure.entries)
+    index = open_index(path, structure.use_ocdbt) if has_arrays else None
+    reader = OrbaxReader(path, index, structure)
+    _warn_of_lost_keys(reader, structure)
+    return reader
+
+
+def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
+    """Typed PRNG keys are plain arrays but for ``array_metadatas``; says so where that has gone."""
+    if structure.marks is not None:
+        return
+    unlisted = {
+        e.name for e in structure.entries
+        if e.value_type == JAX_ARRAY and e.has_write_shape and e.name not in structure.key_impls
+    }  # fmt: skip
+    doubtful = [h.name for h in _handles(reader.tree) if h.name in unlisted and _may_be_key(h)]
+    if doubtful:
+        warnings.warn(
+            f"{os.path.join(reader.path, ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it alone tells "
+            f"PRNG keys from arrays; if they were keys, wrap them with jax.random.wrap_key_data",
+            stacklevel=3,
+        )
+
+
+def _may_be_key(handle: LeafHandle) -> bool:
+    return handle.dtype == np.uint32 and bool(handle.shape) and handle.shape[-1] in _KEY_WIDTHS
+
+
+def _handles(node: Node) -> list[LeafHandle]:
+    if isinstance(node, LeafHandle):
+        return [node]
+    return [h for child in node.children.values() for h in _handles(child)] if isinstance(node, Branch) else []
+
+
+def _entry_of(handle: LeafHandle, structure: Structure) -> LeafEntry:
+    return next(entry for entry in structure.entries if entry.path == handle.path)
+
+
+def _kind(entry: LeafEntry, info: ArrayInfo) -> LeafKind:
+    if entry.value_type != SCALAR or info.shape != ():
+        return LeafKind.ARRAY
+    return _SCALAR_KINDS.get(info.dtype.kind, LeafKind.FLOAT)
+
+
+def _decode(handle: LeafHandle, array: Any, mark: LeafMark) -> Any:
+    kind = handle.kind
+    if kind is LeafKind.BYTES:
+        return array.tobytes()
+    if kind is LeafKind.STR:
+        return array.tobytes().decode("utf-8", "surrogatepass")
+    if kind is LeafKind.PRNG_KEY:
+        return KeyData(str(mark.impl), array)
+    if kind in _FROM_SCALAR:
+        return _FROM_SCALAR[kind](array[()])
+    if mark.dtype == "str":
+        return np.str_(array.tobytes().decode("utf-8", "surrogatepass"))
+    if mark.dtype == "bytes":
+        return np.bytes_(array.tobytes())
+    typed = array if array.dtype == handle.dtype else _as_type(array, handle)
+    return typed[()] if kind is LeafKind.NUMPY_SCALAR else typed
+
+
+def _as_type(array: Any, handle: LeafHandle) -> Any:
+    if array.size == 0:
+        return np.empty(handle.shape, handle.dtype)
+    return array.reshape(-1).view(handle.dtype).reshape(handle.shape)

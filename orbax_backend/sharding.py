@@ -1,0 +1,61 @@
+"""The sharding of a jax.Array as Orbax's JSON text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+class ShardingTexts:
+    """Turns shardings into text, each distinct one once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str | None] = {}
+
+    def of(self, array: Any) -> str | None:
+        """The text for the array, or None if Orbax's format has no form for its sharding.
+
+        Args:
+            array: a jax.Array; anything else (key data on the host) is given jax's first device.
+        """
+        sharding = getattr(array, "sharding", None)
+        if sharding not in self._known:
+            self._known[sharding] = _describe(sharding)
+        return self._known[sharding]
+
+
+def _describe(sharding: Any) -> str | None:
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        try:
+            return json.dumps(_named(sharding))
+        except TypeError:  # an unconstrained dimension has no form in JSON
+            return None
+    if sharding is None:
+        return _single(jax.local_devices()[0])
+    if len(sharding.device_set) == 1:
+        return _single(next(iter(sharding.device_set)))
+    return None
+
+
+def _single(device: Any) -> str:
+    return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
+
+
+def _named(sharding: Any) -> dict[str, Any]:
+    mesh = sharding.mesh
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.shape.values()),
+        "axis_names": list(mesh.axis_names),
+        "axis_types": [str(kind) for kind in mesh.axis_types],
+        "partition_spec": list(sharding.spec),
+        "device_mesh": {"mesh": _device_ids(mesh.devices.tolist())},
+    }
+
+
+def _device_ids(devices: Any) -> Any:
+    return [_device_ids(one) for one in devices] if isinstance(devices, list) else {"id": devices.id}

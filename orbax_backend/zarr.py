@@ -1,0 +1,203 @@
+"""The metadata of one stored array: ``.zarray`` (zarr v2) and ``zarr.json`` (zarr v3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+
+# What TensorStore 0.1.86 calls by their names in zarr v2 (tried one by one); the others of ml_dtypes it refuses.
+_NAMED = frozenset(
+    [
+        "bfloat16",
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "int2",
+        "int4",
+    ]
+)
+_TYPESTRS = frozenset(
+    [
+        "|b1",
+        "|i1",
+        "|u1",
+        *(
+            f"{order}{kind}"
+            for order in "<>"
+            for kind in ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+        ),
+    ]
+)
+_V3_NAMES = _NAMED | frozenset(
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+)
+_MAX_RANK = 32  # TensorStore's and (about) numpy's
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """One stored array, as its metadata describes it.
+
+    Attributes:
+        shape, dtype: of the whole array; the dtype with the stored byte order.
+        chunks: shape of one chunk of the grid.
+        driver: TensorStore's name of the zarr version.
+        raw: the values of a chunk are stored as they lie in memory, without a codec.
+        has_fill_value: the metadata names a value for chunks that are not stored.
+        separator: between the indices in a chunk's key.
+        prefix: what a chunk's key starts with.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...]
+    driver: str
+    raw: bool
+    has_fill_value: bool
+    separator: str
+    prefix: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole array in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_one_raw_chunk(self) -> bool:
+        """Whether one key holds exactly the bytes of the array."""
+        return self.raw and self.chunks == self.shape
+
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks the grid has; 0 for an array without elements."""
+        return math.prod(self._grid())
+
+    def chunk_keys(self) -> Iterator[str]:
+        """The key of every chunk, relative to the array's own prefix."""
+        for index in itertools.product(*map(range, self._grid())):
+            parts = [self.prefix] if self.prefix else []
+            yield self.separator.join(parts + [str(i) for i in index]) or "0"
+
+    def _grid(self) -> list[int]:
+        return [-(-length // chunk) for length, chunk in zip(self.shape, self.chunks, strict=True)]
+
+
+def typestr(dtype: np.dtype[Any]) -> str | None:
+    """How zarr v2 (as TensorStore reads it) names a dtype; None if it has no name for it."""
+    if dtype.str in _TYPESTRS:
+        return dtype.str
+    return dtype.name if dtype.name in _NAMED and dtype.isnative else None
+
+
+def dump_zarray(shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None) -> dict[str, Any]:
+    """The ``.zarray`` of an array that is stored as one chunk, with the keys that Orbax 0.12.8 writes."""
+    # A chunk cannot have an empty side, so an array without elements has chunks that it never stores.
+    chunks = [max(1, length) for length in shape]
+    return {
+        "chunks": chunks,
+        "compressor": compressor,
+        "dimension_separator": ".",
+        "dtype": typestr(dtype),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(shape),
+        "zarr_format": 2,
+    }
+
+
+def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
+    """Reads a ``zarr.json`` or ``.zarray``.
+
+    Raises:
+        ValueError: it is damaged, or describes an array that cannot exist.
+    """
+    try:
+        metadata = json.loads(text)
+        info = _parse_v3(metadata) if zarr3 else _parse_v2(metadata)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the array's metadata does not decode ({error!r})") from error
+    if len(info.shape) != len(info.chunks) or 0 in info.chunks:
+        raise ValueError(f"shape {info.shape} with chunks {info.chunks} is no grid")
+    if math.prod(max(1, length) for length in info.shape) * info.dtype.itemsize >= 2**62:
+        raise ValueError(f"an array of shape {info.shape} fits no memory")
+    return info
+
+
+def _parse_v2(metadata: dict[str, Any]) -> ArrayInfo:
+    name = metadata["dtype"]
+    if name not in _NAMED and name not in _TYPESTRS:
+        raise ValueError(f"unknown dtype {name!r}")
+    plain = metadata.get("compressor") is None and not metadata.get("filters") and metadata.get("order", "C") == "C"
+    return ArrayInfo(
+        shape=_lengths(metadata["shape"]),
+        dtype=dtype_from_name(name),
+        chunks=_lengths(metadata["chunks"]),
+        driver="zarr",
+        raw=plain,
+        has_fill_value=metadata.get("fill_value") is not None,
+        separator=_separator(metadata.get("dimension_separator", ".")),
+        prefix="",
+    )
+
+
+def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
+    name = metadata["data_type"]
+    if name not in _V3_NAMES:
+        raise ValueError(f"unknown data_type {name!r}")
+    grid, encoding = metadata["chunk_grid"], metadata["chunk_key_encoding"]
+    if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
+        raise ValueError(f"unknown chunk grid {grid['name']!r} or key encoding {encoding['name']!r}")
+    default = encoding["name"] == "default"
+    return ArrayInfo(
+        shape=_lengths(metadata["shape"]),
+        dtype=dtype_from_name(name),
+        chunks=_lengths(grid["configuration"]["chunk_shape"]),
+        driver="zarr3",
+        raw=False,  # Orbax never writes one without codecs that need decoding
+        has_fill_value=metadata.get("fill_value") is not None,
+        separator=_separator((encoding.get("configuration") or {}).get("separator", "/" if default else ".")),
+        prefix="c" if default else "",
+    )
+
+
+def _lengths(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_RANK:
+        raise ValueError(f"{value!r} is no shape")
+    if not all(type(length) is int and 0 <= length < 2**62 for length in value):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(value)
+
+
+def _separator(value: object) -> str:
+    if value not in (".", "/"):
+        raise ValueError(f"unknown separator {value!r}")
+    return str(value)
