@@ -51,6 +51,7 @@ class LeafHandle:
         reader: whose `read` understands `where`.
         where: private to the backend.
         sharding: the sharding as saved, in Orbax's JSON text, or None.
+        distributed: saved from several processes into a folder of its own beside the msgpack file (Flax's ``_gda``).
     """
 
     path: Path
@@ -62,6 +63,7 @@ class LeafHandle:
     reader: Reader
     where: Any
     sharding: str | None = None
+    distributed: bool = False
 
     def read(self) -> Any:
         """The value, in host memory that the caller owns and may write to."""
@@ -130,7 +132,8 @@ class Backend(Protocol):
         Args:
             path: absolute path of the temporary file or directory to create; the parent exists.
             tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
-                bool, complex, str, bytes, None or `KeyData`.
+                bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`,
+                whose data is one of the arrays.
             options: see `WriteOptions`.
         """
         ...

@@ -1,7 +1,7 @@
 """The neutral tree that both formats are written from and read into.
 
 A node is a `Branch` or a leaf. When saving, leaves are the values themselves (arrays, Python
-scalars, `KeyData`, None); when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
+scalars, `KeyData`, `HostCopy`, None); when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 Path = tuple[str, ...]
 Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
@@ -55,6 +57,19 @@ class KeyData:
 
     impl: str
     data: Any
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class HostCopy:
+    """A ``jax.Array`` copied to the host when a background save began, so that donating it does no harm.
+
+    Attributes:
+        data: its values, C order.
+        sharding: the ``jax.sharding.Sharding`` that it had.
+    """
+
+    data: np.ndarray[Any, Any]
+    sharding: Any
 
 
 def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:

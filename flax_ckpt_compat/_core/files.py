@@ -1,0 +1,241 @@
+"""Temporaries, atomic publishing and removal on a local file system; the only place that renames or deletes.
+
+Nothing appears under a checkpoint's name before it is complete and synced, and nothing that has a
+checkpoint's name is ever half deleted: replacing is one atomic exchange, deleting starts with a rename.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import hashlib
+import itertools
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX, ORBAX_TEMPORARY
+
+_STAGED = ".staged"
+# Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix; the leading dot keeps
+# them out of users' own ``checkpoint_*`` globs. machine-pid-start tell whether the writer is still alive.
+_TEMPORARY = re.compile(
+    r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-(?P<count>\d+)(?P<role>new|old)"
+    rf"(?:{re.escape(ORBAX_TEMPORARY)}|{re.escape(_STAGED)})(?:{re.escape(ORBAX_TEMPORARY)}|{re.escape(ARRAYS_POSTFIX)})*",
+    re.DOTALL,
+)
+_FOREIGN_MACHINE_PATIENCE = 7 * 24 * 3600.0  # seconds without a change before another machine's writer counts as dead
+_MAX_NAME = 255
+_counter = itertools.count()
+
+
+def temporary_path(path: str, role: str = "new") -> str:
+    """A path beside ``path`` for this writer alone; `reclaim` knows it by its name."""
+    directory, name = os.path.split(path)
+    tag = f".{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{next(_counter)}{role}"
+    tail = tag + ORBAX_TEMPORARY + ARRAYS_POSTFIX
+    encoded = os.fsencode(name)
+    if len(encoded) + len(tail) + 1 > _MAX_NAME:
+        raise StorageError(
+            f"{path}: the name is too long for a temporary beside it", path=path, errno=errno.ENAMETOOLONG
+        )
+    return os.path.join(directory, f".{name}{tail}")
+
+
+def staging_path(path: str) -> str:
+    """Like `temporary_path`, for writers that refuse Orbax's temporary suffix in the names they are given."""
+    return temporary_path(path).replace(ORBAX_TEMPORARY + ARRAYS_POSTFIX, _STAGED + ARRAYS_POSTFIX)
+
+
+def is_temporary(name: str) -> bool:
+    """True for names made by `temporary_path`, in any process."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def reclaim(directory: str) -> list[str]:
+    """Removes what dead writers left behind, after `recover`, and returns the names; a live writer's files stay."""
+    removed = []
+    with translated(directory):
+        names = os.listdir(directory)
+    recover(directory, names)
+    for name in names:
+        path = os.path.join(directory, name)
+        match = _TEMPORARY.fullmatch(name)
+        if match and os.path.lexists(path) and not _is_alive(match, path):
+            with translated(path):
+                _delete(path)
+            removed.append(name)
+    return removed
+
+
+def recover(directory: str, names: Iterable[str]) -> list[str]:
+    """Puts back checkpoints that a writer set aside and then died before it replaced them; returns their names."""
+    recovered = []
+    for name in names:
+        match = _TEMPORARY.fullmatch(name)
+        if not match or match["role"] != "old":
+            continue
+        path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
+        if not os.path.lexists(original) and not _is_alive(match, path):
+            with translated(path):
+                os.rename(path, original)
+            recovered.append(match["name"])
+    return recovered
+
+
+def publish(temporary: str, final: str) -> None:
+    """Gives the finished temporary its final name, atomically, replacing what has that name; synced to disk."""
+    directory = os.path.dirname(final)
+    with translated(final):
+        if not os.path.lexists(final) or (os.path.isfile(temporary) and os.path.isfile(final)):
+            os.replace(temporary, final)
+        elif _exchange(temporary, final):
+            sync_directory(directory)
+            _delete(temporary)
+        else:
+            set_aside = temporary_path(final, "old")
+            os.rename(final, set_aside)
+            os.rename(temporary, final)
+            sync_directory(directory)
+            _delete(set_aside)
+        sync_directory(directory)
+
+
+def set_aside(path: str) -> str:
+    """Renames a checkpoint out of the way of a writer that we do not control; `put_back` or `discard` follows."""
+    aside = temporary_path(path, "old")
+    with translated(path):
+        os.rename(path, aside)
+    return aside
+
+
+def put_back(aside: str, path: str) -> None:
+    """Undoes `set_aside`, unless something has the name again."""
+    with translated(path):
+        if not os.path.lexists(path):
+            os.rename(aside, path)
+
+
+def discard(path: str) -> None:
+    """Deletes a file or directory so that a crash in the middle leaves no half checkpoint under its name."""
+    with translated(path):
+        if os.path.isdir(path) and not os.path.islink(path) and not is_temporary(os.path.basename(path)):
+            doomed = temporary_path(path)
+            os.rename(path, doomed)
+            path = doomed
+        _delete(path)
+
+
+def make_directory(path: str) -> None:
+    """Creates a directory and its parents, and syncs the names of those that are new."""
+    with translated(path):
+        missing = []
+        head = path
+        while head and not os.path.isdir(head):
+            missing.append(head)
+            head = os.path.dirname(head)
+        os.makedirs(path, exist_ok=True)
+        for new in missing:
+            sync_directory(os.path.dirname(new))
+
+
+def sync_directory(path: str) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems cannot sync directories
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def translated(path: str) -> Iterator[None]:
+    """The one seam at which OSError turns into StorageError."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"{path}: {reason}", path=path, errno=error.errno) from error
+
+
+def _delete(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def _is_alive(match: re.Match[str], path: str) -> bool:
+    if match["machine"] == _machine():
+        return _start_of(int(match["pid"])) == int(match["start"])
+    return time.time() - _last_change(path) < _FOREIGN_MACHINE_PATIENCE
+
+
+def _last_change(path: str) -> float:
+    newest = 0.0
+    for folder, _, files in os.walk(path):
+        for entry in (folder, *(os.path.join(folder, file) for file in files)):
+            newest = max(newest, os.lstat(entry).st_mtime)
+    return newest or os.lstat(path).st_mtime
+
+
+@functools.cache
+def _machine() -> str:
+    """A name for the set of processes whose pids we can look up: this boot, host and pid namespace."""
+    parts = [platform.node()]
+    for source in ("/proc/sys/kernel/random/boot_id",):
+        try:
+            with open(source) as file:
+                parts.append(file.read().strip())
+        except OSError:
+            parts.append("")
+    try:
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        parts.append("")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _start_of(pid: int) -> int:
+    """When a process started, in the kernel's ticks; 0 where that is unknown but it lives, -1 where it does not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command in parentheses may hold blanks; field 22 counts from after it.
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        pass
+    if sys.platform.startswith("linux") and os.path.isdir("/proc/self"):
+        return -1
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return -1
+    except OSError:
+        pass
+    return 0
+
+
+def _exchange(first: str, second: str) -> bool:
+    """Swaps two names in one atomic step; False where the system cannot (then the caller renames twice)."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if sys.platform == "darwin":
+            result = libc.renamex_np(os.fsencode(first), os.fsencode(second), 2)  # RENAME_SWAP
+        else:
+            at_cwd, rename_exchange = -100, 2
+            result = libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange)
+    except (AttributeError, OSError):
+        return False
+    return bool(result == 0)

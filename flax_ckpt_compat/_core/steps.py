@@ -1,0 +1,137 @@
+"""Checkpoint names, their order, and what retention removes: pure functions on names and numbers.
+
+The rules are those of legacy Flax without its glob and sorting accidents: a name belongs to a prefix
+only if all that follows the prefix is one finite number.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flax_ckpt_compat._core.errors import StepError
+
+# The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
+_STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
+
+ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
+ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
+FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
+
+
+def parse_step(text: str) -> float | None:
+    """The step that a name's tail spells, or None where it is not one finite number."""
+    if not _STEP.fullmatch(text):
+        return None
+    step = float(text)
+    return step if math.isfinite(step) else None
+
+
+def step_of(name: str, prefix: str) -> float | None:
+    """The step of a checkpoint name under this prefix, or None where it is no numeric checkpoint of it."""
+    return parse_step(name[len(prefix) :]) if name.startswith(prefix) else None
+
+
+def is_named(name: str, prefix: str) -> bool:
+    """True for ``prefix + text`` checkpoints such as ``checkpoint_best``.
+
+    Text that ends in a number belongs to a longer prefix (``ckpt_best_1`` is step 1 of ``ckpt_best_``).
+    """
+    text = name[len(prefix) :]
+    if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name):
+        return False
+    return not _ENDS_IN_STEP.fullmatch(text)
+
+
+def is_foreign(name: str) -> bool:
+    """True for names that are never checkpoints: temporaries and array folders."""
+    return ORBAX_TEMPORARY in name or name.endswith(ARRAYS_POSTFIX)
+
+
+def in_order(names: Iterable[str], prefix: str) -> list[str]:
+    """The numeric checkpoints of a prefix among these names, oldest step first."""
+    steps = {name: step for name in names if (step := step_of(name, prefix)) is not None and not is_foreign(name)}
+    return sorted(steps, key=lambda name: (steps[name], name))
+
+
+def step_text(step: Any) -> str:
+    """How a step is spelled in a name, after checking that it means something.
+
+    Args:
+        step: int, float, numpy scalar, 0-d numpy or jax array of an integer or floating dtype, or text
+            (``best``), which names a checkpoint outside the order of steps.
+
+    Raises:
+        StepError: bools, non-finite numbers, arrays with more than one element, anything else.
+    """
+    if isinstance(step, str):
+        if not step or "/" in step or "\0" in step or step == FLAX_TEMPORARY or is_foreign(step):
+            raise StepError(f"step {step!r} cannot be part of a checkpoint's name")
+        if parse_step(step) is None and step.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            raise StepError(f"step {step!r} is not finite")
+        return step
+    number = _number(step)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise StepError(
+            f"step must be an int, a float or a 0-d array of them, found {type(step).__name__}: {step!r:.100}"
+        )
+    if not math.isfinite(number):
+        raise StepError(f"step must be finite, found {step!r}")
+    return f"{step}"
+
+
+def _number(step: Any) -> Any:
+    # 0-d arrays of numpy and jax, and numpy scalars, all have item(); numpy's and jax's bools turn into bool here.
+    if isinstance(step, (int, float)) or not hasattr(step, "item"):
+        return step
+    if getattr(step, "shape", ()) != ():
+        raise StepError(f"step must be one number, found an array of shape {step.shape}")
+    number = step.item()
+    return float(step) if not isinstance(number, (bool, int, float)) and hasattr(step, "__float__") else number
+
+
+def check_keep(keep: Any) -> int:
+    """``keep`` as an int; 0 stands for keeping all, which is what legacy Flax does with 0, 1e6 and ``np.inf``.
+
+    Raises:
+        StepError: negative, not a number, or not whole.
+    """
+    try:
+        value = float(keep)
+    except (TypeError, ValueError):
+        raise StepError(f"keep must be a number, found {keep!r}") from None
+    if math.isnan(value) or value < 0:
+        raise StepError(f"keep must be 0 (keep all) or more, found {keep!r}")
+    if math.isinf(value):
+        return 0
+    if value != int(value):
+        raise StepError(f"keep must be a whole number, found {keep!r}")
+    return operator.index(keep) if hasattr(keep, "__index__") else int(value)
+
+
+def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
+    """Those of the ordered numeric checkpoints that retention removes.
+
+    Args:
+        names: numeric checkpoints of the prefix, oldest first (`in_order`).
+        prefix: their prefix.
+        keep: how many of the newest stay; 0 keeps all.
+        keep_every_n_steps: of the older ones, keep those at least this far from the last one kept.
+    """
+    if keep == 0:
+        return []
+    removed = []
+    last_kept = -math.inf
+    for name in names[:-keep]:
+        step = step_of(name, prefix)
+        # Step 0 counts as "no step" here, as in legacy Flax: keep_every_n_steps never keeps it.
+        if keep_every_n_steps and step and step - last_kept >= keep_every_n_steps:
+            last_kept = step
+        else:
+            removed.append(name)
+    return removed

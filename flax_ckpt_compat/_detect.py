@@ -1,0 +1,207 @@
+"""Path → what is there, from marker names and first bytes alone; decodes nothing, imports no backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+
+from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import IncompleteCheckpointError, UnrecognizedFormatError
+
+# Any one of these makes a directory an Orbax pytree; the first two are also what Flax itself looks for.
+_TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
+_AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
+_ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+_JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
+_STEP_DIRECTORY = re.compile(r"(?:.*_)?(\d+)")
+_FIRST_BYTES = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """One tree of a checkpoint.
+
+    Attributes:
+        format: how it is stored; None for a plain JSON item.
+        path: the file, or the directory of that tree alone.
+    """
+
+    format: Format | None
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What a path holds.
+
+    Attributes:
+        path: the checkpoint.
+        items: name → tree; a checkpoint that is one tree has the single item ''.
+    """
+
+    path: str
+    items: dict[str, Item]
+
+    @property
+    def trees(self) -> dict[str, Item]:
+        """The items that are pytrees."""
+        return {name: item for name, item in self.items.items() if item.format is not None}
+
+
+def what_is_missing(path: str) -> str | None:
+    """Why a checkpoint is certainly not complete, from cheap signs; None where none of them speaks against it."""
+    try:
+        if not os.path.isdir(path):
+            return "the file is empty" if os.path.getsize(path) == 0 else None
+        names = set(os.listdir(path))
+    except FileNotFoundError:
+        return "it does not exist"
+    if not names:
+        return "the directory is empty"
+    return _what_is_missing_in(path, names)
+
+
+def _what_is_missing_in(path: str, names: set[str]) -> str | None:
+    unfinished = sorted(name for name in names if steps.ORBAX_TEMPORARY in name)
+    if unfinished:
+        return f"the directory still holds {unfinished[0]}, which Orbax had not finished"
+    if _is_tree(path, names):
+        if any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names:
+            return "manifest.ocdbt is missing: the writers' databases were never merged"
+        if _ITEMS_MARKERS[0] in names and not names & {"_METADATA", _AGGREGATE}:
+            return "_METADATA is missing"
+        return None
+    if _items(path, names):
+        return None
+    return "none of _METADATA, manifest.ocdbt or item directories is in it"
+
+
+def is_orbax_directory(path: str) -> bool:
+    """True where the path itself is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
+    if not os.path.isdir(path):
+        return False
+    names = set(os.listdir(path))
+    return _is_tree(path, names) or bool(names & set(_ITEMS_MARKERS) and _items(path, names))
+
+
+def is_doubtful(path: str) -> bool:
+    """True where only a file called ``checkpoint`` makes a directory look like an old Orbax checkpoint."""
+    return not set(os.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
+
+
+def step_directories(path: str) -> dict[float, str]:
+    """Step → path of the complete steps of an Orbax CheckpointManager's root; empty where it is none."""
+    found = {}
+    for name in os.listdir(path):
+        match = _STEP_DIRECTORY.fullmatch(name)
+        child = os.path.join(path, name)
+        # A flat directory is a checkpoint of some other prefix, not a step: a step holds items.
+        is_step = match and os.path.isdir(child) and not _is_tree(child, set(os.listdir(child)))
+        if match and is_step and what_is_missing(child) is None:
+            found[float(match[1])] = child
+    return found
+
+
+def detect(path: str) -> Found:
+    """What kind of checkpoint this existing path is.
+
+    Raises:
+        IncompleteCheckpointError: it was begun and not finished; the message says what is missing.
+        UnrecognizedFormatError: a directory without anything of a checkpoint. Any file may be msgpack: what a
+            file that does not decode looks like is told by `looks_like`.
+    """
+    missing = what_is_missing(path)
+    if missing and os.path.isdir(path) and not _looks_begun(path):
+        raise UnrecognizedFormatError(f"{path} is not a checkpoint: {missing}", path=path)
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{path} is not a complete checkpoint: {missing}. It was never finished, or files were lost in copying; "
+            "restore another step, or delete it.",
+            path=path,
+        )
+    if os.path.isdir(path):
+        names = set(os.listdir(path))
+        items = {"": Item(Format.ORBAX, path)} if _is_tree(path, names) else _items(path, names)
+        return Found(path, items)
+    return Found(path, {"": Item(Format.MSGPACK, path)})
+
+
+def _looks_begun(path: str) -> bool:
+    names = os.listdir(path)
+    markers = (*_TREE_MARKERS, *_ITEMS_MARKERS)
+    return not names or any(
+        name in markers or steps.ORBAX_TEMPORARY in name or name.startswith("ocdbt.process_") for name in names
+    )
+
+
+def _is_tree(path: str, names: set[str]) -> bool:
+    if names.intersection(_TREE_MARKERS):
+        return True
+    return _AGGREGATE in names and _holds_msgpack_tree(os.path.join(path, _AGGREGATE))
+
+
+def _holds_msgpack_tree(path: str) -> bool:
+    """True for a file that starts as Orbax's aggregate file does: a map, an array, or the text of a placeholder."""
+    if not os.path.isfile(path):
+        return False
+    first = _read_first(path)
+    return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
+
+
+def _items(path: str, names: set[str]) -> dict[str, Item]:
+    """The named items of a CheckpointManager step or an Orbax v1 directory."""
+    items = {}
+    for name in sorted(names):
+        child = os.path.join(path, name)
+        if not os.path.isdir(child):
+            continue
+        inside = set(os.listdir(child))
+        if _is_tree(child, inside):
+            items[name] = Item(Format.ORBAX, child)
+        elif len(inside - {"commit_success.txt"}) == 1 and inside.intersection(_JSON_FILES):
+            items[name] = Item(None, os.path.join(child, *inside.intersection(_JSON_FILES)))
+    return items
+
+
+_LOOKS: Sequence[tuple[bytes, str]] = (
+    (b"version https://git-lfs", "a git-lfs pointer (the file itself was never fetched: run `git lfs pull`)"),
+    (b"\x1f\x8b", "a gzip file (unpack it first)"),
+    (b"PK\x03\x04", "a zip archive (a .npz file, a PyTorch checkpoint, or a zipped directory)"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
+    (b"\xfd7zXZ", "an xz file (unpack it first)"),
+    (b"BZh", "a bzip2 file (unpack it first)"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a .npy file"),
+    (b"%PDF", "a PDF"),
+    (b"\x89PNG", "a PNG image"),
+    (b"model_checkpoint_path:", "TensorFlow's list of checkpoints"),
+)
+
+
+def looks_like(path: str) -> str | None:
+    """What a file that does not decode as msgpack is known to be instead, or None."""
+    first = _read_first(path)
+    for magic, what in _LOOKS:
+        if first.startswith(magic):
+            return what
+    text = first.lstrip()[:64].lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "an HTML or XML page (a failed download?)"
+    # msgpack's empty map is the single byte 0x80, with which every pickle of protocol 2 or later begins.
+    if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
+        return "a Python pickle (it is not opened, because unpickling runs code)"
+    if first[257:262] == b"ustar":
+        return "a tar archive (unpack it first)"
+    if len(first) > 9 and first[8:9] == b"{" and int.from_bytes(first[:8], "little") < os.path.getsize(path):
+        return "a safetensors file"
+    if text.startswith((b'{"', b"[", b"{\n", b"{\r")):
+        return "JSON text"
+    return None
+
+
+def _read_first(path: str) -> bytes:
+    with files.translated(path), open(path, "rb") as file:
+        return file.read(_FIRST_BYTES)

@@ -1,0 +1,83 @@
+"""Which checkpoints a directory holds under a prefix, judged by cheap signs; decodes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+
+from flax_ckpt_compat import _detect
+from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core.errors import StorageError
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where the checkpoints of a prefix live.
+
+    Attributes:
+        directory: absolute path of the directory that holds them.
+        prefix: what their names begin with; the part of the caller's prefix after its last ``/``.
+        shown: the directory as the caller wrote it, for returned paths.
+    """
+
+    directory: str
+    prefix: str
+    shown: str
+
+    def path(self, name: str) -> str:
+        """Absolute path of a name in this place."""
+        return os.path.join(self.directory, name)
+
+
+def place(ckpt_dir: str, prefix: str) -> Place:
+    """The place that a caller's directory and prefix mean.
+
+    Raises:
+        StorageError: a URL of a scheme that cannot be reached.
+    """
+    if "://" in ckpt_dir:
+        raise StorageError(f"{ckpt_dir}: object stores are not supported by this version; use a local path")
+    head, tail = os.path.split(prefix)
+    shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
+    return Place(os.path.abspath(shown), tail, shown)
+
+
+def names_in(where: Place) -> list[str]:
+    """All names in the place's directory; none where it does not exist."""
+    try:
+        with files.translated(where.directory):
+            names = os.listdir(where.directory)
+        return names + files.recover(where.directory, names)
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return []
+        raise
+
+
+def complete_steps(where: Place, names: list[str] | None = None) -> list[str]:
+    """Names of the complete numeric checkpoints, oldest first; incomplete ones are named in one warning."""
+    everything = names_in(where) if names is None else names
+    complete, broken = [], []
+    for name in steps.in_order(everything, where.prefix):
+        missing = _detect.what_is_missing(where.path(name))
+        if missing is None:
+            complete.append(name)
+        else:
+            broken.append(f"{name} ({missing})")
+    if broken:
+        _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))
+    return complete
+
+
+def newest(where: Place) -> str | None:
+    """The name of the latest complete checkpoint: the highest step, or else the last ``prefix + text`` one."""
+    everything = names_in(where)
+    numeric = complete_steps(where, everything)
+    if numeric:
+        return numeric[-1]
+    named = sorted(name for name in everything if steps.is_named(name, where.prefix))
+    complete = [name for name in named if _detect.what_is_missing(where.path(name)) is None]
+    return complete[-1] if complete else None

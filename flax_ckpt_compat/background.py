@@ -1,0 +1,106 @@
+"""Saving in the background: Flax's AsyncManager, and what makes sure that no failure is lost."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+_log = logging.getLogger("flax_ckpt_compat")
+_lock = threading.Lock()
+_saves: dict[str, list[Future[Any]]] = {}  # directory → background saves whose outcome nobody has seen
+
+
+class AsyncManager:
+    """Tracks background saves: pass one to every ``save_checkpoint(…, async_manager=)``.
+
+    Attributes:
+        executor: the pool that saves run in; the interpreter waits for it at exit.
+        save_future: the latest save, or None.
+    """
+
+    def __init__(self, max_workers: int = 1):
+        self.executor = ThreadPoolExecutor(max_workers=max_workers)
+        self.save_future: Future[Any] | None = None
+
+    def wait_previous_save(self) -> None:
+        """Blocks until the previous save has ended.
+
+        Raises:
+            Exception: whatever that save failed with, once, however long ago it ended.
+        """
+        future, self.save_future = self.save_future, None
+        if future is not None:
+            _seen(future)
+            future.result()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        """Runs a task in the background, after the previous one; it is tracked as ``save_future``."""
+        self.wait_previous_save()
+        self.save_future = self.executor.submit(task)
+
+
+def start(manager: Any, directory: str, task: Callable[[], Any]) -> None:
+    """Hands a save to a manager (ours, Flax's own, or a user's) and remembers it until its outcome is seen."""
+    manager.save_async(task)
+    future = getattr(manager, "save_future", None)
+    if isinstance(future, Future):
+        with _lock:
+            _saves.setdefault(directory, []).append(future)
+
+
+def wait(manager: Any) -> None:
+    """Waits for a manager's previous save and raises its failure, also where the manager itself would not."""
+    future = getattr(manager, "save_future", None)
+    manager.wait_previous_save()
+    # Flax's own manager drops the failure of a save that has already ended.
+    if isinstance(future, Future) and getattr(manager, "save_future", None) is future:
+        manager.save_future = None
+        _seen(future)
+        future.result()
+
+
+def settle(directory: str) -> None:
+    """Waits for every background save into a directory, so that commits keep the order of the calls.
+
+    Raises:
+        Exception: what the first failed one failed with.
+    """
+    for future in _unseen(directory):
+        future.exception()
+    raise_failures(directory)
+
+
+def raise_failures(directory: str) -> None:
+    """Raises the failure of a background save into this directory that nobody has seen yet; waits for none."""
+    for future in _unseen(directory):
+        if future.done():
+            _seen(future)
+            future.result()
+
+
+def _unseen(directory: str) -> list[Future[Any]]:
+    with _lock:
+        return list(_saves.get(directory, ()))
+
+
+def _seen(future: Future[Any]) -> None:
+    with _lock:
+        for directory, futures in list(_saves.items()):
+            if future in futures:
+                futures.remove(future)
+                if not futures:
+                    del _saves[directory]
+
+
+@atexit.register
+def _log_failures() -> None:
+    # The interpreter has joined all pools before it comes here.
+    for directory, futures in _saves.items():
+        for future in futures:
+            error = future.exception() if future.done() and not future.cancelled() else None
+            if error is not None:
+                _log.error("A background save of a checkpoint into %s failed: %r", directory, error, exc_info=error)

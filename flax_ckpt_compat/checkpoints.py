@@ -1,0 +1,272 @@
+"""Drop-in for ``flax.training.checkpoints``: the same names, signatures, results and error types.
+
+``flax_use_orbax_checkpointing`` chooses what a save writes; what a restore reads is detected from the files.
+Where Flax's two backends disagree, both sides of the flag follow legacy Flax here; the differences are listed
+in the migration guide.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import core
+
+from flax_ckpt_compat import _listing, restoring, saving
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat.background import AsyncManager
+from flax_ckpt_compat.errors import CheckpointError, StepError
+
+__all__ = [
+    "COMMIT_SUCCESS_FILE",
+    "MODULE_NUM_RE",
+    "MP_ARRAY_PH",
+    "MP_ARRAY_POSTFIX",
+    "ORBAX_CKPT_FILENAME",
+    "ORBAX_MANIFEST_OCDBT",
+    "ORBAX_METADATA_FILENAME",
+    "SCHEME_RE",
+    "SIGNED_FLOAT_RE",
+    "UNSIGNED_FLOAT_RE",
+    "AsyncManager",
+    "MultiprocessArrayType",
+    "PyTree",
+    "available_steps",
+    "convert_pre_linen",
+    "latest_checkpoint",
+    "natural_sort",
+    "restore_checkpoint",
+    "safe_normpath",
+    "save_checkpoint",
+    "save_checkpoint_multiprocess",
+]
+
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+SIGNED_FLOAT_RE = re.compile(rf"([-+]?{_NUMBER})")
+UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({_NUMBER})")
+MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
+SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
+MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX
+MP_ARRAY_PH = "//GDAPlaceholder:"
+COMMIT_SUCCESS_FILE = "commit_success.txt"
+ORBAX_CKPT_FILENAME = "checkpoint"
+ORBAX_MANIFEST_OCDBT = "manifest.ocdbt"
+ORBAX_METADATA_FILENAME = "_METADATA"
+PyTree = Any
+MultiprocessArrayType = Any
+
+
+def save_checkpoint(
+    ckpt_dir: str | os.PathLike[str],
+    target: PyTree,
+    step: int | float,
+    prefix: str = "checkpoint_",
+    keep: int = 1,
+    overwrite: bool = False,
+    keep_every_n_steps: int | None = None,
+    async_manager: AsyncManager | None = None,
+    orbax_checkpointer: Any | None = None,
+) -> str:
+    """Saves a tree from this process alone; atomic, durable, and without waiting for other processes.
+
+    Args:
+        ckpt_dir: directory of the checkpoints; made if it does not exist.
+        target: pytree, or anything that ``flax.serialization`` knows. Leaves: numpy and jax arrays of any
+            dtype but object and record ones, numpy and Python scalars, str, bytes, None, typed PRNG keys.
+        step: finite number (int, float, numpy scalar, 0-d array), or text such as ``"best"`` for a checkpoint
+            outside the order of steps.
+        prefix: literal text before the step in the checkpoint's name; may contain ``/``.
+        keep: how many of the newest checkpoints of this prefix stay; 0 keeps all.
+        overwrite: replace this step if it exists, and afterwards remove newer ones.
+        keep_every_n_steps: of the older checkpoints, also keep those at least so far apart.
+        async_manager: write in the background; the values saved are those at the time of this call.
+        orbax_checkpointer: a checkpointer of real Orbax that shall do the writing.
+
+    Returns:
+        The checkpoint's path, in the form in which ``ckpt_dir`` was given.
+
+    Raises:
+        InvalidCheckpointError: without ``overwrite``, the step exists or is older than the newest.
+        StepError: a step, ``keep`` or prefix that means nothing.
+        UnsupportedLeafError, NameCollisionError: the tree cannot be held by the format; nothing was written.
+        MPACheckpointingRequiredError: an array of which this process sees only a part.
+        StorageError: the file system refused.
+    """
+    return saving.save(
+        _directory(ckpt_dir),
+        target,
+        step,
+        prefix,
+        keep,
+        overwrite,
+        keep_every_n_steps,
+        async_manager,
+        orbax_checkpointer,
+    )
+
+
+def save_checkpoint_multiprocess(
+    ckpt_dir: str | os.PathLike[str],
+    target: PyTree,
+    step: int | float,
+    prefix: str = "checkpoint_",
+    keep: int = 1,
+    overwrite: bool = False,
+    keep_every_n_steps: int | None = None,
+    async_manager: AsyncManager | None = None,
+    gda_manager: Any | None = None,
+    orbax_checkpointer: Any | None = None,
+) -> str:
+    """Saves a tree that several processes hold together; on one process the same as `save_checkpoint`.
+
+    Args:
+        gda_manager: a ``GlobalAsyncCheckpointManager``; not needed. A given one is waited for.
+        ckpt_dir, target, step, prefix, keep, overwrite, keep_every_n_steps, async_manager, orbax_checkpointer: as for
+            `save_checkpoint`.
+
+    Returns:
+        The checkpoint's path, in the form in which ``ckpt_dir`` was given.
+
+    Raises:
+        CheckpointError: called with more than one process, which this version does not support; and all that
+            `save_checkpoint` raises.
+    """
+    if jax.process_count() > 1 and orbax_checkpointer is None:
+        raise CheckpointError(
+            f"save_checkpoint_multiprocess runs on one process in this version, found {jax.process_count()}; "
+            "host-local trees can be saved with save_checkpoint from one of them."
+        )
+    if gda_manager is not None:
+        gda_manager.wait_until_finished()
+    return saving.save(
+        _directory(ckpt_dir),
+        target,
+        step,
+        prefix,
+        keep,
+        overwrite,
+        keep_every_n_steps,
+        async_manager,
+        orbax_checkpointer,
+        sort_keys=True,
+    )
+
+
+def restore_checkpoint(
+    ckpt_dir: str | os.PathLike[str],
+    target: Any | None,
+    step: int | float | None = None,
+    prefix: str = "checkpoint_",
+    parallel: bool = True,
+    gda_manager: Any | None = None,
+    allow_partial_mpa_restoration: bool = False,
+    orbax_checkpointer: Any | None = None,
+    orbax_transforms: Mapping[str, Any] | None = None,
+) -> PyTree:
+    """Restores a checkpoint of any format, which is detected from the files; the flag plays no part.
+
+    Args:
+        ckpt_dir: a directory of checkpoints, or one checkpoint.
+        target: tree of the wanted structure; None restores nested dicts with text keys.
+        step: which checkpoint of the directory; None takes the latest complete one.
+        prefix: literal text before the step in the checkpoints' names.
+        parallel: accepted as in Flax; large files are always read in parallel.
+        gda_manager: accepted as in Flax and waited for; not needed.
+        allow_partial_mpa_restoration: accepted as in Flax; arrays that the target does not place come as numpy.
+        orbax_checkpointer: a checkpointer of real Orbax that shall do the reading of Orbax directories.
+        orbax_transforms: ``{}`` keeps the target's values for leaves that the checkpoint lacks. Entries are not
+            supported by this version.
+
+    Returns:
+        A tree like ``target`` with the stored leaves, or ``target`` itself, with a logged warning, where there is
+        nothing to restore. Arrays are writable numpy arrays; those of Orbax directories become ``jax.Array`` where
+        the target's leaf has a sharding.
+
+    Raises:
+        CheckpointNotFoundError: the given step does not exist (a ``ValueError``, as in Flax).
+        MissingLeavesError: the target has leaves that the checkpoint lacks.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be restored.
+    """
+    if gda_manager is not None:
+        gda_manager.wait_until_finished()
+    return restoring.restore(_directory(ckpt_dir), target, step, prefix, orbax_checkpointer, orbax_transforms)
+
+
+def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
+    """The path of the latest complete checkpoint of a prefix, or None.
+
+    The highest step is the latest; ``prefix + text`` counts only where there is no step at all.
+    """
+    where = _listing.place(os.fspath(ckpt_dir), prefix)
+    name = _listing.newest(where)
+    return None if name is None else os.path.join(where.shown, name)
+
+
+def available_steps(
+    ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_", step_type: type = int
+) -> list[int | float]:
+    """The steps of the complete checkpoints of a prefix, as ``step_type``, in order.
+
+    Raises:
+        StepError: a step that ``step_type`` does not take, such as 2.5 for int.
+    """
+    where = _listing.place(os.fspath(ckpt_dir), prefix)
+    found = []
+    for name in _listing.complete_steps(where):
+        try:
+            found.append(step_type(name[len(where.prefix) :]))
+        except ValueError as error:
+            raise StepError(
+                f"{where.path(name)}: its step is no {step_type.__name__}; call available_steps(…, step_type=float)",
+                path=where.path(name),
+            ) from error
+    return found
+
+
+def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
+    """Sorts names so that the numbers in them count as numbers: ``a_2`` before ``a_10``.
+
+    Args:
+        file_list: names.
+        signed: a ``-`` or ``+`` before a number is its sign, not a separator.
+    """
+    pattern = SIGNED_FLOAT_RE if signed else UNSIGNED_FLOAT_RE
+
+    def key(name: str) -> list[Any]:
+        return [float(piece) if pattern.match(piece) else piece for piece in pattern.split(name)]
+
+    return sorted(file_list, key=key)
+
+
+def safe_normpath(path: str) -> str:
+    """``os.path.normpath`` that leaves the ``scheme://`` of a URL alone."""
+    match = SCHEME_RE.match(path)
+    assert match is not None  # every text matches
+    return (match["scheme"] or "") + os.path.normpath(match["path"])
+
+
+def convert_pre_linen(params: PyTree) -> PyTree:
+    """Renames pre-Linen submodules (``Conv_0, Dense_1``: one count) to Linen's (``Conv_0, Dense_0``: one per class).
+
+    Args:
+        params: nested dict or FrozenDict; names that already are Linen's stay as they are.
+    """
+    if not isinstance(params, (dict, core.FrozenDict)):
+        return params
+    counts: dict[str, int] = {}
+    renamed = {}
+    for name in natural_sort(params.keys()):
+        match = MODULE_NUM_RE.match(name)
+        new_name = name
+        if match:
+            new_name = f"{match[1]}_{counts.get(match[1], 0)}"
+            counts[match[1]] = counts.get(match[1], 0) + 1
+        renamed[new_name] = convert_pre_linen(params[name])
+    return core.freeze(renamed) if isinstance(params, core.FrozenDict) else renamed
+
+
+def _directory(path: str | os.PathLike[str]) -> str:
+    return safe_normpath(os.fspath(path))

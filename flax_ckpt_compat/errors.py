@@ -1,0 +1,91 @@
+"""Every error that the library raises: ours, and those that are also Flax's.
+
+CheckpointError
+├── InvalidCheckpointError(flax InvalidCheckpointError, ValueError)   outdated or existing step, overwrite=False
+├── MPACheckpointingRequiredError(flax's, ValueError)   an array that this process cannot fully see
+├── MPARestoreTargetRequiredError(flax's, ValueError)   such an array, and no target that says how to place it
+├── MPARestoreDataCorruptedError(flax's, ValueError)    the folder of such arrays was never finished
+└── those of flax_ckpt_compat._core.errors, which need nothing of flax
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import errors as _flax
+
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MissingLeavesError,
+    NameCollisionError,
+    SettingError,
+    ShapeMismatchError,
+    StepError,
+    StorageError,
+    UnrecognizedFormatError,
+    UnsupportedLeafError,
+)
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CorruptCheckpointError",
+    "IncompleteCheckpointError",
+    "InvalidCheckpointError",
+    "MPACheckpointingRequiredError",
+    "MPARestoreDataCorruptedError",
+    "MPARestoreTargetRequiredError",
+    "MissingLeavesError",
+    "NameCollisionError",
+    "SettingError",
+    "ShapeMismatchError",
+    "StepError",
+    "StorageError",
+    "UnrecognizedFormatError",
+    "UnsupportedLeafError",
+]
+
+
+class _FlaxTooError(CheckpointError):
+    """Ours and Flax's at once: our attributes and message, after Flax's own."""
+
+    def __init__(self, message: str, *args: Any, path: str, leaf: str | None = None):
+        # Flax's classes build their message from positional arguments that differ from class to class.
+        super(CheckpointError, self).__init__(*args)
+        self.path = path
+        self.leaf = leaf
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
+
+
+class InvalidCheckpointError(_FlaxTooError, _flax.InvalidCheckpointError, ValueError):
+    """Saving without ``overwrite`` at a step that exists or is older than the newest."""
+
+    def __init__(self, message: str, *, path: str, step: Any):
+        super().__init__(message, path, step, path=path)
+
+
+class MPACheckpointingRequiredError(_FlaxTooError, _flax.MPACheckpointingRequiredError, ValueError):
+    """An array that spans processes where only host-local ones can be saved or restored."""
+
+    def __init__(self, message: str, *, path: str, step: Any, leaf: str | None = None):
+        super().__init__(message, path, step, path=path, leaf=leaf)
+
+
+class MPARestoreTargetRequiredError(_FlaxTooError, _flax.MPARestoreTargetRequiredError, ValueError):
+    """An array that spans processes is stored and no target says how to place it."""
+
+    def __init__(self, message: str, *, path: str, step: Any, leaf: str | None = None):
+        super().__init__(message, path, step, leaf, path=path, leaf=leaf)
+
+
+class MPARestoreDataCorruptedError(_FlaxTooError, _flax.MPARestoreDataCorruptedError, ValueError):
+    """The ``_gda`` folder beside the checkpoint was never finished."""
+
+    def __init__(self, message: str, *, path: str, step: Any):
+        super().__init__(message, step, path, path=path)

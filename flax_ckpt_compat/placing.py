@@ -1,0 +1,70 @@
+"""Stored values → what the caller gets: casting, devices, PRNG keys, and containers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat import state
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node
+
+
+def place(value: Any, handle: LeafHandle, target: Any, *, cast: bool, on_device: bool) -> Any:
+    """One restored leaf in its final form.
+
+    Args:
+        value: what the backend read.
+        handle: its handle.
+        target: the target's leaf, or None.
+        cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
+        on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
+    """
+    if isinstance(value, KeyData):
+        return state.put_key_together(value, _sharding(target) if state.is_prng_key(target) else None)
+    if handle.kind is not LeafKind.ARRAY:
+        return value
+    dtype = getattr(target, "dtype", None)
+    if dtype is not None and not state.is_prng_key(target) and (cast or isinstance(target, jax.ShapeDtypeStruct)):
+        value = np.asarray(value).astype(dtype, copy=False)
+    sharding = _sharding(target) if on_device else None
+    return value if sharding is None else _on_devices(value, sharding)
+
+
+def _sharding(target: Any) -> Any:
+    return getattr(target, "sharding", None) if isinstance(target, (jax.Array, jax.ShapeDtypeStruct)) else None
+
+
+def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
+    # Without x64, jax would narrow 64-bit data in silence; such a leaf stays what was saved.
+    try:
+        faithful = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
+    except TypeError:
+        faithful = False
+    if not faithful:
+        return value
+    if len(sharding.device_set) == 1 and sharding.is_fully_addressable:
+        # The array is ours alone, so the CPU backend may take over its memory.
+        return jax.device_put(value, sharding, may_alias=True)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def as_state(node: Node) -> Any:
+    """Nested dicts with text keys, as Flax restores without a target: lists are maps of '0', '1', …"""
+    if not isinstance(node, Branch):
+        return node
+    return {name: as_state(child) for name, child in node.children.items()}
+
+
+def as_stored(node: Node) -> Any:
+    """Lists, tuples and int keys where the format recorded them (setting ``structure="stored"``)."""
+    if not isinstance(node, Branch):
+        return node
+    children = {name: as_stored(child) for name, child in node.children.items()}
+    if node.container is Container.LIST:
+        return list(children.values())
+    if node.container is Container.TUPLE:
+        return tuple(children.values())
+    return {int(name) if name in node.int_keys else name: child for name, child in children.items()}

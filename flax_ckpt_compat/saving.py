@@ -1,0 +1,194 @@
+"""What happens in a save, for every format: checks, snapshot, write, atomic commit, clean-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax import monitoring
+
+from flax_ckpt_compat import _listing, background, config, foreign, retention, state
+from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
+from flax_ckpt_compat._core.errors import CheckpointError, StepError, UnsupportedLeafError
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, map_leaves, show_path
+from flax_ckpt_compat._listing import Place
+from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat.errors import MPACheckpointingRequiredError
+
+_last_saved = time.time()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One call of ``save_checkpoint`` after its arguments were checked.
+
+    Attributes:
+        where: directory and prefix.
+        name: of the checkpoint.
+        step: as the caller gave it, for messages.
+        keep: how many to keep; 0 keeps all.
+    """
+
+    where: Place
+    name: str
+    step: Any
+    keep: int
+    overwrite: bool
+    keep_every_n_steps: float | None
+    start: float
+
+    @property
+    def path(self) -> str:
+        """Absolute final path."""
+        return self.where.path(self.name)
+
+    def clean_up(self) -> None:
+        """What overwrite and retention remove, after the commit."""
+        retention.clean_up(self.where, self.name, self.keep, self.overwrite, self.keep_every_n_steps)
+
+
+def save(
+    ckpt_dir: str,
+    target: Any,
+    step: Any,
+    prefix: str,
+    keep: Any,
+    overwrite: bool,
+    keep_every_n_steps: float | None,
+    async_manager: Any,
+    orbax_checkpointer: Any,
+    *,
+    sort_keys: bool = False,
+) -> str:
+    """Saves a tree; see `flax_ckpt_compat.checkpoints.save_checkpoint`.
+
+    Args:
+        ckpt_dir: normalised directory.
+        sort_keys: write dict keys sorted, as Flax does in ``save_checkpoint_multiprocess``.
+
+    Returns:
+        The checkpoint's path in the caller's form.
+    """
+    monitoring.record_event("/jax/flax/checkpoint/save")
+    start = time.time()
+    if async_manager is not None:
+        background.wait(async_manager)
+    text, where = steps.step_text(step), _place(ckpt_dir, prefix)
+    foreign.settle(orbax_checkpointer, where.directory)
+    background.settle(where.directory)
+    request = Request(
+        where, where.prefix + text, step, steps.check_keep(keep), bool(overwrite), keep_every_n_steps, start
+    )
+    if not overwrite:
+        retention.check_overwrite(where, request.name, step)
+    if orbax_checkpointer is not None:
+        _prepare_directory(where)
+        foreign.save(orbax_checkpointer, request.path, target, on_commit=lambda: _committed(request))
+    else:
+        _save_ourselves(request, target, async_manager, sort_keys)
+    monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - start)
+    return os.path.join(ckpt_dir, f"{prefix}{text}")
+
+
+def _place(ckpt_dir: str, prefix: str) -> Place:
+    if "\0" in prefix or "\0" in ckpt_dir:
+        raise StepError("a directory or prefix cannot contain the NUL character")
+    return _listing.place(ckpt_dir, prefix)
+
+
+def _save_ourselves(request: Request, target: Any, async_manager: Any, sort_keys: bool) -> None:
+    backend = backend_for(Format.ORBAX if config.use_orbax_format() else Format.MSGPACK)
+    tree = state.describe(target)
+    tree = map_leaves(lambda path, leaf: _host_local(path, leaf, request), tree)
+    tree = state.take_keys_apart(_sorted(tree) if sort_keys else tree)
+    backend.check(tree)
+    options = WriteOptions(compression=config.current().compression)
+    if async_manager is None:
+        _write_and_commit(request, backend, tree, options)
+    else:
+        frozen = map_leaves(lambda _, leaf: _frozen(leaf), tree)
+        background.start(
+            async_manager, request.where.directory, lambda: _write_and_commit(request, backend, frozen, options)
+        )
+
+
+def _write_and_commit(request: Request, backend: Backend, tree: Node, options: WriteOptions) -> None:
+    if backend.format is Format.MSGPACK:
+        monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
+    _prepare_directory(request.where)
+    temporary = files.temporary_path(request.path)
+    try:
+        with files.translated(request.path):
+            backend.write(temporary, tree, options)
+        files.publish(temporary, request.path)
+    except BaseException:
+        _forget(temporary)
+        raise
+    _committed(request)
+
+
+def _prepare_directory(where: Place) -> None:
+    files.make_directory(where.directory)
+    files.reclaim(where.directory)
+
+
+def _committed(request: Request) -> None:
+    global _last_saved
+    request.clean_up()
+    monitoring.record_event_duration_secs(
+        "/jax/checkpoint/write/duration_since_last_checkpoint_secs", request.start - _last_saved
+    )
+    _last_saved = request.start
+
+
+def _forget(temporary: str) -> None:
+    """Removes what a failed save wrote; the failure itself is what the caller has to hear about."""
+    try:
+        if os.path.lexists(temporary):
+            files.discard(temporary)
+    except CheckpointError:
+        pass  # a later save reclaims it
+
+
+def _host_local(path: Path, leaf: Any, request: Request) -> Any:
+    """The leaf, checked to be wholly readable from this process."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise UnsupportedLeafError(f"{show_path(path)} is abstract (a ShapeDtypeStruct) and has no values to save")
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if leaf.is_deleted():
+        raise UnsupportedLeafError(
+            f"{show_path(path)} was deleted, most likely donated to a jitted function; save before that call"
+        )
+    if leaf.is_fully_addressable:
+        return leaf
+    if leaf.is_fully_replicated:
+        return leaf.addressable_data(0)
+    raise MPACheckpointingRequiredError(
+        f"cannot save step {request.step} to {request.path}: {show_path(path)} is spread over several processes and "
+        "this one sees only a part of it; use save_checkpoint_multiprocess, called by all processes.",
+        path=request.path,
+        step=request.step,
+        leaf=show_path(path),
+    )
+
+
+def _frozen(leaf: Any) -> Any:
+    """The leaf's values as they are now, whatever is mutated or donated later."""
+    if isinstance(leaf, KeyData):
+        return KeyData(leaf.impl, _frozen(leaf.data))
+    if isinstance(leaf, jax.Array):
+        return HostCopy(np.array(jax.device_get(leaf), order="C"), leaf.sharding)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _sorted(tree: Node) -> Node:
+    if not isinstance(tree, Branch):
+        return tree
+    names = list(tree.children) if tree.container.is_sequence else sorted(tree.children)
+    return Branch({name: _sorted(tree.children[name]) for name in names}, tree.container, tree.int_keys)

@@ -1,0 +1,170 @@
+"""User trees ⇄ the neutral tree: what Flax's state dicts are to Flax, plus what they lose.
+
+The structure is that of ``flax.serialization.to_state_dict``; on top of it we remember which branches were
+lists, tuples and int-keyed dicts, and go into registered pytrees that Flax's own serialization refuses
+(OrderedDict, ``nnx.State``, user classes), by their JAX key paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import core, serialization
+
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, map_leaves, show_path
+
+_LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
+
+
+def describe(target: Any) -> Node:
+    """The neutral tree of a user's tree, its leaves untouched.
+
+    Raises:
+        UnsupportedLeafError: two children of one node have the same name.
+    """
+    return _describe(target, _state_dict(target), ())
+
+
+def has_own_rules(node: Any) -> bool:
+    """True for types whose owner registered them with Flax, who may read older states in their own way."""
+    plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
+    return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)
+
+
+def rebuild(target: Any, state: Any) -> Any:
+    """The user's tree with the leaves of ``state``: nested dicts with the structure of `describe`."""
+    return serialization.from_state_dict(target, _unexpand(_state_dict(target), state))
+
+
+def _state_dict(target: Any) -> Any:
+    try:
+        return serialization.to_state_dict(target)
+    except ValueError as error:
+        raise UnsupportedLeafError(f"cannot save the tree: {error}") from error
+
+
+def _describe(original: Any, state: Any, path: Path) -> Node:
+    if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
+        children = {
+            name: _describe(_child(original, name, value), value, (*path, name)) for name, value in state.items()
+        }
+        return Branch(children, _container(original, children), _int_keys(original))
+    if state is None or isinstance(state, _LEAVES) or not _is_node(state):
+        return state
+    names = _child_names(state, path)
+    children = {
+        name: _describe(child, _state_dict(child), (*path, name))
+        for name, child in zip(names, _children(state), strict=True)
+    }
+    container = Container.LIST if _is_sequence(state) else Container.DICT
+    return Branch(children, container, _int_keys(state))
+
+
+def _child(original: Any, name: str, value: Any) -> Any:
+    """The user's own object behind an entry of a state dict, or the entry itself where there is none."""
+    if isinstance(original, (dict, core.FrozenDict)):
+        return original[name] if name in original else next((v for k, v in original.items() if str(k) == name), value)
+    if isinstance(original, (list, tuple)) and not hasattr(original, "_fields"):
+        return original[int(name)]
+    found = getattr(original, name, value)
+    # A registered type may name its state as it likes; an attribute of another shape is not its source.
+    return found if type(value) is dict and len(value) == _size(found) else value
+
+
+def _size(node: Any) -> int:
+    state = serialization.to_state_dict(node)
+    return len(state) if isinstance(state, dict) else -1
+
+
+def _container(original: Any, children: Mapping[str, Node]) -> Container:
+    if isinstance(original, tuple) and hasattr(original, "_fields"):
+        return Container.NAMEDTUPLE
+    if isinstance(original, (list, tuple)) and list(children) == [str(index) for index in range(len(original))]:
+        return Container.LIST if isinstance(original, list) else Container.TUPLE
+    return Container.DICT
+
+
+def _int_keys(original: Any) -> frozenset[str]:
+    if not isinstance(original, (dict, core.FrozenDict)):
+        return frozenset()
+    return frozenset(str(key) for key in original if isinstance(key, int) and not isinstance(key, bool))
+
+
+def _is_node(value: Any) -> bool:
+    return not jax.tree_util.all_leaves([value])
+
+
+def _one_level(node: Any) -> list[tuple[Any, Any]]:
+    entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda value: value is not node)
+    return entries
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for _, child in _one_level(node)]
+
+
+def _is_sequence(node: Any) -> bool:
+    kinds = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+    return all(isinstance(keys[0], kinds) for keys, _ in _one_level(node))
+
+
+def _child_names(node: Any, path: Path) -> list[str]:
+    names = [str(_key_name(keys[0])) for keys, _ in _one_level(node)]
+    if len(set(names)) != len(names):
+        raise UnsupportedLeafError(
+            f"cannot save {show_path(path)}: its keys {names} are not unique as text", leaf=show_path(path)
+        )
+    return names
+
+
+def _key_name(key: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
+
+
+def _unexpand(original_state: Any, state: Any) -> Any:
+    """Puts registered pytrees back together, below and above which Flax's own rules hold."""
+    if type(original_state) is dict:
+        if not isinstance(state, dict) or original_state.keys() != state.keys():
+            return state
+        return {name: _unexpand(value, state[name]) for name, value in original_state.items()}
+    if original_state is None or isinstance(original_state, _LEAVES) or not _is_node(original_state):
+        return state
+    names = _child_names(original_state, ())
+    if not isinstance(state, dict) or set(names) != state.keys():
+        return state
+    structure = jax.tree_util.tree_structure(original_state, is_leaf=lambda value: value is not original_state)
+    children = [rebuild(child, state[name]) for name, child in zip(names, _children(original_state), strict=True)]
+    return jax.tree_util.tree_unflatten(structure, children)
+
+
+def take_keys_apart(tree: Node) -> Node:
+    """Replaces typed PRNG key arrays by their data and the name of their implementation."""
+    return map_leaves(lambda _, leaf: _key_data(leaf) if is_prng_key(leaf) else leaf, tree)
+
+
+def is_prng_key(leaf: Any) -> bool:
+    """True for typed PRNG key arrays (and abstract ones), false for raw uint32 keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> KeyData:
+    return KeyData(str(jax.random.key_impl(leaf)), jax.random.key_data(leaf))
+
+
+def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
+    """The typed PRNG key array of its data, placed as ``sharding`` says, or by default."""
+    keys: jax.Array = jax.random.wrap_key_data(jax.numpy.asarray(key.data), impl=key.impl)
+    return keys if sharding is None else _placed(keys, sharding)
+
+
+def _placed(keys: jax.Array, sharding: Any) -> jax.Array:
+    placed: jax.Array = jax.device_put(keys, sharding)
+    return placed
