@@ -1,0 +1,61 @@
+"""The door of the library: what it offers, and what importing it costs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flax_ckpt_compat
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"jax", "jaxlib", "flax", "numpy", "ml_dtypes", "tensorstore", "msgpack", "orbax", "rich", "click", "etils"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """The modules that a fresh interpreter holds after a statement."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{statement}\nimport sys\nprint(*sys.modules)"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": "false"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return set(done.stdout.split())
+
+
+def test_all_is_sorted_and_complete() -> None:
+    """__all__ is sorted, everything in it exists, and nothing else is public."""
+    assert flax_ckpt_compat.__all__ == sorted(flax_ckpt_compat.__all__)
+    assert all(hasattr(flax_ckpt_compat, name) for name in flax_ckpt_compat.__all__)
+    namespace: dict[str, object] = {}
+    exec("from flax_ckpt_compat import *", namespace)
+    assert set(flax_ckpt_compat.__all__) <= namespace.keys()
+    assert set(flax_ckpt_compat.__all__) <= set(dir(flax_ckpt_compat))
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """A misspelt name is the usual AttributeError."""
+    with pytest.raises(AttributeError, match="has no attribute 'instal'"):
+        flax_ckpt_compat.instal  # noqa: B018
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    """Neither the door nor install_on_import() loads jax, flax, numpy, tensorstore, a backend or the command line."""
+    for statement in ("import flax_ckpt_compat", "from flax_ckpt_compat import _install; _install.install_on_import()"):
+        loaded = modules_after(statement)
+        assert not loaded & HEAVY
+        assert not {name for name in loaded if name.startswith("flax_ckpt_compat.") and "_install" not in name}
+
+
+def test_msgpack_users_never_load_tensorstore(tmp_path: Path) -> None:
+    """Saving and restoring msgpack loads neither tensorstore nor orbax nor the other backend."""
+    loaded = modules_after(
+        "from flax_ckpt_compat import checkpoints as c\n"
+        f"c.save_checkpoint({str(tmp_path)!r}, {{'a': 1}}, 0)\nc.restore_checkpoint({str(tmp_path)!r}, None)"
+    )
+    assert "flax_ckpt_compat.legacy" in loaded
+    assert not {name for name in loaded if name.split(".")[0] in ("tensorstore", "orbax")}
+    assert "flax_ckpt_compat.orbax_backend" not in loaded

@@ -1,0 +1,63 @@
+"""The README and the guide: their commands are what CI runs, their Python runs, their links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "migration_guide").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SKIPPED = "<!-- not run: "
+
+
+def fences(page: Path, language: str) -> list[str]:
+    """The code blocks of a page in one language, without those that say why they are not run."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        before = text[: match.start()].rstrip().rpartition("\n")[2]
+        if match[1] == language and not before.startswith(SKIPPED):
+            found.append(match[2])
+    return found
+
+
+def test_ci_runs_the_second_command() -> None:
+    """The README's first two commands are the demo's and the tests', and CI runs the latter word for word."""
+    first, second = (block.strip() for block in fences(ROOT / "README.md", "sh")[:2])
+    assert first == "python -m pip install '.[demo]' && flax-ckpt demo"
+    assert second == "python -m pip install '.[test]' && python -m pytest"
+    assert second in [line.strip() for line in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """The Python blocks of a page run, one after the other, in one fresh interpreter and an empty folder."""
+    program = "\n".join(fences(page, "python"))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": "false"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_names_its_language(page: Path) -> None:
+    """No code block without a language slips past the test that runs them."""
+    text = page.read_text(encoding="utf-8")
+    assert text.count("\n```") == 2 * len(FENCE.findall(text))
+    assert all(language for language, _ in FENCE.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links to files of the repository name files that exist."""
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
