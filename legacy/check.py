@@ -8,7 +8,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, show_path
 
 from . import markers
 from .hosting import is_jax_array
@@ -73,6 +73,8 @@ def _check_leaf(path: Path, leaf: Any) -> None:
     elif kind is KeyData:
         _check_text(path, leaf.impl)
         _check_leaf((*path, "data"), leaf.data)
+    elif kind is HostCopy:
+        _check_numpy(path, leaf.data)
     elif is_jax_array(leaf):
         _check_jax(path, leaf)
     elif not isinstance(leaf, complex):

@@ -10,8 +10,10 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import dtypes
+from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.tree import Path, show_path
 
+from . import markers
 from .window import LOOKAHEAD, Window
 
 _MAX_DIMS = 64  # numpy's own limit
@@ -22,23 +24,27 @@ class ArrayHeader:
     """What stands before array data.
 
     Attributes:
-        text: the header's bytes.
+        text: the bytes from the extension's tag up to the data.
+        kind: array or numpy scalar.
         shape: of the array.
         dtype: of the array.
         nbytes: size of the data, in bytes.
     """
 
     text: bytes
+    kind: LeafKind
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     nbytes: int
 
 
-def parse_array_header(window: Window, length: int, path: Path) -> ArrayHeader:
+def parse_array_header(window: Window, tag_at: int, code: int, length: int, path: Path) -> ArrayHeader:
     """Reads ``[shape, dtype name, data]`` up to the data; the window does not move.
 
     Args:
         window: at the payload, which lies within the file.
+        tag_at: where in the window the extension begins.
+        code: the extension's code.
         length: of the payload, in bytes.
         path: key path of the leaf, for errors.
     """
@@ -52,7 +58,9 @@ def parse_array_header(window: Window, length: int, path: Path) -> ArrayHeader:
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__
         raise window.corrupt(f"an array that does not decode in {show_path(path)}: {reason}") from error
-    return ArrayHeader(head[:start], shape, dtype, nbytes)
+    # Flax decodes a scalar's payload like an array's, and only what has no dimensions becomes a scalar.
+    kind = LeafKind.NUMPY_SCALAR if code == markers.EXT_NUMPY_SCALAR and not shape else LeafKind.ARRAY
+    return ArrayHeader(window.data[tag_at : window.at + start], kind, shape, dtype, nbytes)
 
 
 def _shape_and_name(head: bytes) -> tuple[tuple[int, ...], str, int]:

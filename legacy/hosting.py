@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.tree import HostCopy
+
 
 def is_jax_array(leaf: Any) -> bool:
     """True for a ``jax.Array``; such a leaf implies that jax is loaded, so jax is never imported for it."""
@@ -16,6 +18,8 @@ def is_jax_array(leaf: Any) -> bool:
 
 def to_host(leaf: Any) -> np.ndarray[Any, Any]:
     """The leaf as a plain ndarray: a view on the CPU, one transfer for an array on a device."""
+    if isinstance(leaf, HostCopy):
+        return np.asarray(leaf.data)
     if isinstance(leaf, (np.ndarray, np.generic)):
         return np.asarray(leaf)
     import jax

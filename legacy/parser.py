@@ -26,6 +26,9 @@ _INTS = {
 _FLOATS = {0xCA: struct.Struct(">f"), 0xCB: struct.Struct(">d")}
 _LENGTHS = (struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I"))
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+# Enough of a header to look it up by: tag, length, code, and in short ones the start of the shape.
+_PREFIX = 6
+_EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
 
 
 class _Frame:
@@ -33,15 +36,16 @@ class _Frame:
 
     __slots__ = ("branch", "home", "in_list", "int_keys", "keyed", "left", "name", "path")
 
-    def __init__(self, branch: Branch, left: int, path: Path, in_list: bool):
+    def __init__(self, branch: Branch, left: int, path: Path, keyed: bool, in_list: bool):
         self.branch = branch
         self.left = left
         self.path = path
-        self.keyed = branch.container is Container.DICT
-        self.in_list = in_list or not self.keyed
-        self.int_keys: list[str] = []
-        self.home: dict[str, Node] = {}
-        self.name = ""
+        self.keyed = keyed
+        self.in_list = in_list
+        self.int_keys: list[str] | None = None
+        # Where the branch itself hangs; whoever asked for the value sets both.
+        self.home: dict[str, Node]
+        self.name: str
 
 
 def parse(window: Window, reader: Reader) -> Node:
@@ -74,43 +78,64 @@ class _Parser:
         self._window = window
         self._reader = reader
         self._stack: list[_Frame] = []
-        self._headers: dict[int, ArrayHeader] = {}
+        self._headers: dict[bytes, ArrayHeader] = {}
 
     def document(self) -> Node:
-        self._window.refill()
+        window, stack = self._window, self._stack
+        window.refill()
         home: dict[str, Node] = {}
         home[""] = self._value((), False)
-        if self._stack:
-            self._stack[0].home = home
-        while self._stack:
-            frame = self._stack[-1]
-            if not frame.left:
-                self._close(self._stack.pop())
-            else:
+        if stack:
+            stack[0].home, stack[0].name = home, ""
+        while stack:
+            frame = stack[-1]
+            if frame.left:
                 self._fill(frame)
-        end = self._window.base + self._window.at
-        if end != self._window.size:
-            raise self._window.corrupt(f"{self._window.size - end} bytes behind the end of the document")
+            else:
+                self._close(stack.pop())
+        end = window.base + window.at
+        if end != window.size:
+            raise window.corrupt(f"{window.size - end} bytes behind the end of the document")
         return home[""]
 
     def _fill(self, frame: _Frame) -> None:
         """Reads children until one of them is a container, or there are no more."""
         children, keyed, stack, window = frame.branch.children, frame.keyed, self._stack, self._window
-        depth = len(stack)
+        depth, path = len(stack), frame.path
         while frame.left:
             frame.left -= 1
             if window.at > window.fresh_until:
                 window.refill()
             name = self._key(frame) if keyed else str(len(children))
-            children[name] = self._value((*frame.path, name), frame.in_list)
+            child = self._known_array((*path, name)) or self._value((*path, name), frame.in_list)
+            children[name] = child
             if len(stack) != depth:
                 stack[-1].home, stack[-1].name = children, name
                 return
 
+    def _known_array(self, path: Path) -> LeafHandle | None:
+        """The array at hand if its header was seen before: most arrays of a checkpoint share few headers."""
+        window = self._window
+        data, at = window.data, window.at
+        header = self._headers.get(data[at : at + _PREFIX])
+        if header is None or not data.startswith(header.text, at):
+            return None
+        start = at + len(header.text)
+        end = start + header.nbytes
+        if window.base + end > window.size:
+            return None
+        window.at = end
+        where = window.base + start
+        name = "/".join(path)
+        return LeafHandle(path, header.kind, header.shape, header.dtype, header.nbytes, name, self._reader, where)
+
     def _close(self, frame: _Frame) -> None:
-        frame.branch.int_keys = frozenset(frame.int_keys)
-        if not frame.in_list:
-            special = as_special(frame.branch, frame.path, self._window)
+        branch = frame.branch
+        if frame.int_keys:
+            branch.int_keys = frozenset(frame.int_keys)
+        # Flax joins arrays in pieces inside maps only, never inside msgpack lists.
+        if not frame.in_list and 2 <= len(branch.children) <= 3:
+            special = as_special(branch, frame.path, self._window)
             if special is not None:
                 frame.home[frame.name] = special
 
@@ -132,66 +157,58 @@ class _Parser:
             return self._text(tag)
         if tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
             name = str(self._int(tag))
-            frame.int_keys.append(name)
+            frame.int_keys = [*(frame.int_keys or ()), name]
             return name
         raise self._window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
 
     def _value(self, path: Path, in_list: bool) -> Node:
         window = self._window
         tag = window.data[window.at]
-        if 0xC7 <= tag <= 0xC9 or 0xD4 <= tag <= 0xD8:
-            return self._extension(tag, path)
         if 0x80 <= tag <= 0x9F or 0xDC <= tag <= 0xDF:
             return self._container(tag, path, in_list)
+        if tag in _EXT_WIDTHS:
+            return self._extension(tag, path)
         return self._native(tag, path)
 
     def _extension(self, tag: int, path: Path) -> LeafHandle:
         window = self._window
-        if tag >= 0xD4:
-            length = _FIXEXT[tag]
-            window.at += 1
-        else:
-            length = self._length(tag - 0xC7)
-        code = window.data[window.at]
-        window.at += 1
+        data, at = window.data, window.at
+        width = _EXT_WIDTHS[tag]
+        length = int.from_bytes(data[at + 1 : at + 1 + width]) if width else _FIXEXT[tag]
+        code = data[at + 1 + width]
+        window.at = at + 2 + width
         if code in (markers.EXT_ARRAY, markers.EXT_NUMPY_SCALAR):
-            return self._array(code, length, path)
+            return self._array(at, code, length, path)
         if code == markers.EXT_COMPLEX:
             value = parse_complex(window, length)
             return LeafHandle(path, LeafKind.COMPLEX, (), None, 16, "/".join(path), self._reader, value)
         raise window.corrupt(f"extension code {code}, which no release of Flax writes, in {show_path(path)}")
 
-    def _array(self, code: int, length: int, path: Path) -> LeafHandle:
+    def _array(self, start: int, code: int, length: int, path: Path) -> LeafHandle:
         window = self._window
-        at = window.at
-        header = self._headers.get(length)
-        # Equal headers before payloads of equal length describe equal arrays; trees have few different ones.
-        if header is None or not window.data.startswith(header.text, at):
-            window.claim(length)
-            header = self._headers[length] = parse_array_header(window, length, path)
-        window.at = end = at + length
-        if window.base + end > window.size:
-            window.at = at
-            window.claim(length)
-        kind = LeafKind.NUMPY_SCALAR if code == markers.EXT_NUMPY_SCALAR and not header.shape else LeafKind.ARRAY
-        where = window.base + at + len(header.text)
-        name = "/".join(path)
-        return LeafHandle(path, kind, header.shape, header.dtype, header.nbytes, name, self._reader, where)
+        window.claim(length)
+        header = parse_array_header(window, start, code, length, path)
+        self._headers[header.text[:_PREFIX]] = header
+        window.at = start
+        leaf = self._known_array(path)
+        assert leaf is not None
+        return leaf
 
     def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
         window = self._window
         if tag <= 0x9F:
-            count, is_map = tag & 0x0F, tag <= 0x8F
+            count, keyed = tag & 0x0F, tag <= 0x8F
             window.at += 1
         else:
-            is_map = tag >= 0xDE
+            keyed = tag >= 0xDE
             count = self._length(1 + (tag & 1))
         # Every child has a byte at least, every key too: a count that the file cannot hold ends here.
-        window.claim(count * (1 + is_map))
-        branch = Branch({}, Container.DICT if is_map else Container.LIST)
+        if window.base + window.at + count * (1 + keyed) > window.size:
+            raise window.corrupt(f"a container of {count} values; the file is too short for them, it is truncated")
         if len(self._stack) >= markers.MAX_DEPTH:
             raise window.corrupt(f"more than {markers.MAX_DEPTH} nested containers")
-        self._stack.append(_Frame(branch, count, path, in_list))
+        branch = Branch({}) if keyed else Branch({}, Container.LIST)
+        self._stack.append(_Frame(branch, count, path, keyed, in_list or not keyed))
         return branch
 
     def _native(self, tag: int, path: Path) -> LeafHandle | None:
@@ -215,8 +232,9 @@ class _Parser:
         text = self._text(tag)
         if text.startswith(markers.PLACEHOLDER):
             array = gda.locate(self._window.path, text[len(markers.PLACEHOLDER) :], path)
-            name = "/".join(path)
-            return LeafHandle(path, LeafKind.ARRAY, array.shape, array.dtype, array.nbytes, name, self._reader, array)
+            handle = self._plain(LeafKind.ARRAY, array, array.nbytes, path)
+            handle.shape, handle.dtype, handle.distributed = array.shape, array.dtype, True
+            return handle
         return self._plain(LeafKind.STR, text, len(text), path)
 
     def _binary(self, tag: int, path: Path) -> LeafHandle:

@@ -12,12 +12,12 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda
 from .parser import parse
-from .transfer import Span, fetch, fetch_small, is_small
+from .transfer import SMALL, Small, Span, fetch, fetch_small
 from .window import Window
 
 
@@ -41,11 +41,10 @@ class MsgpackReader:
         self._closer = weakref.finalize(self, os.close, self._fd)
         try:
             self.tree: Node = parse(Window(self._fd, path, _size(self._fd, path)), self)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise _storage(path, error) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                raise _storage(path, error) from error
             raise
 
     def close(self) -> None:
@@ -56,23 +55,28 @@ class MsgpackReader:
     def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         """See `Reader.read`. Only the bytes of these leaves are read."""
         values: list[Any] = [None] * len(handles)
-        small: list[int] = []
+        small: list[Small] = []
         spans: list[Span] = []
         for index, handle in enumerate(handles):
-            if is_small(handle):
-                small.append(index)
+            if handle.nbytes < SMALL and handle.dtype is not None and type(handle.where) is int:
+                small.append((handle.where, index, handle))
             else:
                 values[index] = self._begin(handle, spans)
+        self._fetch(small, spans, values)
+        array = LeafKind.ARRAY
+        return [
+            value if handle.kind is array else _finish(handle, value)
+            for handle, value in zip(handles, values, strict=True)
+        ]
+
+    def _fetch(self, small: list[Small], spans: list[Span], values: list[Any]) -> None:
         if self._fd < 0 and (small or spans):
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         try:
-            fetch_small(self._fd, self.path, handles, small, values)
+            fetch_small(self._fd, self.path, small, values)
             fetch(self._fd, self.path, spans)
-        except CorruptCheckpointError:
-            raise
         except OSError as error:
             raise _storage(self.path, error) from error
-        return [_finish(handle, value) for handle, value in zip(handles, values, strict=True)]
 
     def _begin(self, handle: LeafHandle, spans: list[Span]) -> Any:
         """Makes room for the value and notes what to read into it; Python values are there already."""
@@ -96,8 +100,6 @@ class MsgpackReader:
 
 def _finish(handle: LeafHandle, value: Any) -> Any:
     kind = handle.kind
-    if kind is LeafKind.ARRAY:
-        return value
     if kind is LeafKind.NUMPY_SCALAR:
         return value[()]
     if kind is LeafKind.PRNG_KEY:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -14,12 +15,16 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import show_path
 
-_SMALL = 32 * 2**10
+# Arrays below this are better read together than each on its own.
+SMALL = 32 * 2**10
 # A gap of unwanted bytes (keys and headers, mostly) that is cheaper to read than to skip.
 _GAP = 512
 _BLOCK = 2**20
 _PIECE = 16 * 2**20
 _UINT8 = np.dtype(np.uint8)
+_offset = operator.itemgetter(0)
+
+Small = tuple[int, int, LeafHandle]
 
 
 class Span(NamedTuple):
@@ -28,11 +33,6 @@ class Span(NamedTuple):
     offset: int
     target: memoryview
     handle: LeafHandle
-
-
-def is_small(handle: LeafHandle) -> bool:
-    """True for arrays and numpy scalars that are better read together than each on its own."""
-    return handle.dtype is not None and handle.nbytes < _SMALL and type(handle.where) is int
 
 
 def fetch(fd: int, path: str, spans: list[Span]) -> None:
@@ -81,50 +81,47 @@ def _truncated(path: str, handle: LeafHandle, offset: int) -> CorruptCheckpointE
     return CorruptCheckpointError(f"{message}; it was cut since it was opened, restore another", path=path, leaf=leaf)
 
 
-def fetch_small(fd: int, path: str, handles: Sequence[LeafHandle], indices: list[int], values: list[Any]) -> None:
+def fetch_small(fd: int, path: str, wanted: list[Small], values: list[Any]) -> None:
     """Reads small arrays, neighbours in one go, and puts them into ``values``.
 
     Args:
         fd: descriptor of the file.
         path: of the file, for errors.
-        handles: all handles asked for.
-        indices: which of them are small.
-        values: where the arrays go, at the index of their handle.
+        wanted: offset in the file, index in ``values``, and handle of each.
+        values: where the arrays go.
     """
-    order = sorted(indices, key=lambda index: handles[index].where)
+    wanted.sort(key=_offset)
     start = 0
-    while start < len(order):
-        stop, end, room = _block(handles, order, start)
-        first = handles[order[start]].where
+    while start < len(wanted):
+        stop, end = _block(wanted, start)
+        leaves = wanted[start:stop]
+        first = leaves[0][0]
         block = np.empty(end - first, np.uint8)
-        _read_span(fd, path, Span(first, block.data, handles[order[stop - 1]]))
-        _scatter(block.data, first, [(index, handles[index]) for index in order[start:stop]], room, values)
+        _read_span(fd, path, Span(first, block.data, leaves[-1][2]))
+        _scatter(block.data, leaves, values)
         start = stop
 
 
-def _block(handles: Sequence[LeafHandle], order: list[int], start: int) -> tuple[int, int, int]:
-    """Where the block that begins at ``order[start]`` stops, its last byte in the file, and its aligned size."""
-    first = end = handles[order[start]].where
-    room = 0
-    for stop in range(start, len(order)):
-        handle = handles[order[stop]]
-        where = handle.where
+def _block(wanted: list[Small], start: int) -> tuple[int, int]:
+    """Where the block that begins at ``start`` stops, and its end in the file."""
+    first = end = wanted[start][0]
+    for stop in range(start, len(wanted)):
+        where, _, handle = wanted[stop]
         if where - end > _GAP or where - first > _BLOCK:
-            return stop, end, room
+            return stop, end
         end = max(end, where + handle.nbytes)
-        room += handle.nbytes + -handle.nbytes % memory.ALIGNMENT
-    return len(order), end, room
+    return len(wanted), end
 
 
-def _scatter(
-    source: memoryview, first: int, leaves: list[tuple[int, LeafHandle]], room: int, values: list[Any]
-) -> None:
+def _scatter(source: memoryview, leaves: list[Small], values: list[Any]) -> None:
+    """Gives every leaf its own aligned part of one new piece of memory."""
+    first = leaves[0][0]
+    room = sum(handle.nbytes for _, _, handle in leaves) + memory.ALIGNMENT * len(leaves)
     target = memory.empty((room,), _UINT8)
     view = target.data
     at = 0
-    for index, handle in leaves:
+    for where, index, handle in leaves:
         size = handle.nbytes
-        offset = handle.where - first
-        view[at : at + size] = source[offset : offset + size]
+        view[at : at + size] = source[where - first : where - first + size]
         values[index] = np.ndarray(handle.shape, handle.dtype, target, at)
         at += size + -size % memory.ALIGNMENT

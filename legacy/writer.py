@@ -11,7 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.tree import Branch, KeyData, Node
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node
 
 from . import encoder, markers
 from .hosting import is_jax_array, to_host
@@ -121,7 +121,7 @@ def _write_leaf(stream: _Stream, leaf: Any) -> None:
         _write_array(stream, to_host(leaf.data))
     elif isinstance(leaf, complex):
         stream.put(encoder.complex_value(leaf))
-    elif is_jax_array(leaf):
+    elif kind is HostCopy or is_jax_array(leaf):
         _write_array(stream, to_host(leaf))
     else:
         stream.put(encoder.scalar(leaf))

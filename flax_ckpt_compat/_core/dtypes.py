@@ -16,7 +16,8 @@ _ML_DTYPES = {
 # ``np.dtype.name`` of text and bytes arrays; numpy itself cannot read these names back.
 _SIZED = re.compile(r"(str|bytes)(\d+)")
 # ``np.dtype.name`` of everything else that an array checkpoint may hold, or a typestr with its byte order.
-_PLAIN = re.compile(r"[<>|]?[a-z]+\d*(\[\d*[A-Za-z]+\])?")
+# Not numpy's deprecated alias ``a`` for bytes: it warns, and no file has it.
+_PLAIN = re.compile(r"(?![<>|=]?a\d)[<>|=]?([A-Za-z]+|\?)\d*(\[\d*[A-Za-z]+\])?")
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
