@@ -57,7 +57,7 @@ def wait(manager: Any) -> None:
     future = getattr(manager, "save_future", None)
     manager.wait_previous_save()
     # Flax's own manager drops the failure of a save that has already ended.
-    if isinstance(future, Future) and getattr(manager, "save_future", None) is future:
+    if isinstance(future, Future) and manager.save_future is future:
         manager.save_future = None
         _seen(future)
         future.result()

@@ -160,9 +160,9 @@ def restore_checkpoint(
     target: Any | None,
     step: int | float | None = None,
     prefix: str = "checkpoint_",
-    parallel: bool = True,
+    parallel: bool = True,  # noqa: ARG001  (Flax's signature)
     gda_manager: Any | None = None,
-    allow_partial_mpa_restoration: bool = False,
+    allow_partial_mpa_restoration: bool = False,  # noqa: ARG001  (Flax's signature)
     orbax_checkpointer: Any | None = None,
     orbax_transforms: Mapping[str, Any] | None = None,
 ) -> PyTree:

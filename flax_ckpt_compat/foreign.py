@@ -20,7 +20,7 @@ import numpy as np
 from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.RLock()
@@ -155,9 +155,7 @@ class Reader:
                 map_leaves(lambda at, leaf: _restore_args(leaf, wanted.get(at)), self.tree)
             )
         restored = self._checkpointer.restore(self.path, **arguments)
-        values: dict[Path, Any] = {}
-        map_leaves(lambda at, leaf: values.update({at: _at(restored, at)}), self.tree)
-        return values
+        return {path: _at(restored, path) for path, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle)}
 
 
 def restore_raw(checkpointer: Any, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoint tree + target tree + policy → where each target leaf comes from. Pure: reads nothing, decides everything."""
+"""Checkpoint tree + target tree → where each target leaf comes from; reads no array data."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Matcher:
         if self.lenient and stored is None:
             return self.absent(target, path)
         shape = getattr(target, "shape", None)
-        if shape is not None and isinstance(stored, LeafHandle) and _differ(stored, target, shape):
+        if shape is not None and isinstance(stored, LeafHandle) and _differ(stored, tuple(shape)):
             self.outcome.shapes.append((path, stored.shape, tuple(shape)))
         return Stored(stored, target)
 
@@ -113,11 +113,11 @@ class _Matcher:
         return {} if isinstance(target, Branch) else Kept(target)
 
 
-def _differ(stored: LeafHandle, target: Any, shape: Iterable[int]) -> bool:
+def _differ(stored: LeafHandle, shape: tuple[int, ...]) -> bool:
     if stored.kind is LeafKind.PRNG_KEY:
         # The stored shape is that of the key data; a typed target shows the shape of the keys.
-        return stored.shape[: len(tuple(shape))] != tuple(shape)
-    return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != tuple(shape)
+        return stored.shape[: len(shape)] != shape
+    return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
 
 
 def _modern(stored: Branch) -> dict[str, Node]:

@@ -73,7 +73,8 @@ def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
     if step is not None:
         return _step_path(root, where, steps.step_text(step))
     if not os.path.lexists(root):
-        return _nothing(f"{ckpt_dir} does not exist")
+        _nothing(f"{ckpt_dir} does not exist")
+        return None
     if not os.path.isdir(root):
         return root
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
@@ -88,7 +89,8 @@ def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
     managed = _detect.step_directories(root)
     if managed:
         return managed[max(managed)]
-    return _nothing(f"{ckpt_dir} holds no checkpoint with the prefix {prefix!r}")
+    _nothing(f"{ckpt_dir} holds no checkpoint with the prefix {prefix!r}")
+    return None
 
 
 def _step_path(root: str, where: _listing.Place, text: str) -> str:
@@ -126,9 +128,7 @@ class _Restore:
         if self._target is None and len(found.trees) != 1:
             return {name: self._item(item, None) for name, item in found.items.items()}
         if len(found.trees) > 1 and isinstance(self._target, Mapping) and self._target.keys() <= found.items.keys():
-            return type(self._target)(
-                (name, self._item(found.items[name], part)) for name, part in self._target.items()
-            )
+            return {name: self._item(found.items[name], part) for name, part in self._target.items()}
         return self._item(_main_item(found), self._target)
 
     def _item(self, item: _detect.Item, target: Any) -> Any:

@@ -89,7 +89,7 @@ def _container(original: Any, children: Mapping[str, Node]) -> Container:
 
 
 def _int_keys(original: Any) -> frozenset[str]:
-    if not isinstance(original, (dict, core.FrozenDict)):
+    if not isinstance(original, Mapping):
         return frozenset()
     return frozenset(str(key) for key in original if isinstance(key, int) and not isinstance(key, bool))
 
@@ -151,8 +151,8 @@ def take_keys_apart(tree: Node) -> Node:
 
 def is_prng_key(leaf: Any) -> bool:
     """True for typed PRNG key arrays (and abstract ones), false for raw uint32 keys."""
-    dtype = getattr(leaf, "dtype", None)
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    arrays = (jax.Array, jax.ShapeDtypeStruct)
+    return isinstance(leaf, arrays) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(leaf: Any) -> KeyData:
