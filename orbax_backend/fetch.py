@@ -174,7 +174,8 @@ class Fetcher:
             "kvstore": self._index.kvstore(key_prefix(job.name)),
             "fill_missing_data_reads": self._fills_missing and job.info.has_fill_value,
         }
-        return ts.open(spec, open=True, read=True, context=self._context)
+        with _Translated(self, job):
+            return ts.open(spec, open=True, read=True, context=self._context)
 
     def _copy(self, opened: list[tuple[Job, _Array, Any]]) -> None:
         copies = []

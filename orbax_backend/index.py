@@ -12,6 +12,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 MANIFEST = "manifest.ocdbt"
+_MAX_METADATA_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class _Dumped:
 
     def get(self, key: str) -> bytes | None:
         place = self._entries.get(key.encode())
-        return read_extent(self._path, place) if isinstance(place, Extent) else place
+        return _read_small(self._path, place) if isinstance(place, Extent) else place
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _ocdbt_spec(self._path, prefix)
@@ -131,17 +132,33 @@ class _Listed:
         return Present() if key.encode() in self._keys else None
 
     def get(self, key: str) -> bytes | None:
-        return self._store[key] if key.encode() in self._keys else None
+        try:
+            return self._store[key] if key.encode() in self._keys else None
+        except (ValueError, OSError) as error:
+            raise _undecodable(self._path, error) from error
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _ocdbt_spec(self._path, prefix)
 
 
-def read_extent(path: str, extent: Extent) -> bytes:
-    """The bytes of an extent; fewer where the file is shorter."""
-    with open(os.path.join(path, extent.file), "rb") as file:
-        file.seek(extent.offset)
-        return file.read(extent.length)
+def _read_small(path: str, extent: Extent) -> bytes:
+    """The bytes of the metadata of an array."""
+    full = os.path.join(path, extent.file)
+    try:
+        with open(full, "rb") as file:
+            file.seek(extent.offset)
+            data = file.read(min(extent.length, _MAX_METADATA_BYTES))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{full}: the file is missing, to which the array database refers; restore it from a copy", path=full
+        ) from error
+    if len(data) != extent.length:
+        raise CorruptCheckpointError(
+            f"{full}: {extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}; "
+            f"restore the file from a copy",
+            path=full,
+        )
+    return data
 
 
 def _dump_entries(path: str, dump: Any) -> dict[bytes, bytes | Extent]:
@@ -150,8 +167,9 @@ def _dump_entries(path: str, dump: Any) -> dict[bytes, bytes | Extent]:
         base = ts.KvStore.open({"driver": "file", "path": os.path.join(path, "")}).result()
         newest = dump(base).result()["versions"][-1]
         entries: dict[bytes, bytes | Extent] = {}
-        level = [(newest["root"]["location"], b"")]
+        level, seen = [(newest["root"]["location"], b"")], set[str]()
         for height in range(newest["root_height"], -1, -1):
+            _refuse_repeats(level, seen)
             nodes = [dump(base, node=_checked(path, location)) for location, _ in level]
             below: list[tuple[str, bytes]] = []
             for (_, prefix), future in zip(level, nodes, strict=True):
@@ -181,6 +199,14 @@ def _read_node(
         inline = entry.get("inline_value")
         value = inline if inline is not None else _extent(path, entry["indirect_value"])
         entries[prefix + entry["key"]] = value
+
+
+def _refuse_repeats(level: list[tuple[str, bytes]], seen: set[str]) -> None:
+    """A node with two parents: forty levels of that would make a tree of 2**40 keys."""
+    for location, _ in level:
+        if location in seen:
+            raise ValueError(f"the B-tree node {location} has two parents")
+        seen.add(location)
 
 
 def _checked(path: str, location: str) -> str:

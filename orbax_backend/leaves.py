@@ -12,13 +12,13 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import KeyData
+from flax_ckpt_compat._core.tree import HostCopy, KeyData
 
 from .marks import LeafMark
 from .zarr import typestr
 
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
-_UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
 
 
@@ -31,6 +31,7 @@ class Stored:
         dtype, shape: of the stored array.
         source: the array as the user has it (numpy or jax), or the text of a string leaf.
         mark: what the format does not keep, or None.
+        sharding: the jax sharding that it had, or None.
     """
 
     value_type: str
@@ -38,6 +39,7 @@ class Stored:
     shape: tuple[int, ...]
     source: Any
     mark: LeafMark | None = None
+    sharding: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -74,10 +76,11 @@ def encode(leaf: Any, shown: str) -> Stored:
     if isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return _python_value(leaf, shown)
     if isinstance(leaf, KeyData):
-        value_type = JAX_ARRAY if is_jax_array(leaf.data) else NP_ARRAY
-        stored = _array(leaf.data, value_type, shown)
+        stored = encode(leaf.data, shown)
         # Orbax turns only jax.Array leaves back into typed keys.
         return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl))
+    if isinstance(leaf, HostCopy):
+        return dataclasses.replace(_array(leaf.data, JAX_ARRAY, shown), sharding=leaf.sharding)
     if is_jax_array(leaf):
         return _jax_array(leaf, shown)
     raise _unsupported(shown, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
@@ -152,7 +155,7 @@ def _jax_array(leaf: Any, shown: str) -> Stored:
         )
     if not isinstance(leaf.dtype, np.dtype):
         raise _unsupported(shown, f"a jax.Array of the extended dtype {leaf.dtype}")
-    return _array(leaf, JAX_ARRAY, shown)
+    return dataclasses.replace(_array(leaf, JAX_ARRAY, shown), sharding=leaf.sharding)
 
 
 def _array(array: Any, value_type: str, shown: str) -> Stored:
@@ -163,14 +166,16 @@ def _array(array: Any, value_type: str, shown: str) -> Stored:
         return Stored(value_type, dtype, shape, array)
     _refuse_unstorable(dtype, shown)
     mark = LeafMark(dtype=dtype_name(dtype))
-    view = _date_view(dtype) if dtype.kind in "mM" else _UNSIGNED.get(dtype.itemsize)
-    if view is None or dtype.kind in "US":
+    view = _integers_as_wide(dtype)
+    if view is None:
         return Stored(value_type, _BYTE, (*shape, dtype.itemsize), array, mark)
     return Stored(value_type, view, shape, array, mark)
 
 
-def _date_view(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype("<i8" if dtype.isnative else ">i8")
+def _integers_as_wide(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    if dtype.kind in "mM":
+        return np.dtype("<i8" if dtype.isnative else ">i8")
+    return None if dtype.kind in "US" else _UNSIGNED.get(dtype.itemsize)
 
 
 def _refuse_unstorable(dtype: np.dtype[Any], shown: str) -> None:

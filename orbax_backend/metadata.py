@@ -6,7 +6,7 @@ import base64
 import time
 from typing import Any
 
-from .leaves import JAX_ARRAY, STRING
+from .leaves import JAX_ARRAY, STRING, Stored
 from .plan import Entry, Plan
 from .sharding import ShardingTexts
 
@@ -41,7 +41,7 @@ def _tree_entry(entry: Entry) -> dict[str, Any]:
 def shardings(plan: Plan) -> dict[str, str]:
     """The content of ``_sharding``: URL-safe base64 of the name → JSON text."""
     texts = ShardingTexts()
-    found = ((name, texts.of(stored.source)) for name, stored in _jax_arrays(plan))
+    found = ((name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan))
     return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in found if text is not None}
 
 
@@ -50,7 +50,7 @@ def array_metadatas(plan: Plan) -> dict[str, Any]:
     return {"array_metadatas": [_array_metadata(name, stored) for name, stored in _jax_arrays(plan)]}
 
 
-def _array_metadata(name: str, stored: Any) -> dict[str, Any]:
+def _array_metadata(name: str, stored: Stored) -> dict[str, Any]:
     impl = stored.mark.impl if stored.mark else None
     return {
         "array_metadata": {
@@ -62,14 +62,9 @@ def _array_metadata(name: str, stored: Any) -> dict[str, Any]:
     }
 
 
-def _jax_arrays(plan: Plan) -> list[tuple[str, Any]]:
-    return [(e.name, _leaf(e)) for e in plan.entries if e.stored is not None and e.stored.value_type == JAX_ARRAY]
-
-
-def _leaf(entry: Entry) -> Any:
-    source = entry.stored
-    assert source is not None
-    return source
+def _jax_arrays(plan: Plan) -> list[tuple[str, Stored]]:
+    leaves = ((e.name, e.stored) for e in plan.entries)
+    return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type == JAX_ARRAY]
 
 
 def step_metadata(started_ns: int) -> dict[str, Any]:
@@ -88,6 +83,7 @@ def step_metadata(started_ns: int) -> dict[str, Any]:
     }
 
 
-def arrays(plan: Plan) -> list[Entry]:
-    """The entries that live in the array database."""
-    return [e for e in plan.entries if e.stored is not None and e.stored.value_type != STRING]
+def arrays(plan: Plan) -> list[tuple[str, Stored]]:
+    """Name and content of every leaf that lives in the array database."""
+    leaves = ((e.name, e.stored) for e in plan.entries)
+    return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type != STRING]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import math
 import os
@@ -16,13 +18,14 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, show_path
 
+from .assemble import build_tree
 from .fetch import Fetcher, Job
 from .index import Index, open_index
 from .leaves import JAX_ARRAY, SCALAR, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
 from .names import key_prefix
-from .structure import LeafEntry, Structure, build_tree, read_structure
+from .structure import LeafEntry, Structure, read_structure
 from .zarr import ArrayInfo, parse_array_metadata
 
 _EMPTY: dict[str, Callable[[], Node]] = {
@@ -36,6 +39,14 @@ _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": 
 _FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Where:
+    """How to read a leaf that is stored as an array; a text is there since the opening."""
+
+    job: Job
+    mark: LeafMark
 
 
 class OrbaxReader:
@@ -53,17 +64,12 @@ class OrbaxReader:
 
     def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         """The values of these handles; see `flax_ckpt_compat._core.backend.Reader.read`."""
-        jobs = [handle.where[0] for handle in handles if handle.where is not None]
+        jobs = [handle.where.job for handle in handles if isinstance(handle.where, _Where)]
         arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
-        return [self._value(handle, next(arrays) if handle.where is not None else None) for handle in handles]
+        return [_decode(h, next(arrays), h.where.mark) if isinstance(h.where, _Where) else h.where for h in handles]
 
     def close(self) -> None:
         """Nothing stays open between reads."""
-
-    def _value(self, handle: LeafHandle, array: Any) -> Any:
-        if handle.where is None:
-            return self._structure.text(_entry_of(handle, self._structure))
-        return _decode(handle, array, handle.where[1])
 
     def _node(self, entry: LeafEntry) -> Node:
         shown = show_path(entry.path)
@@ -78,8 +84,8 @@ class OrbaxReader:
             )
         mark = (self._structure.marks.leaves.get(entry.name) if self._structure.marks else None) or LeafMark()
         if entry.value_type == STRING:
-            size = len(self._structure.text(entry).encode("utf-8", "surrogatepass"))
-            return self._handle(entry, LeafKind.STR, (), None, size, None)
+            text = self._structure.text(entry)
+            return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
         return self._array_handle(entry, mark, shown)
 
     def _array_handle(self, entry: LeafEntry, mark: LeafMark, shown: str) -> LeafHandle:
@@ -87,7 +93,7 @@ class OrbaxReader:
         impl = mark.impl or self._structure.key_impls.get(entry.name)
         kind = LeafKind.PRNG_KEY if impl else mark.kind or _kind(entry, info)
         shape, dtype = self._true_type(info, mark, shown)
-        where = (Job(entry.name, info, shown), LeafMark(kind, mark.dtype, impl))
+        where = _Where(Job(entry.name, info, shown), LeafMark(kind, mark.dtype, impl))
         nbytes = math.prod(shape) * dtype.itemsize
         if kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
             shape = ()
@@ -143,7 +149,20 @@ def open_checkpoint(path: str) -> OrbaxReader:
     index = open_index(path, structure.use_ocdbt) if has_arrays else None
     reader = OrbaxReader(path, index, structure)
     _warn_of_lost_keys(reader, structure)
+    _warn_of_shared_names(path, structure)
     return reader
+
+
+def _warn_of_shared_names(path: str, structure: Structure) -> None:
+    """Real Orbax lets two leaves have one name and keeps one value (measured)."""
+    counts = collections.Counter(e.name for e in structure.entries if not e.skipped)
+    shared = [name for name, count in counts.items() if count > 1]
+    if shared:
+        warnings.warn(
+            f"{path}: several leaves were stored under each of the names {shared[:8]}; only one value of each "
+            f"survived, and all of them restore as that one",
+            stacklevel=3,
+        )
 
 
 def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
@@ -171,10 +190,6 @@ def _handles(node: Node) -> list[LeafHandle]:
     if isinstance(node, LeafHandle):
         return [node]
     return [h for child in node.children.values() for h in _handles(child)] if isinstance(node, Branch) else []
-
-
-def _entry_of(handle: LeafHandle, structure: Structure) -> LeafEntry:
-    return next(entry for entry in structure.entries if entry.path == handle.path)
 
 
 def _kind(entry: LeafEntry, info: ArrayInfo) -> LeafKind:

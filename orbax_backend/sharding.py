@@ -13,13 +13,12 @@ class ShardingTexts:
     def __init__(self) -> None:
         self._known: dict[Any, str | None] = {}
 
-    def of(self, array: Any) -> str | None:
-        """The text for the array, or None if Orbax's format has no form for its sharding.
+    def of(self, sharding: Any) -> str | None:
+        """The text for a sharding, or None if Orbax's format has no form for it.
 
         Args:
-            array: a jax.Array; anything else (key data on the host) is given jax's first device.
+            sharding: a jax.sharding.Sharding; None (key data on the host) stands for jax's first device.
         """
-        sharding = getattr(array, "sharding", None)
         if sharding not in self._known:
             self._known[sharding] = _describe(sharding)
         return self._known[sharding]

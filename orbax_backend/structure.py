@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.tree import Branch, Container, Path, show_path
+from flax_ckpt_compat._core.tree import Path, show_path
 
 from .files import storage_errors
 from .index import MANIFEST
@@ -115,7 +115,7 @@ def read_structure(path: str) -> Structure:
     file = os.path.join(path, METADATA)
     tree = metadata.get("tree_metadata")
     if not isinstance(tree, dict):
-        raise _corrupt(file, "it has no object tree_metadata")
+        raise corrupt(file, "it has no object tree_metadata")
     use_ocdbt = metadata.get("use_ocdbt")
     entries = [_parse_entry(file, key, value) for key, value in tree.items()]
     return Structure(
@@ -156,10 +156,10 @@ def _parse_entry(file: str, key: str, entry: Any) -> LeafEntry:
         value_type, skipped = value["value_type"], value.get("skip_deserialize", False)
         has_write_shape = value.get("write_shape") is not None
     except (KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(file, f"the entry {key} does not decode ({error!r})") from error
+        raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
     valid = all(isinstance(name, str) and kind in (SEQUENCE_KEY, DICT_KEY) for name, kind in keys)
     if not valid or not isinstance(value_type, str):
-        raise _corrupt(file, f"the entry {key} has unknown keys or types")
+        raise corrupt(file, f"the entry {key} has unknown keys or types")
     return LeafEntry(keys, value_type, bool(skipped), has_write_shape)
 
 
@@ -191,7 +191,7 @@ def _read_key_impls(path: str) -> dict[str, str | None]:
                 impl = (array.get("ext_metadata") or {}).get("random_key_impl")
                 impls[str(array["param_name"])] = impl if isinstance(impl, str) else None
         except (KeyError, TypeError, AttributeError) as error:
-            raise _corrupt(file, f"it does not decode ({error!r}), and it tells PRNG keys from arrays") from error
+            raise corrupt(file, f"it does not decode ({error!r}), and it tells PRNG keys from arrays") from error
     return impls
 
 
@@ -226,83 +226,12 @@ def _read_json(path: str, name: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _corrupt(file, f"it is not valid JSON ({error})") from error
+        raise corrupt(file, f"it is not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise _corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
+        raise corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
     return value
 
 
-def _corrupt(file: str, what: str) -> CorruptCheckpointError:
+def corrupt(file: str, what: str) -> CorruptCheckpointError:
+    """The error for a JSON file that does not decode."""
     return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)
-
-
-def build_tree(structure: Structure, leaves: list[Any]) -> Any:
-    """The tree of branches around the leaves.
-
-    Args:
-        structure: says where they belong.
-        leaves: one per entry of the structure, in its order.
-
-    Raises:
-        CorruptCheckpointError: the entries do not form a tree.
-    """
-    file = os.path.join(structure.path, METADATA)
-    if structure.is_single_array:
-        return leaves[0]
-    if len(leaves) == 1 and not structure.entries[0].keys:
-        return _with_mark(leaves[0], (), structure.marks)
-    root = Branch({})
-    kinds: dict[int, int] = {}
-    for entry, leaf in zip(structure.entries, leaves, strict=True):
-        _insert(root, entry, leaf, kinds, file)
-    _finish(root, (), kinds, structure.marks, file)
-    return root
-
-
-def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], file: str) -> None:
-    node: Any = root
-    shown = show_path(entry.path)
-    for depth, (name, kind) in enumerate(entry.keys):
-        if not isinstance(node, Branch) or kinds.setdefault(id(node), kind) != kind:
-            raise _corrupt(file, f"the leaf {shown!r} contradicts the entries before it")
-        if depth + 1 == len(entry.keys):
-            if name in node.children:
-                raise _corrupt(file, f"the leaf {shown!r} is listed twice, or is a leaf and a branch at once")
-            node.children[name] = leaf
-        else:
-            node = node.children.setdefault(name, Branch({}))
-    if not entry.keys:
-        raise _corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
-
-
-def _finish(branch: Branch, path: Path, kinds: dict[int, int], marks: Marks | None, file: str) -> None:
-    """Orders sequences and puts in what the marks say."""
-    if kinds.get(id(branch)) == SEQUENCE_KEY:
-        expected = [str(index) for index in range(len(branch.children))]
-        if set(branch.children) != set(expected):
-            raise _corrupt(
-                file,
-                f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}, "
-                f"expected 0 to {len(expected) - 1}",
-            )
-        branch.children = {index: branch.children[index] for index in expected}
-        branch.container = Container.LIST
-    for name, child in branch.children.items():
-        if isinstance(child, Branch) and child.children:
-            _finish(child, (*path, name), kinds, marks, file)
-        else:
-            branch.children[name] = _with_mark(child, (*path, name), marks)
-    _with_mark(branch, path, marks)
-
-
-def _with_mark(node: Any, path: Path, marks: Marks | None) -> Any:
-    mark = marks.containers.get(path) if marks else None
-    if mark is None:
-        return node
-    if node is None and mark.container is Container.NAMEDTUPLE:
-        return Branch({}, Container.NAMEDTUPLE)
-    if isinstance(node, Branch):
-        if node.container.is_sequence == mark.container.is_sequence:
-            node.container = mark.container
-        node.int_keys = mark.int_keys & frozenset(node.children)
-    return node

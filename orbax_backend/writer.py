@@ -17,7 +17,7 @@ from . import metadata
 from .files import make_directory, sync_directory, write_file, write_json
 from .leaves import Stored
 from .names import key_prefix
-from .plan import Entry, Plan
+from .plan import Plan
 from .zarr import dump_zarray
 
 _COMPRESSORS: dict[str, dict[str, Any]] = {
@@ -83,20 +83,17 @@ def _write_json_files(path: str, plan: Plan, started_ns: int) -> None:
     write_json(os.path.join(path, metadata.STEP_METADATA), metadata.step_metadata(started_ns))
 
 
-def _write_arrays(path: str, entries: list[Entry], compressor: dict[str, Any] | None) -> None:
+def _write_arrays(path: str, arrays: list[tuple[str, Stored]], compressor: dict[str, Any] | None) -> None:
     """All arrays in one transaction on one new database."""
-    if not entries:
+    if not arrays:
         return
     database = _Database(path)
-    for entry in entries:
-        stored = entry.stored
-        assert stored is not None
+    for _, stored in arrays:
         if hasattr(stored.source, "copy_to_host_async"):
             stored.source.copy_to_host_async()
     try:
-        for entry in entries:
-            assert entry.stored is not None
-            database.put(entry.name, entry.stored, compressor)
+        for name, stored in arrays:
+            database.put(name, stored, compressor)
         database.commit()
     except (ValueError, OSError) as error:
         raise StorageError(

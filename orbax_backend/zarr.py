@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -102,9 +101,15 @@ class ArrayInfo:
 
     def chunk_keys(self) -> Iterator[str]:
         """The key of every chunk, relative to the array's own prefix."""
-        for index in itertools.product(*map(range, self._grid())):
-            parts = [self.prefix] if self.prefix else []
-            yield self.separator.join(parts + [str(i) for i in index]) or "0"
+        grid = self._grid()
+        first = [self.prefix] if self.prefix else []
+        # Not itertools.product, which lays out every axis in memory: a hostile grid has 2**60 chunks.
+        for flat in range(math.prod(grid)):
+            index: list[str] = []
+            for length in reversed(grid):
+                flat, position = divmod(flat, length)
+                index.append(str(position))
+            yield self.separator.join([*first, *reversed(index)]) or "0"
 
     def _grid(self) -> list[int]:
         return [-(-length // chunk) for length, chunk in zip(self.shape, self.chunks, strict=True)]
