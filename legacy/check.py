@@ -88,8 +88,10 @@ def _check_str(path: Path, text: str) -> None:
 
 
 def _check_numpy(path: Path, array: Any) -> None:
-    if not dtypes.is_storable(array.dtype) or array.dtype.itemsize == 0:
-        raise _refuse(path, f"an array of dtype {array.dtype}", "convert it to a numeric dtype, or store its fields")
+    # As an array, because numpy's empty text scalars are of size 0 and become arrays of size 1.
+    dtype = np.asarray(array).dtype
+    if not dtypes.is_storable(dtype) or dtype.itemsize == 0:
+        raise _refuse(path, f"an array of dtype {dtype}", "convert it to a numeric dtype, or store its fields")
     if isinstance(array, np.ma.MaskedArray):
         raise _refuse(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
 

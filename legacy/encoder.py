@@ -51,7 +51,7 @@ def scalar(value: Any) -> bytes:
 
 def complex_value(value: complex) -> bytes:
     """A Python complex, as Flax 0.9.0 and later write it."""
-    payload: bytes = _packer().pack((value.real, value.imag))
+    payload: bytes = _packer().pack([value.real, value.imag])
     return ext_header(markers.EXT_COMPLEX, len(payload)) + payload
 
 

@@ -1,0 +1,68 @@
+"""Saving and restoring through the msgpack backend, from plain dicts to plain dicts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flax_ckpt_compat.legacy import BACKEND
+
+from flax_ckpt_compat._core.backend import WriteOptions
+from flax_ckpt_compat._core.tree import iter_leaves
+from tests.support.trees import to_branches, to_values
+
+
+def restore(path: Path) -> Any:
+    """Everything in the file, as plain dicts and lists."""
+    reader = BACKEND.open(str(path))
+    try:
+        handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
+        values = dict(zip(map(id, handles), reader.read(handles), strict=True))
+        return to_values(reader.tree, values)
+    finally:
+        reader.close()
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Fresh file names; session-wide, because hypothesis runs a test many times."""
+    folder = tmp_path_factory.mktemp("msgpack")
+    numbers = itertools.count()
+    return lambda: folder / f"checkpoint_{next(numbers)}"
+
+
+@pytest.fixture(scope="session")
+def save(scratch: Callable[[], Path]) -> Callable[[Any], Path]:
+    """Writes a plain dict of leaves to a fresh file."""
+
+    def write(tree: Any) -> Path:
+        path, branches = scratch(), to_branches(tree)
+        BACKEND.check(branches)
+        BACKEND.write(str(path), branches, WriteOptions())
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[[Path], Any]:
+    """Reads a file back as plain dicts and lists."""
+    return restore
+
+
+@pytest.fixture(scope="session")
+def load_bytes(scratch: Callable[[], Path]) -> Callable[[bytes], Any]:
+    """Reads a document back as plain dicts and lists."""
+
+    def read(document: bytes) -> Any:
+        path = scratch()
+        path.write_bytes(document)
+        try:
+            return restore(path)
+        finally:
+            path.unlink()
+
+    return read
