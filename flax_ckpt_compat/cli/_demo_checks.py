@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -41,8 +42,9 @@ class Timing(NamedTuple):
 
 def inspect_directory(workdir: str) -> list[Entry]:
     """Every checkpoint in a directory, read by us and by the library that the format belongs to."""
-    names = checkpoints.natural_sort(os.listdir(workdir))
-    return [_inspect(os.path.join(workdir, name)) for name in names]
+    # A process killed in the middle of a save leaves a temporary, under another name.
+    names = [name for name in os.listdir(workdir) if re.fullmatch(r"checkpoint_\d+", name)]
+    return [_inspect(os.path.join(workdir, name)) for name in checkpoints.natural_sort(names)]
 
 
 def _inspect(path: str) -> Entry:

@@ -47,7 +47,7 @@ def command(workdir: str | None) -> None:
     if workdir and os.path.isdir(workdir) and os.listdir(workdir):
         raise click.ClickException(f"{workdir} is not empty; the demo would mix its checkpoints with what is there")
     with _place(workdir) as folder, _quiet():
-        sys.exit(0 if _tell(folder) else 1)
+        sys.exit(0 if _tell(folder, keep=workdir is not None) else 1)
 
 
 def _is_there(module: str) -> bool:
@@ -76,11 +76,12 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _tell(folder: str) -> bool:
+def _tell(folder: str, *, keep: bool) -> bool:
     """Plays all stages; True if everything was identical."""
     from rich.console import Console
 
     console = Console(highlight=False)
+    console.print("Values are compared with what Flax's own msgpack reader and Orbax's own reader say.")
     run, old = os.path.join(folder, "run"), os.path.join(folder, "old_run")
     verdicts = [
         _stage_killed(console, run, old),
@@ -90,6 +91,8 @@ def _tell(folder: str) -> bool:
     _stage_timed(console, os.path.join(folder, "timing"))
     good = all(verdicts)
     console.print("\nEvery value is bit-identical." if good else "\nNOT IDENTICAL: see above.", style="bold")
+    if keep:
+        console.print(f"The files are in {folder}", soft_wrap=True)
     return good
 
 
@@ -133,6 +136,7 @@ def _stage_timed(console: Console, folder: str) -> None:
     with console.status("timing") as status:
         timings = _demo_checks.time_both(folder, status.update)
     _show_timings(console, timings)
+    console.print("  Ours waits until the disk has the file; Flax's msgpack save does not.")
 
 
 def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None) -> tuple[dict[str, Any], int]:
@@ -172,6 +176,9 @@ def _show_directory(console: Console, run: str) -> bool:
     with console.status("comparing with the real readers"):
         entries = _demo_checks.inspect_directory(run)
     _show_entries(console, entries)
+    leftovers = sorted(set(os.listdir(run)) - {entry.name for entry in entries})
+    if leftovers:
+        console.print(f"  unfinished, and no checkpoint: {', '.join(leftovers)}")
     return bool(entries) and all(entry.identical for entry in entries)
 
 
@@ -181,9 +188,9 @@ def _show_entries(console: Console, entries: list[Entry]) -> None:
     table = Table("checkpoint", "format", box=None, padding=(0, 2))
     table.add_column("bytes", justify="right")
     table.add_column("leaves", justify="right")
-    table.add_column("against the format's own reader")
+    table.add_column("values")
     for entry in entries:
-        verdict = "bit-identical" if entry.identical else "[bold red]DIFFERENT[/]"
+        verdict = "bit-identical" if entry.identical else "[bold red]DIFFERENT[/bold red]"
         table.add_row(entry.name, entry.format, f"{entry.nbytes:,}", str(entry.leaves), verdict)
     console.print(table)
 

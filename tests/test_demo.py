@@ -1,0 +1,107 @@
+"""The demo: it tells the truth, says no when a bit is wrong, and trains by a script that knows nothing of us."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.cli import _demo_checks, demo
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "flax_ckpt_compat/cli/demo_train.py"
+
+
+def run(*arguments: str, flag: str = "false") -> subprocess.CompletedProcess[str]:
+    """Runs python with these arguments, as from a shell with its output piped away."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": flag}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_the_demo_passes_and_is_readable(tmp_path: Path) -> None:
+    """It ends well, fits 80 columns, uses no colour when piped, and leaves its files where it was told to."""
+    done = run("-m", "flax_ckpt_compat", "demo", "--workdir", str(tmp_path / "new"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Every value is bit-identical." in done.stdout
+    assert "resumed at step 200, trained to step 600" in done.stdout
+    assert "\x1b" not in done.stdout
+    report, _, _ = done.stdout.partition("The files are in")
+    assert max(map(len, report.splitlines())) <= 80
+    assert {"checkpoint_550", "checkpoint_600"} < set(os.listdir(tmp_path / "new/run"))
+
+
+def test_the_training_script_knows_nothing_of_us() -> None:
+    """Its only import of checkpointing is Flax's own."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom | ast.Import)]
+    assert not any("flax_ckpt_compat" in ast.unparse(node) for node in imported)
+    assert "from flax.training import checkpoints, train_state" in text
+
+
+def test_training_is_the_same_with_flax_itself(tmp_path: Path) -> None:
+    """A run begun by plain python and ended under the shim is the run of plain python, number by number."""
+    arguments = [str(SCRIPT), "--save-every", "10", "--steps"]
+    whole = run(*arguments, "40", "--workdir", str(tmp_path / "whole"))
+    begun = run(*arguments, "20", "--workdir", str(tmp_path / "parts"))
+    ended = run("-m", "flax_ckpt_compat", "run", *arguments, "40", "--workdir", str(tmp_path / "parts"), flag="true")
+    assert begun.returncode == ended.returncode == 0, begun.stderr + ended.stderr
+    expected = [json.loads(line) for line in whole.stdout.splitlines()]
+    found = [json.loads(line) for line in begun.stdout.splitlines()[:-1] + ended.stdout.splitlines()]
+    expected[-1]["resumed_at"] = 20
+    assert found == expected
+
+
+def test_a_wrong_bit_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that changes one bit, a dtype, a shape, or loses a leaf is called different."""
+    tree = {"a": np.zeros(3, np.float32), "b": {"0": np.int32(1)}}
+    path = tmp_path / "checkpoint_1"
+    from flax import serialization
+
+    path.write_bytes(serialization.to_bytes(tree))
+    assert [entry.identical for entry in _demo_checks.inspect_directory(str(tmp_path))] == [True]
+    wrongs: list[Any] = [
+        {**tree, "a": np.array([0, 0, -0.0], np.float32)},
+        {**tree, "a": np.zeros(3, np.int32)},
+        {**tree, "a": np.zeros((3, 1), np.float32)},
+        {"a": tree["a"]},
+        {**tree, "c": 1},
+    ]
+    for wrong in wrongs:
+        monkeypatch.setattr(checkpoints, "restore_checkpoint", lambda *_, wrong=wrong: wrong)
+        assert [entry.identical for entry in _demo_checks.inspect_directory(str(tmp_path))] == [False]
+
+
+def test_a_failed_stage_is_a_failed_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code is 1 as soon as one stage did not find everything identical."""
+    for stage in ("killed", "grown", "timed"):
+        monkeypatch.setattr(demo, f"_stage_{stage}", lambda *_: True)
+    monkeypatch.setattr(demo, "_stage_resumed", lambda *_: False)
+    result = CliRunner().invoke(demo.command)
+    assert result.exit_code == 1
+    assert "NOT IDENTICAL" in result.output
+
+
+def test_missing_extras_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without scikit-learn the demo says how to get it, in one line to copy."""
+    monkeypatch.setitem(demo._NEEDS, "no_such_module.at_all", "scikit-learn")
+    result = CliRunner().invoke(demo.command)
+    assert result.exit_code == 1
+    assert "needs scikit-learn" in result.output
+    assert "    python -m pip install '.[demo]'\n" in result.output
+
+
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    """A folder that holds anything is left alone."""
+    (tmp_path / "mine").touch()
+    result = CliRunner().invoke(demo.command, ["--workdir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "is not empty" in result.output
+    assert os.listdir(tmp_path) == ["mine"]
