@@ -19,8 +19,10 @@ def key_prefix(name: str) -> str:
     """What the keys of an array start with.
 
     TensorStore's zarr drivers add the ``/`` only where it is missing, so the names ``a`` and ``a/`` share
-    their keys (measured).
+    their keys, and so do ``""`` and ``/`` (measured).
     """
+    if name == "/":
+        return ""
     return name if not name or name.endswith("/") else name + "/"
 
 

@@ -1,0 +1,189 @@
+"""What we write comes back from our own reader with its exact type, to the last bit."""
+
+import sys
+from collections import namedtuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, WriteOptions
+from flax_ckpt_compat._core.errors import NameCollisionError, SettingError
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData
+from flax_ckpt_compat.orbax_backend import BACKEND
+from tests.support.orbax_trees import branches, handles, load, on_host, save
+from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint, state_dicts
+
+Empty = namedtuple("Empty", "")
+EVERY_ML_DTYPE = [
+    np.dtype(getattr(ml_dtypes, name))
+    for name in dir(ml_dtypes)
+    if isinstance(getattr(ml_dtypes, name), type) and issubclass(getattr(ml_dtypes, name), np.generic)
+]
+SCALARS = [
+    0, -1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, True, False, 1.5, -0.0, float("inf"), 1j, complex(-0.0, 2),
+    "", "text", "nul\0", "\ud800", b"", b"\0bytes\0", None,
+    np.int64(5), np.float32(1.5), np.bool_(True), np.complex128(1j), np.longdouble(1) / 3, np.uint8(255),
+    ml_dtypes.bfloat16(1.5), ml_dtypes.int4(-3), np.datetime64("2020-01-01"), np.timedelta64(5, "ms"),
+    np.str_("a\0"), np.str_(""), np.bytes_(b"a\0"), np.bytes_(b""), np.float64(sys.float_info.max),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "gzip", "zlib", "blosc"])
+def test_every_common_leaf_round_trips(tmp_path: Path, common_tree: dict[str, Any], compression: str | None) -> None:
+    """With every codec, values, dtypes, shapes and Python types are those that were saved."""
+    assert fingerprint(load(save(tmp_path / "c", common_tree, compression))) == fingerprint(on_host(common_tree))
+
+
+def test_every_scalar_keeps_its_exact_type(tmp_path: Path) -> None:
+    """Python and numpy scalars, text and bytes come back as the same type with the same bits."""
+    assert fingerprint(load(save(tmp_path / "c", SCALARS))) == fingerprint(SCALARS)
+
+
+@pytest.mark.parametrize("leaf", [*SCALARS, np.arange(3), np.zeros((2, 0))], ids=repr)
+def test_a_bare_leaf_round_trips(tmp_path: Path, leaf: Any) -> None:
+    """A single leaf is a tree."""
+    assert fingerprint(load(save(tmp_path / "c", leaf))) == fingerprint(leaf)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_every_dtype_round_trips(tmp_path: Path, compression: str | None) -> None:
+    """All of numpy's and ml_dtypes' dtypes in both byte orders, 0-d, empty, small and large."""
+    dtypes = [*NUMPY_DTYPES, *EVERY_ML_DTYPE]
+    dtypes += [
+        d.newbyteorder(">") for d in NUMPY_DTYPES if d.itemsize > 1 and d.kind not in "S" and d.name != "float128"
+    ]
+    tree = {
+        f"{number}_{d}_{i}": fill(shape, d, i)
+        if d.name not in ("int1", "uint1", "int2", "uint2")
+        else np.ones(shape, d)
+        for number, d in enumerate(dtypes)
+        for i, shape in enumerate([(), (3,), (0, 4), (2, 3), (110, 300)])
+    }
+    assert fingerprint(load(save(tmp_path / "c", tree, compression))) == fingerprint(tree)
+
+
+def test_every_layout_in_memory_is_stored_in_c_order(tmp_path: Path) -> None:
+    """Transposed, strided, reversed, broadcast and read-only arrays are stored as their values."""
+    base = np.arange(60_000.0).reshape(200, 300)
+    locked = base.copy()
+    locked.flags.writeable = False
+    tree = {"t": base.T, "s": base[::3, 1::7], "r": base[::-1], "b": np.broadcast_to(base[0], (5, 300)), "l": locked}
+    expected = {name: np.ascontiguousarray(array) for name, array in tree.items()}
+    assert fingerprint(load(save(tmp_path / "c", tree))) == fingerprint(expected)
+
+
+def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
+    """Lists, tuples, empty ones, int keys and empty namedtuples are told apart."""
+    tree = {"l": [1, (2, [])], "t": (), "i": {10: "a", 9: {2: 3}}, "d": {}, "n": None, "e": Empty()}
+    path = save(tmp_path / "c", tree)
+    expected = {"l": [1, (2, [])], "t": (), "i": {10: "a", 9: {2: 3}}, "d": {}, "n": None, "e": {}}
+    assert load(path) == expected
+    root = BACKEND.open(path).tree
+    assert root.children["e"].container is Container.NAMEDTUPLE
+    assert root.children["t"].container is Container.TUPLE
+
+
+@pytest.mark.parametrize("tree", [{}, [], (), None, Empty()], ids=repr)
+def test_an_empty_tree_round_trips(tmp_path: Path, tree: Any) -> None:
+    """Nothing at all is stored as what it was, in a directory that its `_METADATA` gives away."""
+    path = save(tmp_path / "c", tree)
+    node, expected = BACKEND.open(path).tree, branches(tree)
+    assert node == expected
+    assert (tmp_path / "c" / "_METADATA").is_file()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(state_dicts())
+def test_random_trees_round_trip(tree: Any) -> None:
+    """Any tree of any leaves under any names is refused for a name collision, or comes back to the last bit."""
+    with TemporaryDirectory() as folder:
+        try:
+            path = save(Path(folder) / "c", tree)
+        except NameCollisionError:
+            return
+        assert fingerprint(load(path)) == fingerprint(tree)
+
+
+def test_handles_describe_leaves_without_reading(tmp_path: Path) -> None:
+    """Kind, shape, dtype, size and sharding are known from opening; the data is not even there."""
+    tree = {
+        "a": jnp.ones((200, 300)),
+        "s": np.float16(1),
+        "i": 3,
+        "t": "héé",
+        "b": b"abc",
+        "k": jax.random.key(0),
+        "u": np.array(["ab", "c"]),
+    }
+    path = Path(save(tmp_path / "c", tree))
+    found = handles(path)
+    told = {name: (h.kind, h.shape, h.dtype, h.nbytes) for name, h in found.items()}
+    assert told == {
+        "a": (LeafKind.ARRAY, (200, 300), np.dtype("f4"), 240_000),
+        "s": (LeafKind.NUMPY_SCALAR, (), np.dtype("f2"), 2),
+        "i": (LeafKind.INT, (), None, 8),
+        "t": (LeafKind.STR, (), None, 5),
+        "b": (LeafKind.BYTES, (), None, 3),
+        "k": (LeafKind.PRNG_KEY, (2,), np.dtype("u4"), 8),
+        "u": (LeafKind.ARRAY, (2,), np.dtype("U2"), 16),
+    }
+    assert "SingleDeviceSharding" in str(found["a"].sharding)
+    assert found["i"].sharding is None
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_arrays_are_writable_aligned_and_own_their_memory(tmp_path: Path, compression: str | None) -> None:
+    """What was read may be changed, stays valid after closing, and jax can take it over without a copy."""
+    tree = {"small": np.arange(10), "mid": np.arange(1000), "big": np.arange(100_000)}
+    path = save(tmp_path / "c", tree, compression)
+    for name, array in load(path).items():
+        assert array.flags.writeable and array.flags.c_contiguous, name
+        assert array.ctypes.data % 64 == 0, name
+        array += 1
+    assert fingerprint(load(path)) == fingerprint(tree)
+
+
+def test_compression_makes_arrays_smaller(tmp_path: Path) -> None:
+    """A compressed checkpoint of zeros is a small part of the plain one."""
+    tree = {"a": np.zeros(200_000)}
+    sizes = []
+    for compression in (None, "zstd"):
+        path = Path(save(tmp_path / str(compression), tree, compression))
+        sizes.append(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+    assert sizes[0] > 1_600_000
+    assert sizes[1] < 20_000
+
+
+def test_an_unknown_compression_is_refused_before_writing(tmp_path: Path) -> None:
+    """The error lists the codecs, and nothing was created."""
+    with pytest.raises(SettingError, match="zstd"):
+        BACKEND.write(str(tmp_path / "c"), Branch({}), WriteOptions("lzma"))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_path_can_be_used_again(tmp_path: Path) -> None:
+    """A checkpoint that replaced another one under the same name is read as what it is."""
+    for step in range(3):
+        first = save(tmp_path / "tmp", {"a": np.full(30_000, step), "b": np.full(3, step)})
+        target = tmp_path / "c"
+        if target.exists():
+            target.rename(tmp_path / f"old{step}")
+        Path(first).rename(target)
+        assert load(target)["a"][0] == step
+        assert load(target)["b"][0] == step
+
+
+def test_one_leaf_can_be_read_alone(tmp_path: Path) -> None:
+    """A handle reads itself, in any order, any number of times."""
+    found = handles(save(tmp_path / "c", {"a": np.arange(3), "b": "x", "k": jax.random.key(1)}))
+    assert found["b"].read() == "x"
+    assert isinstance(found["k"].read(), KeyData)
+    assert np.array_equal(found["a"].read(), found["a"].read())
+    assert isinstance(found["a"], LeafHandle)

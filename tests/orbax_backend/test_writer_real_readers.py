@@ -1,0 +1,159 @@
+"""What we write, read by real Orbax: PyTreeCheckpointer, StandardCheckpointer and v1 ``load``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+
+from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData
+from tests.support.orbax_trees import branches, on_host, save
+from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint
+
+READERS = {
+    "pytree": lambda path: ocp.PyTreeCheckpointer().restore(path),
+    "standard": lambda path: ocp.StandardCheckpointer().restore(path),
+    "v1": lambda path: ocp_v1.load(path),
+}
+# Orbax names these and stores them; the rest is stored as what it can name (see the next test).
+KNOWN = [d for d in NUMPY_DTYPES + ML_DTYPES if d.kind not in "mMUSO" and d.name not in ("uint4", "float128")]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_real_orbax_restores_every_common_leaf(
+    tmp_path: Path, common_tree: dict[str, Any], reader: str, compression: str | None
+) -> None:
+    """Values, dtypes, shapes, Python types and structure come back as they were saved."""
+    path = save(tmp_path / "c", common_tree, compression)
+    assert fingerprint(on_host(READERS[reader](path))) == fingerprint(on_host(common_tree))
+
+
+def test_v1_restores_into_an_abstract_tree(tmp_path: Path, common_tree: dict[str, Any]) -> None:
+    """The structure in our metadata is the one that v1 compares an abstract tree with."""
+    path = save(tmp_path / "c", common_tree)
+    assert fingerprint(on_host(ocp_v1.load(path, common_tree))) == fingerprint(on_host(common_tree))
+
+
+def test_standard_restores_into_a_target(tmp_path: Path) -> None:
+    """StandardCheckpointer accepts our structure for a target, too."""
+    tree = {"a": jnp.arange(3.0), "l": [np.arange(2), 5], "none": None, "e": {}}
+    restored = ocp.StandardCheckpointer().restore(save(tmp_path / "c", tree), tree)
+    assert fingerprint(on_host(restored)) == fingerprint(on_host(tree))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_real_orbax_reads_every_dtype_it_can_name(tmp_path: Path, reader: str) -> None:
+    """Small, large, 0-d and empty arrays of every dtype, which are written in different ways."""
+    shapes = [(), (3,), (0, 4), (7, 11), (200, 300)]
+    tree = {f"{d.name}{i}": fill(shape, d, i) for d in KNOWN for i, shape in enumerate(shapes)}
+    assert fingerprint(READERS[reader](save(tmp_path / "c", tree))) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_real_orbax_reads_what_its_format_has_no_type_for(tmp_path: Path, reader: str) -> None:
+    """Foreign leaves come back from real Orbax as the numbers that stand for them; containers as its own kinds."""
+    tree = {
+        "bytes": b"ab\0",
+        "complex": 1 + 2j,
+        "np_bool": np.bool_(True),
+        "np_int": np.int16(-3),
+        "bf16": ml_dtypes.bfloat16(1.5),
+        "uint4": np.array([1, 15], ml_dtypes.uint4),
+        "date": np.array(["1970-01-03"], "M8[D]"),
+        "text": np.array(["ab"]),
+        "big_endian": np.arange(3).astype(">f4"),
+        "tuple": (1, (2.5,)),
+        "ints": {10: 1, 9: 2},
+        "~bad": "pointer",
+        "surrogate": "\ud800",
+    }
+    restored = READERS[reader](save(tmp_path / "c", tree))
+    expected = {
+        "bytes": np.array([97, 98, 0], np.uint8),
+        "complex": np.array(1 + 2j),
+        "np_bool": True,
+        "np_int": -3,
+        "bf16": 1.5,
+        "uint4": np.array([1, 15], np.uint8),
+        "date": np.array([2]),
+        "text": np.array([[97, 0, 0, 0, 98, 0, 0, 0]], np.uint8),
+        "big_endian": np.arange(3, dtype="<f4"),
+        "tuple": [1, [2.5]],
+        "ints": {"10": 1, "9": 2},
+        "~bad": np.frombuffer(b"pointer", np.uint8),
+        "surrogate": np.array([0xED, 0xA0, 0x80], np.uint8),
+    }
+    assert fingerprint(restored) == fingerprint(expected)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [np.arange(3), jnp.float32(3), 7, "hello", {}, [], (), None],
+    ids=["numpy", "jax", "int", "str", "dict", "list", "tuple", "none"],
+)
+@pytest.mark.parametrize("reader", ["pytree", "v1"])
+def test_real_orbax_reads_a_bare_leaf_and_an_empty_tree(tmp_path: Path, tree: Any, reader: str) -> None:
+    """Whole trees that real Orbax partly refuses to write; it reads them all."""
+    restored = READERS[reader](save(tmp_path / "c", tree))
+    assert fingerprint(on_host(restored)) == fingerprint(on_host(tree))
+
+
+def test_real_orbax_restores_a_key_on_the_host(tmp_path: Path) -> None:
+    """Key data that is numpy already is still a typed key for real Orbax."""
+    from flax_ckpt_compat._core.backend import WriteOptions
+    from flax_ckpt_compat.orbax_backend import BACKEND
+
+    data = np.array([1, 2], np.uint32)
+    BACKEND.write(str(tmp_path / "c"), Branch({"k": KeyData("threefry2x32", data)}), WriteOptions())
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "c")["k"]
+    assert np.array_equal(jax.random.key_data(restored), data)
+
+
+def test_host_copies_are_stored_as_the_arrays_that_they_were(tmp_path: Path) -> None:
+    """A copy made for a background save comes back from real Orbax as a jax.Array with its sharding."""
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec("x"))
+    path = save(tmp_path / "c", {"a": HostCopy(np.arange(4, dtype=np.float32), sharding)})
+    restored = ocp.PyTreeCheckpointer().restore(path)["a"]
+    assert restored.sharding == sharding
+    assert np.array_equal(restored, np.arange(4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", "../x", "a/../b", "/", "//", "/abs", "a\0b", "\0", "%41", "?", "#f", '"q', "\n", "zz/", "x" * 300, ""],
+)
+def test_real_orbax_finds_odd_names(tmp_path: Path, name: str) -> None:
+    """Names that look like paths or escapes lie at the keys where real Orbax looks, for small and large arrays."""
+    tree = {name: np.arange(3), "d": {name: np.full(20_000, 2.0)}}
+    assert fingerprint(ocp.PyTreeCheckpointer().restore(save(tmp_path / "c", tree))) == fingerprint(tree)
+
+
+def test_metadata_files_are_those_of_real_orbax(tmp_path: Path) -> None:
+    """Real Orbax's own files of the same tree hold the same JSON, apart from times and our marks."""
+    tree = {"a": jnp.arange(3.0), "l": [1, "x", None], "n": {"b": np.arange(2), "e": {}}, "key": jax.random.key(0)}
+    ours = Path(save(tmp_path / "ours", tree))
+    ocp.PyTreeCheckpointer().save(tmp_path / "theirs", tree)
+    for name in ("_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0", "_CHECKPOINT_METADATA"):
+        mine, their = (json.loads((tmp_path / at / name).read_text()) for at in ("ours", "theirs"))
+        for volatile in ("init_timestamp_nsecs", "commit_timestamp_nsecs", "custom_metadata"):
+            mine.pop(volatile, None), their.pop(volatile, None)
+        assert mine == their, name
+    names = {str(file.relative_to(ours)) for file in ours.rglob("*") if file.is_file() and file.parent.name != "d"}
+    assert "commit_success.txt" in names
+    assert not any(name.startswith("ocdbt.process") for name in names)
+
+
+def test_namedtuple_fields_keep_their_order(tmp_path: Path) -> None:
+    """Entries are listed in JAX's order: dict keys sorted, fields as declared."""
+    node = Branch({"z": 1, "a": Branch({"y": 2, "b": 3}, Container.NAMEDTUPLE)})
+    path = Path(save(tmp_path / "c", node))
+    tree = json.loads((path / "_METADATA").read_text())["tree_metadata"]
+    assert list(tree) == ["('a', 'y')", "('a', 'b')", "('z',)"]
+    assert branches({"z": 1}).children == {"z": 1}

@@ -1,0 +1,73 @@
+"""Plain Python trees in and out of the Orbax backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, WriteOptions
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
+from flax_ckpt_compat.orbax_backend import BACKEND
+
+
+def branches(tree: Any) -> Node:
+    """A tree of dicts, lists, tuples and namedtuples as the neutral tree; typed keys are taken apart."""
+    if isinstance(tree, dict):
+        children = {str(key): branches(value) for key, value in tree.items()}
+        return Branch(children, Container.DICT, frozenset(str(key) for key in tree if isinstance(key, int)))
+    if hasattr(tree, "_fields"):
+        return Branch({name: branches(getattr(tree, name)) for name in tree._fields}, Container.NAMEDTUPLE)
+    if isinstance(tree, list | tuple):
+        children = {str(index): branches(value) for index, value in enumerate(tree)}
+        return Branch(children, Container.LIST if isinstance(tree, list) else Container.TUPLE)
+    if isinstance(tree, jax.Array) and jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
+        return KeyData(str(jax.random.key_impl(tree)), jax.random.key_data(tree))
+    return tree
+
+
+def save(path: Any, tree: Any, compression: str | None = None) -> str:
+    """Writes a plain tree with our writer and returns the path as text."""
+    node = branches(tree)
+    BACKEND.check(node)
+    BACKEND.write(str(path), node, WriteOptions(compression))
+    return str(path)
+
+
+def handles(path: Any) -> dict[str, LeafHandle]:
+    """The handles of a checkpoint by key path joined with ``/``."""
+    reader = BACKEND.open(str(path))
+    return {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)}
+
+
+def load(path: Any) -> Any:
+    """A checkpoint read with our reader, all leaves at once, in dicts, lists and tuples."""
+    reader = BACKEND.open(str(path))
+    found = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
+    values = dict(zip(map(id, found), reader.read(found), strict=True))
+    reader.close()
+    return _plain(reader.tree, values)
+
+
+def _plain(node: Node, values: dict[int, Any]) -> Any:
+    if not isinstance(node, Branch):
+        return None if node is None else values[id(node)]
+    children = {
+        int(name) if name in node.int_keys else name: _plain(child, values) for name, child in node.children.items()
+    }
+    if node.container is Container.LIST:
+        return list(children.values())
+    return tuple(children.values()) if node.container is Container.TUPLE else children
+
+
+def on_host(tree: Any) -> Any:
+    """The same tree with jax arrays as numpy arrays and typed keys as `KeyData`, as our reader returns them."""
+    if isinstance(tree, dict):
+        return {key: on_host(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
+        return type(tree)(on_host(value) for value in tree)
+    node = branches(tree)
+    if isinstance(node, KeyData):
+        return KeyData(node.impl, np.asarray(node.data))
+    return np.asarray(node) if isinstance(node, jax.Array) else node
