@@ -51,11 +51,11 @@ def _chunked(branch: Branch, path: Path, window: Window) -> LeafHandle | None:
 
 
 def _numbered(node: Node) -> list[Node] | None:
-    """The children of a map with the keys '0', '1', … in that order, or None."""
+    """The children of a map with the keys '0', '1', …, in the order of those numbers, or None."""
     if not isinstance(node, Branch) or node.container is not Container.DICT or node.int_keys:
         return None
     names = [str(index) for index in range(len(node.children))]
-    return [node.children[name] for name in names] if list(node.children) == names else None
+    return [node.children[name] for name in names] if node.children.keys() == set(names) else None
 
 
 def _prng_key(branch: Branch, path: Path) -> LeafHandle | None:

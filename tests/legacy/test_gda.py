@@ -1,0 +1,103 @@
+"""Arrays of several processes, in the zarr folder that Flax writes beside the msgpack file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from flax_ckpt_compat.legacy import BACKEND
+
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.tree import Branch, iter_leaves
+
+_DATA = Path(__file__).parents[1] / "data" / "gda"
+_LEAF, _TREE = ("two_processes_leaf", "checkpoint_7"), ("two_processes_tree", "checkpoint_3")
+
+
+def _copy(case, tmp_path):
+    folder, name = case
+    shutil.copytree(_DATA / folder, tmp_path / "gda")
+    return tmp_path / "gda" / name
+
+
+@pytest.mark.parametrize("case", [_LEAF, _TREE], ids=["leaf", "tree"])
+def test_values_of_real_files(case, tmp_path):
+    """One process reads what two processes of real Flax wrote, without a target."""
+    path = _copy(case, tmp_path)
+    expected = json.loads((path.parent / "expected.json").read_text())
+    reader = BACKEND.open(str(path))
+    found = {"/".join(names): leaf for names, leaf in iter_leaves(reader.tree)}
+    assert found.keys() == expected.keys()
+    for name, value in zip(found, reader.read(list(found.values())), strict=True):
+        saved = expected[name]
+        assert found[name].distributed == (saved["kind"] == "jax")
+        if saved["kind"] == "py":
+            assert value == saved["value"]
+            continue
+        array = np.frombuffer(base64.b64decode(saved["data"]), dtype_from_name(saved["dtype"]))
+        assert (value.dtype, value.shape, value.tobytes()) == (array.dtype, tuple(saved["shape"]), array.tobytes())
+        assert (found[name].shape, found[name].dtype, found[name].nbytes) == (value.shape, value.dtype, value.nbytes)
+        assert value.flags.writeable
+
+
+@pytest.mark.parametrize("case", [_LEAF, _TREE], ids=["leaf", "tree"])
+def test_missing_folder(case, tmp_path):
+    """A checkpoint that came without its folder of arrays is an error that names the folder."""
+    path = _copy(case, tmp_path)
+    shutil.rmtree(f"{path}_gda")
+    with pytest.raises(CorruptCheckpointError, match=f"{path}_gda.*copy that folder"):
+        BACKEND.open(str(path))
+
+
+def test_missing_array(tmp_path):
+    """An absent array is named by its key path."""
+    path = _copy(_TREE, tmp_path)
+    shutil.rmtree(f"{path}_gda/params/xy")
+    with pytest.raises(CorruptCheckpointError, match="params/xy") as caught:
+        BACKEND.open(str(path))
+    assert caught.value.leaf == "params/xy"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-3])])
+def test_damaged_chunk(damage, tmp_path):
+    """A missing or cut chunk is an error, never zeros, and other arrays can still be read."""
+    path = _copy(_TREE, tmp_path)
+    damage(Path(f"{path}_gda/params/xy/1.0"))
+    params = BACKEND.open(str(path)).tree.children["params"].children
+    with pytest.raises(CorruptCheckpointError, match="params/xy") as caught:
+        params["xy"].read()
+    assert caught.value.__cause__ is not None
+    assert params["y_i32"].read().tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{}", b"[" * 5000, b'{"shape": [-1], "dtype": "<f4"}', b'{"shape": [], "dtype": 3}']
+)
+def test_damaged_metadata(text, tmp_path):
+    """Metadata that does not decode is an error that names the file."""
+    path = _copy(_LEAF, tmp_path)
+    Path(f"{path}_gda/.zarray").write_bytes(text)
+    with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
+        BACKEND.open(str(path))
+
+
+@pytest.mark.parametrize("subpath", ["../x", "a/../../x", "/etc", "a\0b", ".."])
+def test_escaping_reference(subpath, tmp_path):
+    """A reference that leads out of the folder is refused, whether or not something is there."""
+    path = tmp_path / "checkpoint_1"
+    path.write_bytes(msgpack.packb({"a": f"//GDAPlaceholder:{subpath}"}))
+    shutil.copytree(_DATA / _LEAF[0] / f"{_LEAF[1]}_gda", tmp_path / "x")
+    (tmp_path / "checkpoint_1_gda").mkdir()
+    with pytest.raises(CorruptCheckpointError, match="leads out"):
+        BACKEND.open(str(path))
+
+
+def test_bare_reference_is_a_leaf(tmp_path):
+    """A checkpoint that is one array has no branch at its root."""
+    assert not isinstance(BACKEND.open(str(_copy(_LEAF, tmp_path))).tree, Branch)

@@ -1,0 +1,278 @@
+"""What is restored equals what was saved and what Flax restores, and only the bytes asked for are read."""
+
+from __future__ import annotations
+
+import os
+
+import flax.serialization
+import msgpack
+import numpy as np
+import pytest
+from flax_ckpt_compat.legacy import BACKEND, transfer, window
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
+from tests.support.trees import ML_DTYPES, arrays, fingerprint, leaves, numbers, state_dicts
+
+
+@given(tree=state_dicts())
+@settings(max_examples=300, deadline=None)
+def test_restores_what_flax_saved(load_bytes, tree):
+    """Every tree in a file of real Flax comes back with its types, dtypes, shapes and bits."""
+    assert fingerprint(load_bytes(flax.serialization.to_bytes(tree))) == fingerprint(tree)
+
+
+def _raw_trees():
+    """Trees as raw msgpack_serialize takes them: lists and int keys too; no text arrays, Flax cannot read them."""
+    numeric = arrays([*map(np.dtype, ["?", "i4", "f8", "D", "M8[s]"]), *ML_DTYPES])
+    names = st.one_of(st.text("ab", max_size=3), st.integers(-(2**63), 2**64 - 1))
+    return st.recursive(
+        st.one_of(numeric, numbers(), st.none(), st.text("ab/", max_size=40)),
+        lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(names, inner, max_size=4)),
+        max_leaves=12,
+    )
+
+
+@given(tree=_raw_trees())
+@settings(max_examples=200, deadline=None)
+def test_restores_as_flax_restores(load_bytes, tree):
+    """Lists and int keys of raw msgpack files come back as they do from real Flax."""
+    document = msgpack.packb(tree, default=flax.serialization._msgpack_ext_pack, strict_types=True)
+    assert fingerprint(load_bytes(document)) == fingerprint(flax.serialization.msgpack_restore(document))
+
+
+@pytest.mark.parametrize("step", [3000, 8192])
+@given(tree=st.lists(leaves(), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_window_seams(load_bytes, step, tree):
+    """Values are read right wherever the windows over the file begin and end."""
+    document = flax.serialization.to_bytes(tree)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "_SMALLEST", step)
+        patch.setattr(window, "_LARGEST", step)
+        restored = load_bytes(document)
+    assert list(restored.values()) == [] or fingerprint(list(restored.values())) == fingerprint(tree)
+
+
+@pytest.mark.parametrize(("gap", "block", "piece"), [(0, 1, 1), (512, 100, 7), (10**6, 10**6, 10**6)])
+@given(tree=st.lists(arrays(), max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_transfer_seams(save, load, gap, block, piece, tree):
+    """Arrays are read right however reads are joined and split, and on several threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_GAP": gap, "_BLOCK": block, "_PIECE": piece}.items():
+            patch.setattr(transfer, name, value)
+        patch.setattr("flax_ckpt_compat.legacy.reader.SMALL", 40)
+        path = save({str(index): array for index, array in enumerate(tree)})
+        assert fingerprint(list(load(path).values())) == fingerprint(tree)
+    path.unlink()
+
+
+def test_large_arrays(save, load):
+    """Arrays of several pieces are read on threads into one array each."""
+    tree = {"a": np.arange(6 * 2**20), "b": np.arange(3 * 2**20, dtype=np.int16), "c": np.float32(3)}
+    assert fingerprint(load(save(tree))) == fingerprint(tree)
+
+
+@given(tree=st.lists(arrays(), min_size=1, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_own_memory(save, tree):
+    """Arrays are writable, aligned, in C order, independent of each other, and outlive the reader and the file."""
+    path = save({str(index): array for index, array in enumerate(tree)})
+    reader = BACKEND.open(str(path))
+    restored = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
+    reader.close()
+    path.unlink()
+    for array in restored:
+        assert array.flags.writeable and array.flags.c_contiguous
+        assert array.ctypes.data % 64 == 0 or array.size == 0
+    for index, array in enumerate(restored):
+        array.reshape(-1).view(np.uint8)[...] = 1
+        for other in range(index + 1, len(tree)):
+            assert fingerprint(restored[other]) == fingerprint(tree[other])
+
+
+def test_handles_tell_without_reading(save):
+    """Handles know kind, shape, dtype, size and path before anything is read."""
+    path = save({"p": {"w": np.zeros((3, 4), ">i2")}, "s": np.float64(1), "n": 3, "t": "x", "b": b"xy", "none": None})
+    leaves_of = {"/".join(names): leaf for names, leaf in iter_leaves(BACKEND.open(str(path)).tree)}
+    seen = {name: (leaf.kind, leaf.shape, leaf.nbytes) for name, leaf in leaves_of.items() if leaf is not None}
+    assert seen == {
+        "p/w": (LeafKind.ARRAY, (3, 4), 24),
+        "s": (LeafKind.NUMPY_SCALAR, (), 8),
+        "n": (LeafKind.INT, (), 8),
+        "t": (LeafKind.STR, (), 1),
+        "b": (LeafKind.BYTES, (), 2),
+    }
+    assert leaves_of["none"] is None
+    assert (leaves_of["p/w"].dtype, leaves_of["p/w"].path) == (np.dtype(">i2"), ("p", "w"))
+
+
+def test_int_keys_are_remembered(scratch):
+    """Names that were ints are listed by their branch."""
+    path = scratch()
+    path.write_bytes(msgpack.packb({1: 2, "b": [3]}))
+    tree = BACKEND.open(str(path)).tree
+    assert (list(tree.children), tree.int_keys) == (["1", "b"], {"1"})
+    assert tree.children["b"].container is Container.LIST
+
+
+def _counting(monkeypatch):
+    """Counts the bytes that preadv and pread deliver from here on."""
+    counts = []
+    real_vector, real_plain = os.preadv, os.pread
+
+    def vector(fd, buffers, offset):
+        counts.append(real_vector(fd, buffers, offset))
+        return counts[-1]
+
+    def plain(fd, length, offset):
+        data = real_plain(fd, length, offset)
+        counts.append(len(data))
+        return data
+
+    monkeypatch.setattr(os, "preadv", vector)
+    monkeypatch.setattr(os, "pread", plain)
+    return counts
+
+
+def test_open_skips_array_data(save, monkeypatch):
+    """Opening reads a small part of a file that is mostly arrays."""
+    path = save({f"layer_{index}": np.zeros(2**18, np.float32) for index in range(20)})
+    counts = _counting(monkeypatch)
+    BACKEND.open(str(path))
+    assert 0 < sum(counts) < path.stat().st_size / 50
+
+
+@pytest.mark.parametrize("size", [10, 2**18])
+def test_reads_only_what_is_asked(save, monkeypatch, size):
+    """Reading two of many leaves reads exactly their bytes."""
+    path = save({f"layer_{index}": {"w": np.full(size, index, np.float32), "pad": "x" * 600} for index in range(20)})
+    reader = BACKEND.open(str(path))
+    counts = _counting(monkeypatch)
+    values = reader.read([reader.tree.children[name].children["w"] for name in ("layer_7", "layer_3")])
+    assert sum(counts) == 2 * size * 4
+    assert [value[0] for value in values] == [7, 3]
+
+
+def test_neighbours_are_read_together(save, monkeypatch):
+    """A thousand small arrays take a handful of system calls."""
+    path = save({f"a{index}": np.full(33, index, np.float32) for index in range(1000)})
+    reader = BACKEND.open(str(path))
+    counts = _counting(monkeypatch)
+    values = reader.read([leaf for _, leaf in iter_leaves(reader.tree)])
+    assert len(counts) < 5
+    assert [value[0] for value in values] == list(range(1000))
+
+
+@pytest.mark.parametrize("size", [10, 2**20])
+def test_file_cut_after_opening(save, size):
+    """A file that shrinks between open and read is an error that names the leaf."""
+    path = save({"a": {"w": np.zeros(size)}})
+    reader = BACKEND.open(str(path))
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(CorruptCheckpointError, match="a/w") as caught:
+        reader.read([reader.tree.children["a"].children["w"]])
+    assert caught.value.leaf == "a/w"
+
+
+def test_file_replaced_after_opening(save):
+    """A reader goes on reading the file that it opened."""
+    path, other = save({"w": np.zeros(50000)}), save({"w": np.ones(50000)})
+    reader = BACKEND.open(str(path))
+    os.replace(other, path)
+    assert not reader.tree.children["w"].read().any()
+
+
+def test_closed_reader(save):
+    """Reading from a closed reader is an error; closing twice is not."""
+    reader = BACKEND.open(str(save({"w": np.zeros(3)})))
+    reader.close()
+    reader.close()
+    with pytest.raises(StorageError, match="closed"):
+        reader.tree.children["w"].read()
+
+
+def test_missing_file_and_folder(tmp_path):
+    """What is not there, and what is no file, are told apart."""
+    with pytest.raises(CheckpointNotFoundError, match="nothing"):
+        BACKEND.open(str(tmp_path / "nothing"))
+    with pytest.raises(CorruptCheckpointError, match="no file"):
+        BACKEND.open(str(tmp_path))
+
+
+def test_complex_of_old_flax(load_bytes):
+    """Flax up to 0.8.5 wrote Python complex as a numpy scalar; it comes back as real Flax restores it."""
+    payload = msgpack.packb(((), "complex128", np.complex128(1 + 2j).tobytes()))
+    document = msgpack.packb({"z": msgpack.ExtType(3, payload)})
+    assert fingerprint(load_bytes(document)) == fingerprint(flax.serialization.msgpack_restore(document))
+
+
+def test_key_like_maps(load_bytes):
+    """Only a map with exactly the two names and their types is a PRNG key."""
+    name = "__flax_ckpt_compat_prng_key__"
+    data = np.zeros(2, np.uint32)
+    pack = flax.serialization.msgpack_serialize
+    assert isinstance(load_bytes(pack({"k": {name: "rbg", "data": data}}))["k"], KeyData)
+    for other in (
+        {name: 1, "data": data},
+        {name: "rbg", "data": data.astype("i4")},
+        {name: "rbg", "data": data, "x": 1},
+    ):
+        assert fingerprint(load_bytes(pack({"k": other}))["k"]) == fingerprint(other)
+
+
+_CHUNKS = {
+    "__msgpack_chunked_array__": True,
+    "shape": {"0": 3},
+    "chunks": {"0": np.arange(2, dtype="f4"), "1": np.arange(1, dtype="f4")},
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"more": 1},
+        {"__msgpack_chunked_array__": 1},
+        {"shape": {"0": 3.0}},
+        {"shape": [3]},
+        {"chunks": {}},
+        {"chunks": {"0": np.float32(1)}},
+    ],
+)
+def test_chunk_like_maps(load_bytes, change):
+    """A map that is not exactly as Flax writes arrays in pieces is the user's own and stays as it is."""
+    tree = {**_CHUNKS, **change}
+    assert fingerprint(load_bytes(flax.serialization.msgpack_serialize({"a": tree}))["a"]) == fingerprint(tree)
+
+
+def test_chunks_in_another_order(load_bytes):
+    """Pieces belong where their number says, wherever in the map they stand, as in real Flax."""
+    tree = {**_CHUNKS, "chunks": dict(reversed(_CHUNKS["chunks"].items()))}
+    document = msgpack.packb({"a": tree}, default=flax.serialization._msgpack_ext_pack)
+    np.testing.assert_array_equal(load_bytes(document)["a"], flax.serialization.msgpack_restore(document)["a"])
+
+
+def test_longdouble(save, load):
+    """Long doubles keep every digit, as arrays and as scalars; their padding is nobody's."""
+    tree = {"a": np.ones(3, "g") / 3, "s": np.longdouble(2) / 3}
+    restored = load(save(tree))
+    np.testing.assert_array_equal(restored["a"], tree["a"])
+    assert type(restored["s"]) is np.longdouble
+    assert restored["s"] == tree["s"]
+
+
+def test_chunks_in_lists_stay(load_bytes):
+    """Inside msgpack lists real Flax does not join pieces, and neither do we."""
+    document = flax.serialization.msgpack_serialize({"a": [_CHUNKS]})
+    assert fingerprint(load_bytes(document)) == fingerprint(flax.serialization.msgpack_restore(document))
+
+
+@pytest.mark.parametrize("change", [{"shape": {"0": 4}}, {"shape": {"0": -1}}, {"shape": {}}])
+def test_chunks_that_do_not_add_up(load_bytes, change):
+    """Pieces that are too many or too few for the shape are an error that names the leaf."""
+    with pytest.raises(CorruptCheckpointError, match=r"pieces of 12 bytes.* a"):
+        load_bytes(flax.serialization.msgpack_serialize({"a": {**_CHUNKS, **change}}))
