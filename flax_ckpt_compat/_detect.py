@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.errors import IncompleteCheckpointError, Unrecognize
 _TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
 _AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
 _ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+_FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
 _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 _STEP_DIRECTORY = re.compile(r"(?:.*_)?(\d+)")
 _FIRST_BYTES = 512
@@ -74,7 +75,7 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
         if _ITEMS_MARKERS[0] in names and not names & {"_METADATA", _AGGREGATE}:
             return "_METADATA is missing"
         return None
-    if _items(path, names):
+    if _items(path, names) or names.issuperset(_FINISHED):
         return None
     return "none of _METADATA, manifest.ocdbt or item directories is in it"
 
@@ -125,6 +126,12 @@ def detect(path: str) -> Found:
     if os.path.isdir(path):
         names = set(os.listdir(path))
         items = {"": Item(Format.ORBAX, path)} if _is_tree(path, names) else _items(path, names)
+        if not items:
+            raise UnrecognizedFormatError(
+                f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it with "
+                "the orbax_checkpointer that wrote it.",
+                path=path,
+            )
         return Found(path, items)
     return Found(path, {"": Item(Format.MSGPACK, path)})
 

@@ -10,11 +10,9 @@ import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from flax_ckpt_compat._core import files
@@ -26,6 +24,8 @@ _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.RLock()
 _pending: list[_Pending] = []
 _POLL_SECONDS = 0.01
+# The last thing that Orbax writes into a checkpoint, in every way of committing it (since 0.12.3).
+_COMMIT_FILE = "commit_success.txt"
 
 
 def save(checkpointer: Any, path: str, target: Any, on_commit: Callable[[], None]) -> None:
@@ -33,21 +33,13 @@ def save(checkpointer: Any, path: str, target: Any, on_commit: Callable[[], None
 
     What has that name already stays restorable until the new one is complete.
     """
+    written = files.staging_path(path) if os.path.lexists(path) else path
+    pending = _Pending(checkpointer, written, path, on_commit)
+    checkpointer.save(written, target)
     if _is_async(checkpointer):
-        aside = files.set_aside(path) if os.path.lexists(path) else None
-        pending = _Pending(checkpointer, path, aside, on_commit)
-        try:
-            checkpointer.save(path, target)
-        except BaseException:
-            pending.give_up()
-            raise
         pending.watch()
-        return
-    staged = path if not os.path.lexists(path) else files.staging_path(path)
-    checkpointer.save(staged, target)
-    if staged != path:
-        files.publish(staged, path)
-    on_commit()
+    else:
+        pending.finish()
 
 
 def settle(checkpointer: Any, directory: str) -> None:
@@ -68,75 +60,72 @@ def _is_async(checkpointer: Any) -> bool:
 
 
 class _Pending:
-    """One save that an asynchronous checkpointer has not committed yet.
+    """One save that a checkpointer has not committed yet.
 
-    Orbax offers no public hook after the commit, so the commit is seen by its one certain sign, the final
-    name, and the checkpointer's own ``wait_until_finished`` is lengthened until our clean-up has run.
+    Orbax offers no public hook after the commit, so the commit is seen by the last file of it, and the
+    checkpointer's own ``wait_until_finished`` is lengthened until our clean-up has run.
     """
 
-    def __init__(self, checkpointer: Any, path: str, aside: str | None, on_commit: Callable[[], None]):
+    def __init__(self, checkpointer: Any, written: str, path: str, on_commit: Callable[[], None]):
         self.checkpointer, self.path = checkpointer, path
-        self._aside, self._on_commit = aside, on_commit
-        self._wait = checkpointer.wait_until_finished
-        self._done = False
+        self._written, self._on_commit = written, on_commit
+        self._own_wait = getattr(checkpointer, "wait_until_finished", None)
+        self._ended = threading.Event()
 
     def watch(self) -> None:
         """Starts looking for the commit."""
         with _lock:
             _pending.append(self)
-            self.checkpointer.wait_until_finished = self.wait_until_finished
+            self.checkpointer.wait_until_finished = self._wait
         threading.Thread(target=self._poll, name="flax_ckpt_compat-commit", daemon=True).start()
 
-    def wait_until_finished(self) -> None:
+    def _wait(self) -> None:
         """The checkpointer's own wait, then our clean-up."""
+        assert self._own_wait is not None
         try:
-            self._wait()
-        finally:
-            self.finish()
+            self._own_wait()
+        except BaseException:
+            self._retire()
+            raise
+        self.finish()
 
     def finish(self) -> None:
-        """Cleans up after a commit, or puts the old checkpoint back after a failure; once."""
+        """Publishes what was committed and cleans up; once."""
         with _lock:
-            if self._done:
-                return
-            if not os.path.lexists(self.path):
-                self.give_up()
-                return
-            self._retire()
-            if self._aside is not None:
-                files.discard(self._aside)
-            self._on_commit()
+            if self._retire() and os.path.lexists(self._written):
+                if self._written != self.path:
+                    files.publish(self._written, self.path)
+                self._on_commit()
 
-    def give_up(self) -> None:
-        """The save failed: what had the name gets it back."""
+    def _retire(self) -> bool:
+        """Ends the watch; False where it had ended already."""
         with _lock:
-            self._retire()
-            if self._aside is not None:
-                files.put_back(self._aside, self.path)
-
-    def _retire(self) -> None:
-        self._done = True
-        if self in _pending:
-            _pending.remove(self)
-        if self.checkpointer.__dict__.get("wait_until_finished") == self.wait_until_finished:
-            del self.checkpointer.wait_until_finished
+            if self._ended.is_set():
+                return False
+            self._ended.set()
+            if self in _pending:
+                _pending.remove(self)
+                del self.checkpointer.wait_until_finished
+            return True
 
     def _poll(self) -> None:
-        while not self._done:
-            if os.path.lexists(self.path):
+        sign = os.path.join(self._written, _COMMIT_FILE)
+        while not self._ended.wait(_POLL_SECONDS):
+            if os.path.lexists(sign):
                 try:
                     self.finish()
                 except CheckpointError:
                     _log.exception("Cleaning up after the checkpoint at %s failed", self.path)
-                return
-            time.sleep(_POLL_SECONDS)
 
 
 @atexit.register
 def _finish_all() -> None:
     # Orbax's own threads have been joined by now, so each commit has happened or never will.
     for pending in list(_pending):
-        pending.finish()
+        try:
+            pending.checkpointer.wait_until_finished()
+        except Exception:
+            _log.exception("A background save of the checkpoint at %s failed", pending.path)
 
 
 class Reader:
@@ -147,15 +136,21 @@ class Reader:
     def __init__(self, checkpointer: Any, path: str, tree: Node):
         self._checkpointer, self.path, self.tree = checkpointer, path, tree
 
-    def read(self, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
-        """The values of all leaves; ``wanted`` maps key paths to target leaves, whose shardings are asked for."""
-        arguments = {}
-        if type(_handler(self._checkpointer)).__name__ == "PyTreeCheckpointHandler":
-            arguments["restore_args"] = _plain(
-                map_leaves(lambda at, leaf: _restore_args(leaf, wanted.get(at)), self.tree)
-            )
-        restored = self._checkpointer.restore(self.path, **arguments)
-        return {path: _at(restored, path) for path, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle)}
+    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
+        """The values of these handles of the tree, in their order; arrays in host memory."""
+        restored = self._checkpointer.restore(self.path, **self._arguments())
+        paths = {id(leaf): path for path, leaf in iter_leaves(self.tree)}
+        return [_own(_at(restored, paths[id(handle)]), handle) for handle in handles]
+
+    def _arguments(self) -> Mapping[str, Any]:
+        """What makes the known handlers read arrays to the host, whatever devices they were saved from."""
+        handler = type(getattr(self._checkpointer, "handler", None)).__mro__
+        names = {kind.__name__ for kind in handler}
+        if "PyTreeCheckpointHandler" in names:
+            return {"restore_args": _plain(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
+        if "StandardCheckpointHandler" in names:
+            return {"target": _plain(map_leaves(lambda _, leaf: _example(leaf), self.tree))}
+        return {}
 
 
 def restore_raw(checkpointer: Any, path: str) -> Any:
@@ -163,19 +158,27 @@ def restore_raw(checkpointer: Any, path: str) -> Any:
     return checkpointer.restore(path)
 
 
-def _handler(checkpointer: Any) -> Any:
-    handler = getattr(checkpointer, "handler", None) or getattr(checkpointer, "_handler", None)
-    return getattr(handler, "_handler_impl", handler) if type(handler).__name__.startswith("_") else handler
-
-
-def _restore_args(leaf: Any, target: Any) -> Any:
+def _restore_args(leaf: Any) -> Any:
     orbax: Any = sys.modules["orbax.checkpoint"]
-    if not isinstance(leaf, LeafHandle) or leaf.kind is not LeafKind.ARRAY:
-        return orbax.RestoreArgs()
-    sharding = getattr(target, "sharding", None) if isinstance(target, (jax.Array, jax.ShapeDtypeStruct)) else None
-    if sharding is None:
-        return orbax.RestoreArgs(restore_type=np.ndarray)
-    return orbax.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
+    is_array = isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY
+    return orbax.RestoreArgs(restore_type=np.ndarray) if is_array else orbax.RestoreArgs()
+
+
+def _example(leaf: Any) -> Any:
+    """Something of the leaf's type, of no size in memory, for handlers that want an example."""
+    if not isinstance(leaf, LeafHandle):
+        return leaf
+    if leaf.kind is LeafKind.ARRAY:
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return {LeafKind.INT: 0, LeafKind.FLOAT: 0.0}.get(leaf.kind)
+
+
+def _own(value: Any, handle: LeafHandle) -> Any:
+    """Arrays in memory that the caller may write to."""
+    if handle.kind is not LeafKind.ARRAY:
+        return value
+    array = np.asarray(value)
+    return array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
 
 
 def _plain(node: Node) -> Any:

@@ -122,7 +122,7 @@ class _Restore:
 
     def checkpoint(self, path: str) -> Any:
         """Restores a checkpoint of one tree or several."""
-        if self._checkpointer is not None and _detect.is_orbax_directory(path):
+        if self._checkpointer is not None and os.path.isdir(path):
             return self._through_checkpointer(path)
         found = _detect.detect(path)
         if self._target is None and len(found.trees) != 1:
@@ -171,11 +171,7 @@ class _Restore:
         wanted = [(handle, source.target) for source in _stored(sources) for handle in _handles(source.node)]
         if not wanted:
             return {}
-        if isinstance(reader, foreign.Reader):
-            by_path = reader.read({handle.path: target for handle, target in wanted})
-            values = [by_path[handle.path] for handle, _ in wanted]
-        else:
-            values = reader.read([handle for handle, _ in wanted])
+        values = reader.read([handle for handle, _ in wanted])
         cast = self._settings.dtype == "target"
         placed = {}
         for index, (handle, target) in enumerate(wanted):
@@ -191,9 +187,8 @@ class _Restore:
                 return self._tree(
                     reader.tree, self._target, foreign.Reader(self._checkpointer, path, reader.tree), path
                 )
-        except (UnrecognizedFormatError, CorruptCheckpointError):
-            raw = foreign.restore_raw(self._checkpointer, path)
-            tree = state.describe(raw)
+        except UnrecognizedFormatError:
+            tree = state.describe(foreign.restore_raw(self._checkpointer, path))
             return self._tree(tree, self._target, foreign.Reader(self._checkpointer, path, tree), path)
 
 

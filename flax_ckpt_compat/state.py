@@ -7,7 +7,7 @@ lists, tuples and int-keyed dicts, and go into registered pytrees that Flax's ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -49,49 +49,49 @@ def _state_dict(target: Any) -> Any:
 
 def _describe(original: Any, state: Any, path: Path) -> Node:
     if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
+        originals = _originals(original, state)
         children = {
-            name: _describe(_child(original, name, value), value, (*path, name)) for name, value in state.items()
+            name: _describe(child, value, (*path, name))
+            for child, (name, value) in zip(originals, state.items(), strict=True)
         }
-        return Branch(children, _container(original, children), _int_keys(original))
+        return Branch(children, _container(original, children), _int_keys(original, children))
     if state is None or isinstance(state, _LEAVES) or not _is_node(state):
         return state
-    names = _child_names(state, path)
+    entries = _one_level(state)
+    names = _child_names(entries, path)
     children = {
         name: _describe(child, _state_dict(child), (*path, name))
-        for name, child in zip(names, _children(state), strict=True)
+        for name, (_, child) in zip(names, entries, strict=True)
     }
-    container = Container.LIST if _is_sequence(state) else Container.DICT
-    return Branch(children, container, _int_keys(state))
+    container = Container.LIST if _is_sequence(entries) else Container.DICT
+    return Branch(children, container, _int_keys(state, children))
 
 
-def _child(original: Any, name: str, value: Any) -> Any:
-    """The user's own object behind an entry of a state dict, or the entry itself where there is none."""
-    if isinstance(original, (dict, core.FrozenDict)):
-        return original[name] if name in original else next((v for k, v in original.items() if str(k) == name), value)
-    if isinstance(original, (list, tuple)) and not hasattr(original, "_fields"):
-        return original[int(name)]
-    found = getattr(original, name, value)
-    # A registered type may name its state as it likes; an attribute of another shape is not its source.
-    return found if type(value) is dict and len(value) == _size(found) else value
-
-
-def _size(node: Any) -> int:
-    state = serialization.to_state_dict(node)
-    return len(state) if isinstance(state, dict) else -1
+def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
+    """The user's own objects behind the entries of a state dict, or the entries themselves where there are none."""
+    if isinstance(original, (dict, core.FrozenDict)) and len(original) == len(state):
+        return original.values()
+    if isinstance(original, (list, tuple)) and len(original) == len(state):
+        return original
+    if hasattr(type(original), "_flax_dataclass"):
+        return [getattr(original, name, value) for name, value in state.items()]
+    return state.values()
 
 
 def _container(original: Any, children: Mapping[str, Node]) -> Container:
-    if isinstance(original, tuple) and hasattr(original, "_fields"):
-        return Container.NAMEDTUPLE
-    if isinstance(original, (list, tuple)) and list(children) == [str(index) for index in range(len(original))]:
+    # Whoever overrides the serialization of a type may name its state as they like, so the names are looked at.
+    names = list(children)
+    if isinstance(original, tuple) and names == list(getattr(original, "_fields", ())):
+        return Container.NAMEDTUPLE if hasattr(original, "_fields") else Container.TUPLE
+    if isinstance(original, (list, tuple)) and names == [str(index) for index in range(len(original))]:
         return Container.LIST if isinstance(original, list) else Container.TUPLE
     return Container.DICT
 
 
-def _int_keys(original: Any) -> frozenset[str]:
+def _int_keys(original: Any, children: Mapping[str, Node]) -> frozenset[str]:
     if not isinstance(original, Mapping):
         return frozenset()
-    return frozenset(str(key) for key in original if isinstance(key, int) and not isinstance(key, bool))
+    return frozenset(str(key) for key in original if type(key) is int and str(key) in children)
 
 
 def _is_node(value: Any) -> bool:
@@ -99,24 +99,22 @@ def _is_node(value: Any) -> bool:
 
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
+    """(JAX key path of length one, child) of a registered pytree."""
     entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda value: value is not node)
     return entries
 
 
-def _children(node: Any) -> list[Any]:
-    return [child for _, child in _one_level(node)]
-
-
-def _is_sequence(node: Any) -> bool:
+def _is_sequence(entries: list[tuple[Any, Any]]) -> bool:
     kinds = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
-    return all(isinstance(keys[0], kinds) for keys, _ in _one_level(node))
+    return bool(entries) and all(isinstance(keys[0], kinds) for keys, _ in entries)
 
 
-def _child_names(node: Any, path: Path) -> list[str]:
-    names = [str(_key_name(keys[0])) for keys, _ in _one_level(node)]
+def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
+    names = [str(_key_name(keys[0])) for keys, _ in entries]
     if len(set(names)) != len(names):
         raise UnsupportedLeafError(
-            f"cannot save {show_path(path)}: its keys {names} are not unique as text", leaf=show_path(path)
+            f"cannot save {show_path(path)}: its keys {names} are not unique as text; rename them",
+            leaf=show_path(path),
         )
     return names
 
@@ -136,11 +134,12 @@ def _unexpand(original_state: Any, state: Any) -> Any:
         return {name: _unexpand(value, state[name]) for name, value in original_state.items()}
     if original_state is None or isinstance(original_state, _LEAVES) or not _is_node(original_state):
         return state
-    names = _child_names(original_state, ())
+    entries = _one_level(original_state)
+    names = _child_names(entries, ())
     if not isinstance(state, dict) or set(names) != state.keys():
         return state
     structure = jax.tree_util.tree_structure(original_state, is_leaf=lambda value: value is not original_state)
-    children = [rebuild(child, state[name]) for name, child in zip(names, _children(original_state), strict=True)]
+    children = [rebuild(child, state[name]) for name, (_, child) in zip(names, entries, strict=True)]
     return jax.tree_util.tree_unflatten(structure, children)
 
 
