@@ -42,7 +42,9 @@ def place(ckpt_dir: str, prefix: str) -> Place:
         raise StorageError(f"{ckpt_dir}: object stores are not supported by this version; use a local path")
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
-    return Place(os.path.abspath(shown), tail, shown)
+    # Where the prefix climbs out of a linked directory, only the file system knows where to.
+    absolute = os.path.realpath(shown) if os.pardir in head.split(os.sep) else os.path.abspath(shown)
+    return Place(absolute, tail, shown)
 
 
 def names_in(where: Place) -> list[str]:
@@ -57,19 +59,40 @@ def names_in(where: Place) -> list[str]:
         raise
 
 
-def complete_steps(where: Place, names: list[str] | None = None) -> list[str]:
-    """Names of the complete numeric checkpoints, oldest first; incomplete ones are named in one warning."""
+def complete_steps(where: Place, names: list[str] | None = None, *, quiet: bool = False) -> list[str]:
+    """Names of the complete numeric checkpoints, oldest first; incomplete ones are named in one warning.
+
+    Args:
+        where: directory and prefix.
+        names: what the directory holds, where the caller knows that.
+        quiet: do without the warning.
+    """
     everything = names_in(where) if names is None else names
     complete, broken = [], []
     for name in steps.in_order(everything, where.prefix):
-        missing = _detect.what_is_missing(where.path(name))
+        missing = what_is_missing(where.path(name))
         if missing is None:
             complete.append(name)
         else:
             broken.append(f"{name} ({missing})")
-    if broken:
+    if broken and not quiet:
         _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))
     return complete
+
+
+def what_is_missing(path: str) -> str | None:
+    """Why a checkpoint is certainly not complete, or None; one that others remove meanwhile is not there.
+
+    Raises:
+        StorageError: it cannot be looked at.
+    """
+    try:
+        with files.translated(path):
+            return _detect.what_is_missing(path)
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return "it does not exist"
+        raise
 
 
 def newest(where: Place) -> str | None:
@@ -79,5 +102,5 @@ def newest(where: Place) -> str | None:
     if numeric:
         return numeric[-1]
     named = sorted(name for name in everything if steps.is_named(name, where.prefix))
-    complete = [name for name in named if _detect.what_is_missing(where.path(name)) is None]
+    complete = [name for name in named if what_is_missing(where.path(name)) is None]
     return complete[-1] if complete else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
-_saves: dict[str, list[Future[Any]]] = {}  # directory → background saves whose outcome nobody has seen
+_saves: dict[str, list[Future[Any]]] = {}  # real directory → background saves whose outcome nobody has seen
 
 
 class AsyncManager:
@@ -49,17 +50,21 @@ def start(manager: Any, directory: str, task: Callable[[], Any]) -> None:
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         with _lock:
-            _saves.setdefault(directory, []).append(future)
+            _saves.setdefault(os.path.realpath(directory), []).append(future)
 
 
 def wait(manager: Any) -> None:
     """Waits for a manager's previous save and raises its failure, also where the manager itself would not."""
     future = getattr(manager, "save_future", None)
-    manager.wait_previous_save()
+    try:
+        manager.wait_previous_save()
+    finally:
+        if isinstance(future, Future):
+            _seen(future)
+            if manager.save_future is future:
+                manager.save_future = None
     # Flax's own manager drops the failure of a save that has already ended.
-    if isinstance(future, Future) and manager.save_future is future:
-        manager.save_future = None
-        _seen(future)
+    if isinstance(future, Future):
         future.result()
 
 
@@ -84,7 +89,7 @@ def raise_failures(directory: str) -> None:
 
 def _unseen(directory: str) -> list[Future[Any]]:
     with _lock:
-        return list(_saves.get(directory, ()))
+        return list(_saves.get(os.path.realpath(directory), ()))
 
 
 def _seen(future: Future[Any]) -> None:

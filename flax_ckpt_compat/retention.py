@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from flax_ckpt_compat import _detect, _listing
+from flax_ckpt_compat import _listing
 from flax_ckpt_compat._core import files, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._listing import Place
@@ -23,17 +23,20 @@ def check_overwrite(where: Place, name: str, step: Any) -> None:
     """
     path = where.path(name)
     if os.path.lexists(path) and not _is_void(path):
-        missing = _detect.what_is_missing(path)
+        missing = _listing.what_is_missing(path)
         state = f"is there, incomplete ({missing})" if missing else "already exists"
         raise InvalidCheckpointError(
             f"cannot save step {step}: {path} {state}; pass overwrite=True to replace it.", path=path, step=step
         )
-    complete = _listing.complete_steps(where)
-    mine, newest = steps.step_of(name, where.prefix), complete[-1] if complete else None
-    if newest is not None and mine is not None and mine < (steps.step_of(newest, where.prefix) or 0.0):
+    mine, complete = steps.step_of(name, where.prefix), _listing.complete_steps(where, quiet=True)
+    if mine is None or not complete:
+        return
+    newest = _step(complete[-1], where)
+    if mine <= newest:
+        state = "is the same step" if mine == newest else "is newer"
         raise InvalidCheckpointError(
-            f"cannot save step {step}: {where.path(newest)} is newer; "
-            "pass overwrite=True to save it anyway and remove the newer checkpoints.",
+            f"cannot save step {step}: {where.path(complete[-1])} {state}; "
+            "pass overwrite=True to save it anyway and remove what is not older.",
             path=path,
             step=step,
         )
@@ -41,7 +44,10 @@ def check_overwrite(where: Place, name: str, step: Any) -> None:
 
 def _is_void(path: str) -> bool:
     """True for what holds nothing at all and may be replaced: a zero-byte file, an empty directory."""
-    return not os.listdir(path) if os.path.isdir(path) else os.path.getsize(path) == 0
+    if os.path.islink(path):
+        return False
+    with files.translated(path):
+        return not os.listdir(path) if os.path.isdir(path) else os.path.getsize(path) == 0
 
 
 def clean_up(where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_steps: float | None) -> None:
@@ -50,17 +56,22 @@ def clean_up(where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_
     if mine is None:
         return  # ``prefix + text`` stands outside the order of steps: it evicts nothing
     ordered = _listing.complete_steps(where)
-    # Two names can spell one step (7 and 7.0); the one just saved counts as the newer.
-    ordered.sort(key=lambda name: (steps.step_of(name, where.prefix), name == saved))
     if saved not in ordered:
         return  # another writer removed it meanwhile: it is theirs to decide what stays
-    index = ordered.index(saved) + 1
-    newer = ordered[index:] if overwrite else []
-    kept = [name for name in ordered if name not in newer]
+    # Two names can spell one step (7 and 7.0): overwriting the step replaces the other spelling too.
+    newer = [name for name in ordered if name != saved and _step(name, where) >= mine] if overwrite else []
+    # The one just saved is the newest of its step; retention must not take it for the older one.
+    kept = sorted(set(ordered) - set(newer), key=lambda name: (_step(name, where), name == saved, name))
     for name in newer + steps.expired(kept, where.prefix, keep, keep_every_n_steps):
         _log.info("Removing checkpoint at %s", where.path(name))
         _remove(where, name)
     _collect_orphans(where)
+
+
+def _step(name: str, where: Place) -> float:
+    step = steps.step_of(name, where.prefix)
+    assert step is not None  # only numeric checkpoints are listed
+    return step
 
 
 def _remove(where: Place, name: str) -> None:

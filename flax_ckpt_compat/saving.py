@@ -69,7 +69,7 @@ def save(
 
     Args:
         ckpt_dir: normalised directory.
-        sort_keys: write dict keys sorted, as Flax does in ``save_checkpoint_multiprocess``.
+        sort_keys: write the maps of a msgpack file sorted, as Flax does in ``save_checkpoint_multiprocess``.
 
     Returns:
         The checkpoint's path in the caller's form.
@@ -79,11 +79,10 @@ def save(
     if async_manager is not None:
         background.wait(async_manager)
     text, where = steps.step_text(step), _place(ckpt_dir, prefix)
+    name = steps.check_name(where.prefix + text)
     foreign.settle(orbax_checkpointer, where.directory)
     background.settle(where.directory)
-    request = Request(
-        where, where.prefix + text, step, steps.check_keep(keep), bool(overwrite), keep_every_n_steps, start
-    )
+    request = Request(where, name, step, steps.check_keep(keep), bool(overwrite), keep_every_n_steps, start)
     if not overwrite:
         retention.check_overwrite(where, request.name, step)
     if orbax_checkpointer is not None:
@@ -105,7 +104,7 @@ def _save_ourselves(request: Request, target: Any, async_manager: Any, sort_keys
     backend = backend_for(Format.ORBAX if config.use_orbax_format() else Format.MSGPACK)
     tree = state.describe(target)
     tree = map_leaves(lambda path, leaf: _host_local(path, leaf, request), tree)
-    tree = state.take_keys_apart(_sorted(tree) if sort_keys else tree)
+    tree = state.take_keys_apart(_sorted(tree) if sort_keys and backend.format is Format.MSGPACK else tree)
     backend.check(tree)
     options = WriteOptions(compression=config.current().compression)
     if async_manager is None:
@@ -188,7 +187,7 @@ def _frozen(leaf: Any) -> Any:
 
 
 def _sorted(tree: Node) -> Node:
+    """The tree with all names sorted as text; '10' before '2' in lists too, as Flax 0.12.8 writes them (measured)."""
     if not isinstance(tree, Branch):
         return tree
-    names = list(tree.children) if tree.container.is_sequence else sorted(tree.children)
-    return Branch({name: _sorted(tree.children[name]) for name in names}, tree.container, tree.int_keys)
+    return Branch({name: _sorted(tree.children[name]) for name in sorted(tree.children)}, int_keys=tree.int_keys)

@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX, ORBAX_TEMPORARY
@@ -31,7 +31,10 @@ _TEMPORARY = re.compile(
     rf"(?:{re.escape(ORBAX_TEMPORARY)}|{re.escape(_STAGED)})(?:{re.escape(ORBAX_TEMPORARY)}|{re.escape(ARRAYS_POSTFIX)})*",
     re.DOTALL,
 )
-_FOREIGN_MACHINE_PATIENCE = 7 * 24 * 3600.0  # seconds without a change before another machine's writer counts as dead
+# Seconds without a change before another machine's writer counts as dead. A checkpoint that was set aside is
+# missing from its place for as long, so it is put back sooner: a writer that still lives then fails, aloud.
+_PATIENCE = {"new": 24 * 3600.0, "old": 3600.0}
+_GONE = (FileNotFoundError, NotADirectoryError)
 _MAX_NAME = 255
 _counter = itertools.count()
 
@@ -41,12 +44,11 @@ def temporary_path(path: str, role: str = "new") -> str:
     directory, name = os.path.split(path)
     tag = f".{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{next(_counter)}{role}"
     tail = tag + ORBAX_TEMPORARY + ARRAYS_POSTFIX
-    encoded = os.fsencode(name)
-    if len(encoded) + len(tail) + 1 > _MAX_NAME:
-        raise StorageError(
-            f"{path}: the name is too long for a temporary beside it", path=path, errno=errno.ENAMETOOLONG
-        )
-    return os.path.join(directory, f".{name}{tail}")
+    encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
+    if len(encoded) > room and role == "old":  # its whole name is needed to put it back
+        raise StorageError(f"{path}: the name is too long to be set aside", path=path, errno=errno.ENAMETOOLONG)
+    shown = name if len(encoded) <= room else encoded[:room].decode("utf-8", "ignore")
+    return os.path.join(directory, f".{shown}{tail}")
 
 
 def staging_path(path: str) -> str:
@@ -69,7 +71,7 @@ def reclaim(directory: str) -> list[str]:
         path = os.path.join(directory, name)
         match = _TEMPORARY.fullmatch(name)
         if match and os.path.lexists(path) and not _is_alive(match, path):
-            with translated(path):
+            with translated(path), suppress(*_GONE):  # other writers reclaim too
                 _delete(path)
             removed.append(name)
     return removed
@@ -83,11 +85,30 @@ def recover(directory: str, names: Iterable[str]) -> list[str]:
         if not match or match["role"] != "old":
             continue
         path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
-        if not os.path.lexists(original) and not _is_alive(match, path):
+        if not os.path.lexists(original) and os.path.lexists(path) and not _is_alive(match, path):
             with translated(path):
-                os.rename(path, original)
-            recovered.append(match["name"])
+                if _rename_new(path, original):
+                    recovered.append(match["name"])
     return recovered
+
+
+def _rename_new(path: str, original: str) -> bool:
+    """Renames without replacing anything; False where another process was faster."""
+    try:
+        if os.path.isdir(path) or os.path.islink(path):
+            os.rename(path, original)  # onto a checkpoint, which is not empty, this fails
+        else:
+            os.link(path, original)
+            os.unlink(path)
+    except _GONE:
+        return False
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        os.rename(path, original)  # a file system without hard links
+    return True
 
 
 def publish(temporary: str, final: str) -> None:
@@ -96,16 +117,24 @@ def publish(temporary: str, final: str) -> None:
     with translated(final):
         if not os.path.lexists(final) or (os.path.isfile(temporary) and os.path.isfile(final)):
             os.replace(temporary, final)
-        elif _exchange(temporary, final):
             sync_directory(directory)
-            _delete(temporary)
-        else:
-            set_aside = temporary_path(final, "old")
-            os.rename(final, set_aside)
-            os.rename(temporary, final)
-            sync_directory(directory)
-            _delete(set_aside)
+            return
+        replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
         sync_directory(directory)
+        _delete(replaced)
+        sync_directory(directory)
+
+
+def _replace_in_two_steps(temporary: str, final: str) -> str:
+    """Replaces where the system cannot exchange names, and returns where the old one is; `recover` mends a crash."""
+    aside = temporary_path(final, "old")
+    os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except BaseException:
+        os.rename(aside, final)
+        raise
+    return aside
 
 
 def set_aside(path: str) -> str:
@@ -148,7 +177,10 @@ def make_directory(path: str) -> None:
 
 def sync_directory(path: str) -> None:
     """Makes the names in a directory durable."""
-    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        descriptor = os.open(path or ".", os.O_RDONLY)
+    except PermissionError:  # one may write into a directory that one may not read
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:  # some network file systems cannot sync directories
@@ -180,15 +212,18 @@ def _delete(path: str) -> None:
 def _is_alive(match: re.Match[str], path: str) -> bool:
     if match["machine"] == _machine():
         return _start_of(int(match["pid"])) == int(match["start"])
-    return time.time() - _last_change(path) < _FOREIGN_MACHINE_PATIENCE
+    return time.time() - _last_change(path) < _PATIENCE[match["role"]]
 
 
 def _last_change(path: str) -> float:
+    """Newest change of anything in it, its own renaming included; 0.0 where it vanishes meanwhile."""
     newest = 0.0
-    for folder, _, files in os.walk(path):
-        for entry in (folder, *(os.path.join(folder, file) for file in files)):
-            newest = max(newest, os.lstat(entry).st_mtime)
-    return newest or os.lstat(path).st_mtime
+    with suppress(*_GONE):
+        newest = os.lstat(path).st_ctime
+        for folder, _, files in os.walk(path):
+            for entry in (folder, *(os.path.join(folder, file) for file in files)):
+                newest = max(newest, os.lstat(entry).st_mtime)
+    return newest
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.errors import StepError
 
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
 _STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_WHOLE = re.compile(r"[-+]?\d+")
 _ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
 
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
@@ -25,11 +26,10 @@ FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
 
 
 def parse_step(text: str) -> float | None:
-    """The step that a name's tail spells, or None where it is not one finite number."""
-    if not _STEP.fullmatch(text):
+    """The step that a name's tail spells, or None where it is not one finite number; exact for whole numbers."""
+    if not _STEP.fullmatch(text) or not math.isfinite(step := float(text)):
         return None
-    step = float(text)
-    return step if math.isfinite(step) else None
+    return int(text) if _WHOLE.fullmatch(text) else step
 
 
 def step_of(name: str, prefix: str) -> float | None:
@@ -70,7 +70,7 @@ def step_text(step: Any) -> str:
         StepError: bools, non-finite numbers, arrays with more than one element, anything else.
     """
     if isinstance(step, str):
-        if not step or "/" in step or "\0" in step or step == FLAX_TEMPORARY or is_foreign(step):
+        if not step.strip(".") or "/" in step or "\0" in step or step == FLAX_TEMPORARY:
             raise StepError(f"step {step!r} cannot be part of a checkpoint's name")
         if parse_step(step) is None and step.lower().lstrip("+-") in ("nan", "inf", "infinity"):
             raise StepError(f"step {step!r} is not finite")
@@ -80,9 +80,21 @@ def step_text(step: Any) -> str:
         raise StepError(
             f"step must be an int, a float or a 0-d array of them, found {type(step).__name__}: {step!r:.100}"
         )
-    if not math.isfinite(number):
-        raise StepError(f"step must be finite, found {step!r}")
-    return f"{step}"
+    text = f"{step}"
+    if parse_step(text) is None:  # also a Fraction, or an int beyond every float
+        raise StepError(f"step must be finite and print as one number, found {step!r:.100}")
+    return text
+
+
+def check_name(name: str) -> str:
+    """The name of a checkpoint to save, after checking that it will be found again.
+
+    Raises:
+        StepError: it is one of the names that Flax or Orbax give to what is no checkpoint.
+    """
+    if is_foreign(name):
+        raise StepError(f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones")
+    return name
 
 
 def _number(step: Any) -> Any:
