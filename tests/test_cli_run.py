@@ -59,6 +59,33 @@ PROBES = {
         print(A())
         """,
     "nothing_loaded": "import sys\nprint({'jax', 'flax', 'numpy'} & set(sys.modules))",
+    "warning": "import warnings\nwarnings.warn('old', DeprecationWarning)\ndef f(): warnings.warn('x')\nf()",
+    "source": "import inspect\ndef f():\n    return 1\nprint(inspect.getsource(f), inspect.getmodule(f).__name__)",
+    "stdin": "import sys\nprint(sys.stdin.read(), sys.stdin.isatty())",
+    "unittest": """
+        import unittest
+        class Test(unittest.TestCase):
+            def test(self):
+                pass
+        if __name__ == "__main__":
+            unittest.main(argv=["x"], exit=True, testRunner=unittest.TextTestRunner(open("/dev/null", "w")))
+        """,
+    "real_interrupt": """
+        import os, signal, time
+        def wait():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        wait()
+        """,
+    "forkserver": """
+        import concurrent.futures, multiprocessing
+        def work(x):
+            return x * x
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("forkserver")
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+                print(list(pool.map(work, [2, 3])))
+        """,
     "spawn": """
         import multiprocessing
         def work(x):
@@ -127,6 +154,8 @@ def test_modules_packages_folders_and_zips_run(tmp_path: Path) -> None:
     for arguments in (["-m", "module", "--help"], ["-mmodule"], ["-m", "package", "x"], ["package"], ["program.zip"]):
         assert_same(tmp_path, *arguments)
     assert_same(tmp_path, "compiled.pyc")
+    (tmp_path / "spawning.py").write_text(textwrap.dedent(PROBES["spawn"]))
+    assert_same(tmp_path, "-m", "spawning")
 
 
 def test_what_does_not_exist_is_reported_as_python_does(tmp_path: Path) -> None:
@@ -154,6 +183,26 @@ def test_the_script_gets_our_functions(tmp_path: Path) -> None:
     )
     stdout, stderr, code = outcome([*RUN, "probe.py"], tmp_path)
     assert (stdout.split(), code) == (["flax_ckpt_compat.checkpoints"] * 2, 0), stderr
+
+
+def test_a_program_works_although_orbax_does_not_import(tmp_path: Path) -> None:
+    """With an orbax that fails at import, which Flax does not survive, the program saves and restores both formats."""
+    (tmp_path / "orbax").mkdir()
+    (tmp_path / "orbax/__init__.py").write_text("raise AttributeError('jax has no DeviceArray')")
+    (tmp_path / "probe.py").write_text(
+        textwrap.dedent("""
+        import flax, numpy as np
+        from flax.training import checkpoints
+        for step, flag in enumerate([False, True]):
+            flax.config.update("flax_use_orbax_checkpointing", flag)
+            checkpoints.save_checkpoint("saved", {"w": np.arange(3) + step}, step, keep=2)
+            print(checkpoints.restore_checkpoint("saved", None)["w"])
+        """)
+    )
+    assert outcome([sys.executable, "probe.py"], tmp_path)[2] == 1
+    stdout, stderr, code = outcome([*RUN, "probe.py"], tmp_path)
+    assert (stdout, code) == ("[0 1 2]\n[1 2 3]\n", 0), stderr
+    assert "flax_ckpt_compat stands in for it" in stderr
 
 
 def test_typos_get_suggestions(tmp_path: Path) -> None:
