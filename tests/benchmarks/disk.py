@@ -1,0 +1,85 @@
+"""Whether what was written has reached the disk, asked of the kernel."""
+
+import ctypes
+import os
+import platform
+import sys
+
+# Linux 6.5 and newer have cachestat(2) under this number on every architecture.
+_CACHESTAT = 451
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "in_writeback", "evicted", "recently_evicted")
+    )
+
+
+def unsynced(directory: str) -> int | None:
+    """Bytes of the files under a directory that are only in the page cache.
+
+    Returns:
+        The number, or None where the system cannot say.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            pages = _dirty_pages(os.path.join(folder, name))
+            if pages is None:
+                return None
+            total += pages * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def _dirty_pages(path: str) -> int | None:
+    whole, pages = _Range(0, 0), _Pages()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        system = ctypes.CDLL(None, use_errno=True)
+        failed = system.syscall(_CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(pages), 0)
+    finally:
+        os.close(descriptor)
+    return None if failed else int(pages.dirty + pages.in_writeback)
+
+
+def file_system(path: str) -> str:
+    """Type of the file system that a path is on, or ``unknown``."""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8") as file:
+            mounts = [line.split()[1:3] for line in file]
+    except OSError:
+        return "unknown"
+    path = os.path.realpath(path)
+    # Of mounts on the same place the last one counts.
+    found = max(
+        (len(point), order, kind)
+        for order, (point, kind) in enumerate(mounts)
+        if os.path.commonpath((path, point)) == point
+    )
+    return found[2]
+
+
+def memory_gib() -> float:
+    """Physical memory in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def machine_facts(workdir: str) -> dict[str, str]:
+    """What of the machine matters for the figures, without names or paths."""
+    from importlib.metadata import version
+
+    libraries = ("flax", "orbax-checkpoint", "jax", "jaxlib", "tensorstore", "msgpack", "numpy")
+    return {
+        "CPUs": f"{os.cpu_count()} ({platform.machine()})",
+        "memory": f"{memory_gib():.0f} GiB",
+        "file system": file_system(workdir),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "Python": platform.python_version(),
+        **{library: version(library) for library in libraries},
+    }
