@@ -128,8 +128,8 @@ def detect(path: str) -> Found:
         items = {"": Item(Format.ORBAX, path)} if _is_tree(path, names) else _items(path, names)
         if not items:
             raise UnrecognizedFormatError(
-                f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; restore it with "
-                "the orbax_checkpointer that wrote it.",
+                f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; "
+                "restore it with the orbax_checkpointer that wrote it.",
                 path=path,
             )
         return Found(path, items)

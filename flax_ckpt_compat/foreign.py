@@ -6,6 +6,7 @@ Never imports orbax: whoever passes such an object has imported it already.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -13,8 +14,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from flax_ckpt_compat import state
 from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError
@@ -74,6 +77,7 @@ class _Pending:
 
     def watch(self) -> None:
         """Starts looking for the commit."""
+        _finish_at_exit()
         with _lock:
             _pending.append(self)
             self.checkpointer.wait_until_finished = self._wait
@@ -118,13 +122,19 @@ class _Pending:
                     _log.exception("Cleaning up after the checkpoint at %s failed", self.path)
 
 
-@atexit.register
+@functools.cache
+def _finish_at_exit() -> None:
+    # Python refuses new tasks to all thread pools before it joins threads and comes to ``atexit``, and Orbax needs a
+    # pool to commit. Only this hook, the one that the pools themselves use, is called earlier than theirs.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_finish_all)
+
+
 def _finish_all() -> None:
-    # Orbax's own threads have been joined by now, so each commit has happened or never will.
     for pending in list(_pending):
         try:
             pending.checkpointer.wait_until_finished()
-        except Exception:
+        except Exception:  # noqa: BLE001  (the interpreter is going: nobody is left to raise it to)
             _log.exception("A background save of the checkpoint at %s failed", pending.path)
 
 
@@ -160,8 +170,12 @@ def restore_raw(checkpointer: Any, path: str) -> Any:
 
 def _restore_args(leaf: Any) -> Any:
     orbax: Any = sys.modules["orbax.checkpoint"]
-    is_array = isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY
-    return orbax.RestoreArgs(restore_type=np.ndarray) if is_array else orbax.RestoreArgs()
+    kind = leaf.kind if isinstance(leaf, LeafHandle) else None
+    if kind is LeafKind.ARRAY:
+        return orbax.RestoreArgs(restore_type=np.ndarray)
+    if kind is LeafKind.PRNG_KEY:  # restores as a jax.Array only, and by default where it was saved
+        return orbax.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+    return orbax.RestoreArgs()
 
 
 def _example(leaf: Any) -> Any:
@@ -174,7 +188,9 @@ def _example(leaf: Any) -> Any:
 
 
 def _own(value: Any, handle: LeafHandle) -> Any:
-    """Arrays in memory that the caller may write to."""
+    """The value as our own readers give it: arrays in memory that the caller may write to, keys taken apart."""
+    if state.is_prng_key(value):
+        return state.take_keys_apart(value)
     if handle.kind is not LeafKind.ARRAY:
         return value
     array = np.asarray(value)

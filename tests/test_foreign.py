@@ -1,0 +1,316 @@
+"""Checkpointer objects of real Orbax: they do the work, our naming, overwrite and retention rules stay around them."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.errors import InvalidCheckpointError
+
+TREE = {"a": np.arange(6.0).reshape(2, 3), "b": {"c": np.ones(4, np.float32), "n": 3}, "l": [np.zeros(1, np.int8)]}
+
+
+class Gated(ocp.PyTreeCheckpointHandler):
+    """A handler whose commit waits for a gate, and fails on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.error = threading.Event(), False
+        self.gate.set()
+
+    def finalize(self, directory: Any) -> None:
+        self.gate.wait(60)
+        if self.error:
+            raise RuntimeError("the disk caught fire")
+        super().finalize(directory)
+
+
+class TextHandler(ocp.CheckpointHandler):
+    """A handler of the user's own, with a format of its own."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        (directory / "words.txt").write_text(args.item)
+
+    def restore(self, directory: Any, args: Any) -> Any:
+        return {"words": (directory / "words.txt").read_text()}
+
+
+@ocp.args.register_with_handler(TextHandler, for_save=True, for_restore=True)
+class TextArgs(ocp.args.CheckpointArgs):
+    def __init__(self, item: Any = None):
+        self.item = item
+
+
+CHECKPOINTERS: dict[str, Callable[[], Any]] = {
+    "Checkpointer": lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
+    "PyTreeCheckpointer": ocp.PyTreeCheckpointer,
+    "StandardCheckpointer": ocp.StandardCheckpointer,
+    "AsyncCheckpointer": lambda: ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
+    "CommitFile": lambda: ocp.AsyncCheckpointer(
+        ocp.PyTreeCheckpointHandler(), temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath
+    ),
+}
+
+
+@pytest.fixture(params=CHECKPOINTERS)
+def checkpointer(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One of the checkpointers that users pass."""
+    made = CHECKPOINTERS[request.param]()
+    yield made
+    made.close()
+
+
+def settle(checkpointer: Any) -> None:
+    """Waits for a background save, if there can be one."""
+    if hasattr(checkpointer, "wait_until_finished"):
+        checkpointer.wait_until_finished()
+
+
+def names(directory: Path) -> list[str]:
+    """What is in a directory."""
+    return sorted(os.listdir(directory))
+
+
+def count(checkpointer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The paths that a method of the checkpointer is called with from now on."""
+    calls: list[Any] = []
+    original = getattr(checkpointer, name)
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(str(path))
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpointer, name, counted)
+    return calls
+
+
+def assert_same(restored: Any, expected: Any) -> None:
+    """Same containers, types, dtypes and values; arrays are writable."""
+    assert jax.tree_util.tree_structure(restored) == jax.tree_util.tree_structure(expected)
+    for got, want in zip(jax.tree_util.tree_leaves(restored), jax.tree_util.tree_leaves(expected), strict=True):
+        assert type(got) is type(want)
+        if isinstance(want, np.ndarray):
+            assert got.dtype == want.dtype and got.flags.writeable
+        np.testing.assert_array_equal(got, want)
+
+
+def test_save_and_restore_go_through_it(checkpointer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The given object writes and reads, and the tree comes back with its containers, dtypes and types."""
+    saves = count(checkpointer, "save", monkeypatch)
+    path = checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    assert path == str(tmp_path / "checkpoint_1") and saves == [path]
+    restores = count(checkpointer, "restore", monkeypatch)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), TREE)
+    assert restores == [path]
+
+
+def test_what_it_writes_is_restored_without_it(checkpointer: Any, tmp_path: Path) -> None:
+    """Our own reader restores what the given object wrote, also while its save is on its way."""
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
+
+
+def test_it_reads_what_our_backend_wrote(tmp_path: Path) -> None:
+    """An Orbax directory of ours restores through a given checkpointer."""
+    with flax.config.temp_flip_flag("use_orbax_checkpointing", True):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    reader = ocp.PyTreeCheckpointer()
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=reader), TREE)
+
+
+def test_msgpack_files_need_no_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A msgpack file restores by our reader, whatever checkpointer is passed, as in Flax."""
+    with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    reader = ocp.PyTreeCheckpointer()
+    restores = count(reader, "restore", monkeypatch)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=reader), TREE)
+    assert restores == []
+
+
+def test_retention_and_naming_stay_around_it(checkpointer: Any, tmp_path: Path) -> None:
+    """keep=2 leaves two, prefixes are ours, and a smaller step without overwrite is refused before it is written."""
+    for step in range(5):
+        checkpoints.save_checkpoint(tmp_path, TREE, step, "p_", keep=2, orbax_checkpointer=checkpointer)
+    settle(checkpointer)
+    assert names(tmp_path) == ["p_3", "p_4"]
+    with pytest.raises(InvalidCheckpointError, match="newer"):
+        checkpoints.save_checkpoint(tmp_path, TREE, 2, "p_", keep=2, orbax_checkpointer=checkpointer)
+    assert names(tmp_path) == ["p_3", "p_4"]
+
+
+def test_overwrite_replaces_the_step(checkpointer: Any, tmp_path: Path) -> None:
+    """overwrite=True replaces an existing step by the new values and removes newer ones."""
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, TREE, step, keep=5, orbax_checkpointer=checkpointer)
+    new = {**TREE, "a": TREE["a"] + 1}
+    checkpoints.save_checkpoint(tmp_path, new, 1, keep=5, overwrite=True, orbax_checkpointer=checkpointer)
+    settle(checkpointer)
+    assert names(tmp_path) == ["checkpoint_1"]
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE, orbax_checkpointer=checkpointer), new)
+
+
+def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
+    """With keep=1 the old checkpoint stays, and is the latest, until the new one is committed."""
+    handler = Gated()
+    checkpointer = ocp.AsyncCheckpointer(handler)
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    checkpointer.wait_until_finished()
+    handler.gate.clear()
+    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
+    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
+    handler.gate.set()
+    checkpointer.wait_until_finished()
+    assert names(tmp_path) == ["checkpoint_2"]
+    assert "wait_until_finished" not in vars(checkpointer)
+    checkpointer.close()
+
+
+def test_a_commit_is_cleaned_up_without_waiting(tmp_path: Path) -> None:
+    """Retention runs after the commit also where nobody calls wait_until_finished."""
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
+    pause = threading.Event()
+    for _ in range(3000):
+        if names(tmp_path) == ["checkpoint_2"]:
+            break
+        pause.wait(0.01)
+    assert names(tmp_path) == ["checkpoint_2"]
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
+    """The old checkpoint of a step is there, whole, while the new one is written and after that failed."""
+    handler = Gated()
+    checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(handler)
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    settle(checkpointer)
+    handler.error = True
+    new = {**TREE, "a": TREE["a"] + 1}
+    with pytest.raises(RuntimeError, match="fire"):
+        checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
+        assert os.path.exists(tmp_path / "checkpoint_1" / "_METADATA")
+        settle(checkpointer)
+    assert checkpoints.available_steps(tmp_path) == [1]
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
+    handler.error = False
+    checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
+    settle(checkpointer)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), new)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("then", ["save", "restore"])
+def test_a_background_failure_surfaces_at_the_next_call(then: str, tmp_path: Path) -> None:
+    """A failed background save raises at the next save or restore of that directory, and evicted nothing."""
+    handler = Gated()
+    checkpointer = ocp.AsyncCheckpointer(handler)
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    checkpointer.wait_until_finished()
+    handler.error = True
+    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
+    with pytest.raises(RuntimeError, match="fire"):
+        if then == "save":
+            checkpoints.save_checkpoint(tmp_path, TREE, 3)  # another writer, the same directory
+        else:
+            checkpoints.restore_checkpoint(tmp_path, TREE)
+    assert checkpoints.available_steps(tmp_path) == [1]
+    handler.error = False
+    checkpoints.save_checkpoint(tmp_path, TREE, 3, orbax_checkpointer=checkpointer)
+    checkpointer.wait_until_finished()
+    assert checkpoints.available_steps(tmp_path) == [3]
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("target", [None, np.zeros(5)], ids=["no target", "target"])
+@pytest.mark.parametrize("through", [True, False], ids=["through it", "without it"])
+def test_a_single_array(target: Any, through: bool, tmp_path: Path) -> None:
+    """The handler of a single array saves and restores a bare array, through it and by our reader."""
+    checkpointer = ocp.Checkpointer(ocp.ArrayCheckpointHandler())
+    checkpoints.save_checkpoint(tmp_path, np.arange(5.0), 1, orbax_checkpointer=checkpointer)
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_checkpointer=checkpointer if through else None)
+    assert_same(restored, np.arange(5.0))
+
+
+def test_a_handler_with_a_format_of_its_own(tmp_path: Path) -> None:
+    """Listing, retention and restoring work around a handler whose files only it can read; without it: an error."""
+    checkpointer = ocp.Checkpointer(TextHandler())
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, f"step {step}", step, orbax_checkpointer=checkpointer)
+    assert names(tmp_path) == ["checkpoint_2"]
+    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_checkpointer=checkpointer)
+    assert restored == {"words": "step 2"}
+    with pytest.raises(ValueError, match="orbax_checkpointer that wrote it"):
+        checkpoints.restore_checkpoint(tmp_path, None)
+
+
+def test_64_bit_values_are_not_narrowed(tmp_path: Path) -> None:
+    """float64 stays float64 through a checkpointer although the target is a jax.Array and x64 is off."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    value = {"a": np.array([1e300, 1 + 2**-50])}
+    checkpoints.save_checkpoint(tmp_path, value, 1, orbax_checkpointer=checkpointer)
+    restored = checkpoints.restore_checkpoint(tmp_path, {"a": jnp.zeros(2)}, orbax_checkpointer=checkpointer)
+    assert_same(restored, value)
+
+
+def test_jax_targets_get_their_device(tmp_path: Path) -> None:
+    """Arrays come back as jax.Array with the sharding of the target's leaf."""
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    tree = {"a": jnp.arange(3), "key": jax.random.key(7)}
+    checkpoints.save_checkpoint(tmp_path, tree, 1, orbax_checkpointer=checkpointer)
+    restored = checkpoints.restore_checkpoint(tmp_path, tree, orbax_checkpointer=checkpointer)
+    assert isinstance(restored["a"], jax.Array) and restored["a"].sharding == tree["a"].sharding
+    assert restored["a"].tolist() == [0, 1, 2]
+    assert jax.random.key_data(restored["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    checkpointer.close()
+
+
+def test_missing_leaves_are_judged_as_everywhere(tmp_path: Path) -> None:
+    """The policies of restoring hold through a checkpointer: a missing leaf is an error, {} keeps the target's."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpoints.save_checkpoint(tmp_path, {"a": np.ones(2)}, 1, orbax_checkpointer=checkpointer)
+    target = {"a": np.zeros(2), "new": 5}
+    with pytest.raises(ValueError, match="new"):
+        checkpoints.restore_checkpoint(tmp_path, target, orbax_checkpointer=checkpointer)
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_checkpointer=checkpointer, orbax_transforms={})
+    assert_same(restored, {"a": np.ones(2), "new": 5})
+
+
+EXIT = """
+import sys, time, numpy as np, orbax.checkpoint as ocp
+from flax_ckpt_compat import checkpoints
+class Slow(ocp.PyTreeCheckpointHandler):
+    def finalize(self, directory):
+        time.sleep(0.5)
+        super().finalize(directory)
+checkpointer = ocp.AsyncCheckpointer(Slow())
+for step in (1, 2):
+    checkpoints.save_checkpoint(sys.argv[1], {"a": np.arange(3)}, step, overwrite=True, orbax_checkpointer=checkpointer)
+checkpoints.save_checkpoint(sys.argv[1], {"a": np.arange(4)}, 2, overwrite=True, orbax_checkpointer=checkpointer)
+"""
+
+
+def test_exit_with_a_save_on_its_way(tmp_path: Path) -> None:
+    """A program that ends without waiting ends cleanly, its last save published and the older ones evicted."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, tmp_path], env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert names(tmp_path) == ["checkpoint_2"]
+    assert checkpoints.restore_checkpoint(tmp_path, None)["a"].tolist() == [0, 1, 2, 3]
