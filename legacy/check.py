@@ -71,14 +71,21 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         if len(leaf) > _MAX_LENGTH:
             raise _refuse(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
     elif kind is KeyData:
-        _check_text(path, leaf.impl)
-        _check_leaf((*path, "data"), leaf.data)
+        _check_key(path, leaf)
     elif kind is HostCopy:
         _check_numpy(path, leaf.data)
     elif is_jax_array(leaf):
         _check_jax(path, leaf)
     elif not isinstance(leaf, complex):
         raise _refuse(path, f"a {kind.__module__}.{kind.__qualname__}", "convert it to an array, number, str or bytes")
+
+
+def _check_key(path: Path, key: KeyData) -> None:
+    _check_text(path, key.impl)
+    _check_leaf((*path, "data"), key.data)
+    values = key.data.data if type(key.data) is HostCopy else key.data
+    if getattr(values, "dtype", None) != np.uint32:
+        raise _refuse(path, f"a PRNG key with data of type {type(values).__name__}", "pass its uint32 key data")
 
 
 def _check_str(path: Path, text: str) -> None:

@@ -89,7 +89,7 @@ def read(array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
 
     spec = {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": array.folder},
+        "kvstore": {"driver": "file", "path": os.path.abspath(array.folder)},
         "fill_missing_data_reads": False,
     }
     try:

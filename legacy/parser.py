@@ -200,8 +200,7 @@ class _Parser:
             count, keyed = tag & 0x0F, tag <= 0x8F
             window.at += 1
         else:
-            keyed = tag >= 0xDE
-            count = self._length(1 + (tag & 1))
+            count, keyed = self._length(1 + (tag & 1)), tag >= 0xDE
         # Every child has a byte at least, every key too: a count that the file cannot hold ends here.
         if window.base + window.at + count * (1 + keyed) > window.size:
             raise window.corrupt(f"a container of {count} values; the file is too short for them, it is truncated")

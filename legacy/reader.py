@@ -24,7 +24,7 @@ from .window import Window
 class MsgpackReader:
     """A file of which the structure is known. Keeps its descriptor, so replacing the file changes nothing.
 
-    Arrays below 32 KiB that are read together share blocks of memory of up to 1 MiB, each in its own
+    Arrays below 32 KiB that are read together share blocks of memory of about 256 KiB, each in its own
     aligned part.
 
     Attributes:

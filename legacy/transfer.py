@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from flax_ckpt_compat._core.tree import show_path
 SMALL = 32 * 2**10
 # A gap of unwanted bytes (keys and headers, mostly) that is cheaper to read than to skip.
 _GAP = 512
-_BLOCK = 2**20
+_BLOCK = 256 * 2**10
 _PIECE = 16 * 2**20
 _UINT8 = np.dtype(np.uint8)
 _offset = operator.itemgetter(0)
@@ -49,14 +50,22 @@ def fetch(fd: int, path: str, spans: list[Span]) -> None:
         return
     # Two more than processors: some wait for the disk while others copy.
     workers = min(8, len(pieces), (os.cpu_count() or 1) + 2)
+    queue = collections.deque(pieces)
     with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-read") as pool:
-        futures = [pool.submit(_read_span, fd, path, piece) for piece in pieces]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        futures = [pool.submit(_drain, fd, path, queue) for _ in range(workers)]
+        for future in futures:
+            future.result()
+
+
+def _drain(fd: int, path: str, queue: collections.deque[Span]) -> None:
+    try:
+        while queue:
+            _read_span(fd, path, queue.popleft())
+    except IndexError:
+        return  # another thread took the last piece
+    except BaseException:
+        queue.clear()  # one failure is enough: the others stop too
+        raise
 
 
 def _pieces(spans: list[Span]) -> Iterator[Span]:

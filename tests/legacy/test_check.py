@@ -9,7 +9,7 @@ import pytest
 from flax_ckpt_compat.legacy import BACKEND, markers
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch
+from flax_ckpt_compat._core.tree import Branch, KeyData
 
 
 class _Int(int):
@@ -41,6 +41,8 @@ _REFUSED = {
     "placeholder": markers.PLACEHOLDER + "a",
     "chunks": Branch(dict.fromkeys(markers.CHUNK_KEYS, 1)),
     "prng": Branch(dict.fromkeys(markers.KEY_KEYS, 1)),
+    "key data": KeyData("rbg", np.zeros(2, np.int32)),
+    "key impl": KeyData("\ud800", np.zeros(2, np.uint32)),
     "child key": Branch({"\udc00": 1}),
 }
 

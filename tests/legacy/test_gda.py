@@ -98,6 +98,13 @@ def test_escaping_reference(subpath, tmp_path):
         BACKEND.open(str(path))
 
 
+def test_relative_path(tmp_path, monkeypatch):
+    """The folder of arrays is found from a relative path too."""
+    path = _copy(_LEAF, tmp_path)
+    monkeypatch.chdir(path.parent)
+    assert BACKEND.open(path.name).tree.read().shape == (8, 4)
+
+
 def test_bare_reference_is_a_leaf(tmp_path):
     """A checkpoint that is one array has no branch at its root."""
     assert not isinstance(BACKEND.open(str(_copy(_LEAF, tmp_path))).tree, Branch)

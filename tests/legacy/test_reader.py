@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import flax.serialization
 import msgpack
@@ -23,6 +28,9 @@ from tests.support.trees import ML_DTYPES, arrays, fingerprint, leaves, numbers,
 def test_restores_what_flax_saved(load_bytes, tree):
     """Every tree in a file of real Flax comes back with its types, dtypes, shapes and bits."""
     assert fingerprint(load_bytes(flax.serialization.to_bytes(tree))) == fingerprint(tree)
+
+
+_ROOT = Path(__file__).parents[2]
 
 
 def _raw_trees():
@@ -276,3 +284,44 @@ def test_chunks_that_do_not_add_up(load_bytes, change):
     """Pieces that are too many or too few for the shape are an error that names the leaf."""
     with pytest.raises(CorruptCheckpointError, match=r"pieces of 12 bytes.* a"):
         load_bytes(flax.serialization.msgpack_serialize({"a": {**_CHUNKS, **change}}))
+
+
+def test_large_file_cut_after_opening(save):
+    """A cut that only one of several reading threads meets is still an error that names the leaf."""
+    path = save({"a": np.zeros(3 * 2**20), "b": np.zeros(3 * 2**20)})
+    reader = BACKEND.open(str(path))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CorruptCheckpointError, match="b: expected") as caught:
+        reader.read([reader.tree.children["a"], reader.tree.children["b"]])
+    assert caught.value.leaf == "b"
+
+
+def test_system_error_while_reading(save, monkeypatch):
+    """An error of the file system is a StorageError with the system's error as its cause."""
+    reader = BACKEND.open(str(save({"a": np.zeros(3)})))
+
+    def refuse(fd, buffers, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with pytest.raises(StorageError, match="Input/output") as caught:
+        reader.tree.children["a"].read()
+    assert caught.value.errno == errno.EIO
+
+
+def test_readers_close_themselves(save):
+    """A reader that is forgotten gives its descriptor back."""
+    path = save({"a": 1})
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        BACKEND.open(str(path))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_import_is_light():
+    """Importing the backend loads neither jax, flax nor tensorstore."""
+    code = "import sys, flax_ckpt_compat.legacy; print({'jax', 'flax', 'tensorstore', 'orbax'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=_ROOT)
+    assert done.stdout == "set()\n"
