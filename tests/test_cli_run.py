@@ -86,6 +86,23 @@ PROBES = {
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
                 print(list(pool.map(work, [2, 3])))
         """,
+    "teardown": """
+        import json
+        class Thing:
+            def __del__(self):
+                print("json is", "there" if json else "gone")
+        thing = Thing()
+        raise KeyboardInterrupt
+        """,
+    "teardown_without_error": """
+        import json
+        class Thing:
+            def __del__(self):
+                print("json is", "there" if json else "gone")
+        thing = Thing()
+        """,
+    "end_of_file": "raise EOFError",
+    "click": "import click\nprint(click.get_current_context(silent=True))",
     "spawn": """
         import multiprocessing
         def work(x):

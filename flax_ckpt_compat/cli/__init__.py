@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
 from flax_ckpt_compat import __version__
+
+from ._program import Program
 
 _COMMANDS = {
     "demo": "flax_ckpt_compat.cli.demo",
@@ -16,6 +19,14 @@ _COMMANDS = {
 
 class _LazyGroup(click.Group):
     """A group whose command NAME is the attribute ``command`` of its module."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except Program as chosen:
+            program = chosen
+        # Not in the handler: the program's exceptions would have ours as their context.
+        return program.run()
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
         return sorted(_COMMANDS)

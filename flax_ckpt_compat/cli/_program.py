@@ -5,7 +5,6 @@ What python does was measured on CPython 3.11 and is compared test by test: ``te
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import importlib.machinery
 import io
@@ -13,24 +12,48 @@ import multiprocessing.spawn
 import os
 import pkgutil
 import runpy
-import signal
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from flax_ckpt_compat import _install
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def run_script(script: str, args: list[str]) -> NoReturn:
-    """Runs a file, or a folder or zip file that holds a ``__main__.py``; does not return."""
+class Program(BaseException):
+    """Carries the program out of click, whose context and handling of interrupts it must not see."""
+
+    def __init__(self, words: tuple[str, ...]):
+        super().__init__(words)
+        self._words = words
+
+    def run(self) -> None:
+        """Runs it with the shim installed; what it raises is raised, and shown by `sys.excepthook` as python would."""
+        _install.install_on_import()
+        _install_in_workers()
+        first, *rest = self._words
+        try:
+            if first.startswith("-m"):
+                name, *rest = [first[2:], *rest] if first != "-m" else rest
+                _run_module(name, rest)
+            else:
+                _run_script(first, rest)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            _hide_our_frames(error)
+            raise
+
+
+def _run_script(script: str, args: list[str]) -> None:
     sys.argv[:] = [script, *args]
     if pkgutil.get_importer(script) is not None:
         # Not normalised: so python does it, and its messages show it.
         _set_path0(os.path.join(os.getcwd(), script))
-        _finish(lambda: _run_as_main("__main__", alter_argv=False))
+        _run_as_main("__main__", alter_argv=False)
+        return
     path = os.path.abspath(script)
     _set_path0(os.path.dirname(os.path.realpath(script)))
     try:
@@ -40,15 +63,14 @@ def run_script(script: str, args: list[str]) -> NoReturn:
         message = f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
         print(message, file=sys.stderr)
         sys.exit(2)
-    _finish(lambda: _exec_file(path))
+    _exec_file(path)
 
 
-def run_module(name: str, args: list[str]) -> NoReturn:
-    """Runs a module as ``python -m`` does; does not return."""
+def _run_module(name: str, args: list[str]) -> None:
     # As long as the module is being looked for, python shows "-m" there.
     sys.argv[:] = ["-m", *args]
     _set_path0(os.getcwd())
-    _finish(lambda: _run_as_main(name, alter_argv=True))
+    _run_as_main(name, alter_argv=True)
 
 
 def _set_path0(folder: str) -> None:
@@ -89,38 +111,19 @@ def _exec_file(path: str) -> None:
     exec(code, vars(module))  # noqa: S102
 
 
-def _finish(program: Callable[[], None]) -> NoReturn:
-    """Runs the program with the shim and ends the process as python would have ended it."""
-    _install.install_on_import()
-    _install_in_workers()
-    interrupted: list[bool] = []
-    # Registered first, so it runs last.
-    atexit.register(_die_if, interrupted)
-    try:
-        program()
-    except SystemExit:
-        raise
-    except BaseException as error:  # noqa: BLE001 - as python: whatever it is, it is shown
-        interrupted.extend([True] * isinstance(error, KeyboardInterrupt))
-        _show(error)
-        sys.exit(1)
-    sys.exit(0)
-
-
-def _show(error: BaseException) -> None:
-    trace = error.__traceback__
+def _hide_our_frames(error: BaseException) -> None:
+    """Has the traceback begin where python's would; re-raising adds our frames, so the hook takes them off again."""
+    trace, show = error.__traceback__, sys.excepthook
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
 
+    def excepthook(kind: type[BaseException], value: BaseException, _: types.TracebackType | None) -> None:
+        nonlocal trace
+        # Whatever the hook holds lives longer than the modules, and the program's objects must die before those.
+        sys.excepthook, shown, trace = show, trace, None
+        show(kind, value.with_traceback(shown), shown)
 
-def _die_if(interrupted: list[bool]) -> None:
-    """A shell only stops its own loop if the program died of the signal, so python does that, and so must we."""
-    if interrupted:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+    sys.excepthook = excepthook
 
 
 class _InstallInWorker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flax_ckpt_compat.cli import _program
+from ._program import Program
 
 
 class _RunCommand(click.Command):
@@ -24,14 +24,10 @@ def command(program: tuple[str, ...]) -> None:
     exit code, output and tracebacks are the program's own. Worker processes that multiprocessing starts
     have the shim too; other programs that it starts do not, unless they are started by "flax-ckpt run".
     """
-    first, *rest = program
-    if first == "-m":
-        if not rest:
-            raise click.UsageError("-m needs the name of a module")
-        _program.run_module(rest[0], rest[1:])
-    elif first.startswith("-m"):
-        _program.run_module(first[2:], rest)
-    elif first.startswith("-"):
-        raise click.NoSuchOption(first, message=f"No such option: {first} (the program's options go behind its name)")
-    else:
-        _program.run_script(first, rest)
+    if program == ("-m",):
+        raise click.UsageError("-m needs the name of a module")
+    if program[0].startswith("-") and not program[0].startswith("-m"):
+        raise click.NoSuchOption(
+            program[0], message=f"No such option: {program[0]} (the program's options go behind its name)"
+        )
+    raise Program(program)
