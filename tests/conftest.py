@@ -1,0 +1,18 @@
+"""Fixtures for every room of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import flax
+import pytest
+
+
+@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
+def flag(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Each test once with Flax's flag off and once with it on; the flag as it was afterwards."""
+    before: Any = flax.config.flax_use_orbax_checkpointing
+    flax.config.update("flax_use_orbax_checkpointing", request.param)
+    yield request.param
+    flax.config.update("flax_use_orbax_checkpointing", before)

@@ -1,0 +1,67 @@
+"""Saving with ours and with real Flax side by side, and fresh interpreters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def use_flag(value: bool) -> Iterator[None]:
+    """Flax's flag with this value; legacy Flax's deprecation warning kept quiet."""
+    before: Any = flax.config.flax_use_orbax_checkpointing
+    flax.config.update("flax_use_orbax_checkpointing", value)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Flax Checkpointing will soon", DeprecationWarning)
+            yield
+    finally:
+        flax.config.update("flax_use_orbax_checkpointing", before)
+
+
+def names(directory: Path | str) -> list[str]:
+    """Everything in a directory, temporaries too, sorted; nothing where it does not exist."""
+    return sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+
+
+def tree(step: float = 0) -> dict[str, Any]:
+    """A tiny tree that tells which save it is from."""
+    return {"w": np.full(3, step, np.float32), "n": float(step)}
+
+
+def dead_pid() -> int:
+    """The id of a process of ours that has ended."""
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
+        process.wait()
+        return process.pid
+
+
+def start_python(code: str, *arguments: Any, **environment: str) -> subprocess.Popen[str]:
+    """A program in a fresh interpreter that imports the library and these helpers from the checkout."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_python(code: str, *arguments: Any, **environment: str) -> tuple[str, str]:
+    """What a program in a fresh interpreter wrote to stdout and stderr; it must end without an error."""
+    process = start_python(code, *arguments, **environment)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out, err

@@ -1,0 +1,276 @@
+"""Temporaries, publishing and removal: nothing is lost to a dead writer, and nothing is taken from a live one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat.errors import StorageError
+from tests.support.saves import dead_pid, names, run_python
+
+DAY = 24 * 3600
+
+
+def make(path: str | Path, text: str, kind: str) -> None:
+    """A checkpoint-like file or directory."""
+    path = Path(path)
+    if kind == "file":
+        path.write_text(text)
+    else:
+        path.mkdir()
+        (path / "data").write_text(text)
+
+
+def read(path: str | Path) -> str:
+    """What `make` put there."""
+    path = Path(path)
+    return (path / "data").read_text() if path.is_dir() else path.read_text()
+
+
+def temporary_of(pid: int, path: Path, role: str = "new", start: int | None = None) -> str:
+    """The temporary path that a process with this id would choose."""
+    mine = files.temporary_path(str(path), role)
+    own = f"-{os.getpid()}-{files._start_of(os.getpid())}-"
+    assert own in mine
+    return mine.replace(own, f"-{pid}-{max(1, files._start_of(pid)) if start is None else start}-")
+
+
+def of_other_machine(path: str) -> str:
+    """Renames a temporary so that another machine seems to have made it."""
+    name = os.path.basename(path).replace(files._machine(), "0" * 12)
+    moved = os.path.join(os.path.dirname(path), name)
+    os.rename(path, moved)
+    return moved
+
+
+@pytest.fixture
+def dead() -> int:
+    """The id of a process that has ended."""
+    return dead_pid()
+
+
+@pytest.fixture
+def living() -> Iterator[int]:
+    """The id of another process that lives."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+
+
+@pytest.fixture(params=["file", "directory"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """What a checkpoint is: a msgpack file or an Orbax directory."""
+    return str(request.param)
+
+
+@pytest.mark.parametrize("make_name", [files.temporary_path, files.staging_path])
+def test_no_temporary_is_taken_for_a_checkpoint(tmp_path: Path, make_name: object) -> None:
+    """Neither legacy Flax, nor Orbax, nor we list a temporary, whatever its checkpoint is called."""
+    for name in ("checkpoint_7", "7", "checkpoint_best"):
+        make(make_name(str(tmp_path / name)), "x", "directory")  # type: ignore[operator]
+    for prefix in ("checkpoint_", "", "."):
+        assert flax_checkpoints._all_checkpoints(tmp_path, prefix) == []
+        assert steps.in_order(names(tmp_path), prefix) == []
+        assert not any(steps.is_named(name, prefix) for name in names(tmp_path))
+    assert ocp.utils.checkpoint_steps(tmp_path) == []
+    assert all(files.is_temporary(name) for name in names(tmp_path))
+
+
+def test_names_of_users_are_no_temporaries() -> None:
+    """Only names of our own making are ever reclaimed."""
+    others = ["checkpoint_7", "checkpoint_tmp", "c_7.orbax-checkpoint-tmp", ".hidden", "c_7_gda", ".c_7.abc-1-2-3new"]
+    assert not any(files.is_temporary(name) for name in others)
+
+
+def test_long_names_have_temporaries_too(tmp_path: Path) -> None:
+    """A name as long as the file system allows can be saved, replaced and discarded."""
+    for name in ("n" * 255, "é" * 127):
+        final = str(tmp_path / name)
+        for text in "ab":
+            temporary = files.temporary_path(final)
+            make(temporary, text, "directory")
+            files.publish(temporary, final)
+            assert read(final) == text
+        files.discard(final)
+    assert names(tmp_path) == []
+
+
+def test_two_temporaries_never_share_a_name(tmp_path: Path) -> None:
+    """Each call gives a new name."""
+    path = str(tmp_path / "c_1")
+    assert len({files.temporary_path(path) for _ in range(100)}) == 100
+
+
+def test_publish_replaces_old_by_new(tmp_path: Path, kind: str) -> None:
+    """Afterwards the final name holds the new content, and nothing else is left."""
+    for text in "abc":
+        temporary = files.temporary_path(str(tmp_path / "c_1"))
+        make(temporary, text, kind)
+        files.publish(temporary, str(tmp_path / "c_1"))
+        assert read(tmp_path / "c_1") == text
+        assert names(tmp_path) == ["c_1"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_publish_replaces_one_format_by_the_other(
+    tmp_path: Path, kind: str, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory takes the place of a file and the other way round, also where names cannot be exchanged."""
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    make(tmp_path / "c_1", "old", "directory" if kind == "file" else "file")
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", kind)
+    files.publish(temporary, str(tmp_path / "c_1"))
+    assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
+
+
+def test_publish_replaces_a_link_and_not_what_it_points_to(tmp_path: Path, kind: str) -> None:
+    """A checkpoint that is a symbolic link is replaced; the checkpoint behind it stays."""
+    make(tmp_path / "elsewhere", "kept", kind)
+    (tmp_path / "c_1").symlink_to(tmp_path / "elsewhere")
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", kind)
+    files.publish(temporary, str(tmp_path / "c_1"))
+    assert (read(tmp_path / "c_1"), read(tmp_path / "elsewhere")) == ("new", "kept")
+    files.discard(str(tmp_path / "c_1"))
+    assert names(tmp_path) == ["elsewhere"]
+
+
+def test_without_exchange_a_crash_between_the_renames_is_mended(
+    tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old checkpoint, set aside by a writer that died, is put back before leftovers are removed."""
+    final = tmp_path / "c_1"
+    make(temporary_of(dead, final, "old"), "old", "directory")
+    make(temporary_of(dead, final, "new"), "half", "directory")
+    files.reclaim(str(tmp_path))
+    assert (read(final), names(tmp_path)) == ("old", ["c_1"])
+
+
+def test_without_exchange_a_failing_rename_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the new one cannot take the name, the old one has it again and the error is a StorageError."""
+    make(tmp_path / "c_1", "old", "directory")
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", "directory")
+    rename = os.rename
+
+    def refuse(source: str, target: str) -> None:
+        if source == temporary:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StorageError):
+        files.publish(temporary, str(tmp_path / "c_1"))
+    assert read(tmp_path / "c_1") == "old"
+
+
+def test_reclaim_removes_the_dead_and_spares_the_living(tmp_path: Path, kind: str, dead: int, living: int) -> None:
+    """A temporary goes when its process has ended; a living process's and our own stay."""
+    final = tmp_path / "c_1"
+    stays = [temporary_of(living, final), files.temporary_path(str(final))]
+    goes = [temporary_of(dead, final, start=123), temporary_of(living, final, start=1)]  # a pid that is in use again
+    for path in (*stays, *goes):
+        make(path, "x", kind)
+    assert sorted(files.reclaim(str(tmp_path))) == sorted(os.path.basename(path) for path in goes)
+    assert names(tmp_path) == sorted(os.path.basename(path) for path in stays)
+
+
+@pytest.mark.parametrize(("age", "left"), [(DAY / 2, 1), (2 * DAY, 0)])
+def test_another_machines_temporary_goes_after_a_day(
+    tmp_path: Path, age: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether another machine's writer lives is judged by how long ago it changed anything."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "x", "directory")
+    of_other_machine(temporary)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + age)
+    files.reclaim(str(tmp_path))
+    assert len(names(tmp_path)) == left
+
+
+def test_a_reboot_hides_a_set_aside_checkpoint_for_an_hour_at_most(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an unknown machine's writer set aside is put back once it can no longer be at work."""
+    aside = files.temporary_path(str(tmp_path / "c_1"), "old")
+    make(aside, "old", kind)
+    moved = of_other_machine(aside)
+    assert files.recover(str(tmp_path), [os.path.basename(moved)]) == []
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    assert files.recover(str(tmp_path), [os.path.basename(moved)]) == ["c_1"]
+    assert (read(tmp_path / "c_1"), names(tmp_path)) == ("old", ["c_1"])
+
+
+def test_recover_never_replaces_a_checkpoint(tmp_path: Path, kind: str, dead: int) -> None:
+    """Where the name is taken again, what was set aside is old and goes."""
+    make(tmp_path / "c_1", "new", kind)
+    make(temporary_of(dead, tmp_path / "c_1", "old"), "old", kind)
+    assert not files._rename_new(temporary_of(dead, tmp_path / "c_1", "old"), str(tmp_path / "c_1"))
+    files.reclaim(str(tmp_path))
+    assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
+
+
+def test_clean_up_by_two_writers_at_once_is_no_error(
+    tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leftover that another process removes in the same moment does not fail a save."""
+    make(temporary_of(dead, tmp_path / "c_1"), "x", "file")
+    delete = files._delete
+
+    def delete_twice(path: str) -> None:
+        delete(path)
+        delete(path)
+
+    monkeypatch.setattr(files, "_delete", delete_twice)
+    files.reclaim(str(tmp_path))
+    assert names(tmp_path) == []
+
+
+def test_a_forked_child_is_another_writer(tmp_path: Path) -> None:
+    """After fork, parent and child choose different temporaries."""
+    out, _ = run_python(FORK, tmp_path / "c_1")
+    first, second = out.split()
+    assert first != second
+
+
+FORK = """
+import os, sys
+from flax_ckpt_compat._core import files
+files.temporary_path(sys.argv[1])
+child = os.fork()
+os.write(1, files.temporary_path(sys.argv[1]).encode() + b"\\n")
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
+    """The message names the path, the number is kept, and the system's error is the cause."""
+    with pytest.raises(StorageError, match="nowhere") as caught:
+        files.discard(str(tmp_path / "nowhere"))
+    assert caught.value.errno == errno.ENOENT
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert caught.value.path == str(tmp_path / "nowhere")
+
+
+def test_a_directory_below_a_file_cannot_be_made(tmp_path: Path) -> None:
+    """make_directory raises StorageError where a file is in the way."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        files.make_directory(str(tmp_path / "file" / "below"))

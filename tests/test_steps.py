@@ -1,0 +1,119 @@
+"""Names and numbers of checkpoints: what is a step, how it is spelled, in what order."""
+
+from __future__ import annotations
+
+import fractions
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat.errors import StepError
+
+finite = st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False))
+
+
+@given(finite)
+def test_every_finite_number_survives_its_name(number: float) -> None:
+    """What a step is spelled as is read back as the same number, exactly, ints beyond 2**53 too."""
+    assert steps.parse_step(steps.step_text(number)) == number
+
+
+@given(finite)
+def test_a_step_is_spelled_as_flax_spells_it(number: float) -> None:
+    """The spelling is that of Flax's own path function."""
+    assert "p_" + steps.step_text(number) == flax_checkpoints._checkpoint_path("", number, "p_")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        np.int32(7), np.uint8(7), np.float32(0.3), np.float64(0.3), np.float16(0.3), ml_dtypes.bfloat16(0.5),
+        np.array(7), np.array(0.3, np.float32), jnp.int32(7), jnp.float32(0.3), jnp.bfloat16(0.5), -3, 1e22, 5.0,
+    ],
+)  # fmt: skip
+def test_scalars_of_numpy_and_jax_are_spelled_as_flax_spells_them(step: Any) -> None:
+    """numpy scalars and 0-d arrays of numpy and jax are steps."""
+    assert "p_" + steps.step_text(step) == flax_checkpoints._checkpoint_path("", step, "p_")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        True, np.True_, jnp.array(True), None, 1j, np.nan, np.inf, -np.inf, np.float32("inf"), [1], np.array([1]),
+        jnp.zeros(2), fractions.Fraction(1, 2), 10**400, b"1", "", ".", "..", "tmp", "a/b", "a\0b", "inf", "-NaN",
+    ],
+)  # fmt: skip
+def test_what_is_no_step_is_refused(step: Any) -> None:
+    """Bools, non-finite numbers, arrays of several elements and text that no name can hold raise StepError."""
+    with pytest.raises(StepError):
+        steps.step_text(step)
+
+
+@pytest.mark.parametrize("text", ["7", "-1.5", "1e5", ".5", "1.", "+1", "007", "1e+22", "-0.0"])
+def test_numbers_are_read_as_float_reads_them(text: str) -> None:
+    """Flax's float grammar."""
+    assert steps.parse_step(text) == float(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", ".", "e5", "1_000", "1-2", "1.10.1", "inf", "nan", "1e400", " 1", "1\n", "0x1"]
+)
+def test_everything_else_is_no_number(text: str) -> None:
+    """Names with more or less than one finite number after the prefix are no numeric checkpoints."""
+    assert steps.parse_step(text) is None
+
+
+@given(st.lists(st.integers(-1000, 1000) | st.integers(-4000, 4000).map(lambda n: n / 4), unique=True))
+def test_order_is_flaxs_natural_order(numbers: list[float]) -> None:
+    """Numeric checkpoints are ordered as Flax's natural_sort orders them."""
+    names = [f"p_{number}" for number in numbers]
+    assert steps.in_order(names, "p_") == flax_checkpoints.natural_sort(names)
+
+
+@pytest.mark.parametrize("prefix", ["ck[1]_", "ck*_", "ck?_", "a-", "v1.", "run2", "e", "", "x^$|("])
+def test_prefixes_are_literal_text(prefix: str) -> None:
+    """Signs, points, digits and glob characters in a prefix mean themselves."""
+    names = [f"{prefix}10", f"{prefix}9", "ck1_3", "v2.5", f"z{prefix}1", f"{prefix}tmp"]
+    assert steps.in_order(names, prefix) == [f"{prefix}9", f"{prefix}10"]
+
+
+@pytest.mark.parametrize(
+    "name", ["c_tmp", "c_7_gda", "c_tmp_gda", "c_7.orbax-checkpoint-tmp", "c_7.orbax-checkpoint-tmp-12", "c_", "d_7"]
+)
+def test_temporaries_are_no_checkpoints(name: str) -> None:
+    """Temporary names of Flax and Orbax, array folders and other prefixes are neither numeric nor named ones."""
+    assert steps.in_order([name], "c_") == []
+    assert not steps.is_named(name, "c_")
+
+
+def test_named_checkpoints_end_in_no_number() -> None:
+    """``prefix + text`` is a named checkpoint unless it is a step of a longer prefix."""
+    found = [name for name in ("c_best", "c_best_1", "c_7", "c_final-ema", "c_v2.") if steps.is_named(name, "c_")]
+    assert found == ["c_best", "c_final-ema"]
+
+
+@pytest.mark.parametrize("keep", [0, 0.0, np.inf, float("inf"), np.int64(0)])
+def test_keep_that_keeps_everything(keep: Any) -> None:
+    """0 and infinity keep all."""
+    assert steps.check_keep(keep) == 0
+
+
+@pytest.mark.parametrize(("keep", "count"), [(1, 1), (1e6, 10**6), (np.int32(3), 3), (2.0, 2), (np.float32(4), 4)])
+def test_whole_numbers_of_any_type_are_counts(keep: Any, count: int) -> None:
+    """keep may be any whole number."""
+    assert steps.check_keep(keep) == count
+
+
+@pytest.mark.parametrize("keep", [-1, -0.5, math.nan, 1.5, None, "x", [1], -np.inf, 1j])
+def test_keep_that_means_nothing_is_refused(keep: Any) -> None:
+    """Negative, broken and missing counts raise an error that is a ValueError."""
+    with pytest.raises(StepError):
+        steps.check_keep(keep)
