@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 
 MANIFEST = "manifest.ocdbt"
 _MAX_METADATA_BYTES = 1 << 20
@@ -61,12 +61,23 @@ def open_index(path: str, use_ocdbt: bool) -> Index:
     if not use_ocdbt:
         return _Files(path)
     if not os.path.exists(os.path.join(path, MANIFEST)):
-        raise CorruptCheckpointError(
-            f"{path}: the file {MANIFEST} is missing, without which no array can be found; restore it from a copy",
-            path=path,
-        )
+        raise _without_manifest(path)
     dump = getattr(getattr(ts, "ocdbt", None), "dump", None)
     return _Dumped(path, _dump_entries(path, dump)) if dump is not None else _Listed(path)
+
+
+def _without_manifest(path: str) -> CheckpointError:
+    # Each process writes a database of its own; the last act of a save merges them into one.
+    if any(name.startswith("ocdbt.process_") for name in os.listdir(path)):
+        return IncompleteCheckpointError(
+            f"{path}: the file {MANIFEST} is missing though the databases of single processes are there; "
+            f"the save was not finished, or the file was lost: restore it from a copy",
+            path=path,
+        )
+    return CorruptCheckpointError(
+        f"{path}: the file {MANIFEST} is missing, without which no array can be found; restore it from a copy",
+        path=path,
+    )
 
 
 def _ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:

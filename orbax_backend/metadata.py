@@ -9,6 +9,7 @@ from typing import Any
 from .leaves import JAX_ARRAY, STRING, Stored
 from .plan import Entry, Plan
 from .sharding import ShardingTexts
+from .zarr import chunk_shape
 
 METADATA, SHARDING, STRINGS = "_METADATA", "_sharding", "_strings.json"
 STEP_METADATA, COMMITTED, ARRAY_METADATAS = "_CHECKPOINT_METADATA", "commit_success.txt", "array_metadatas"
@@ -45,18 +46,18 @@ def shardings(plan: Plan) -> dict[str, str]:
     return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in found if text is not None}
 
 
-def array_metadatas(plan: Plan) -> dict[str, Any]:
+def array_metadatas(plan: Plan, compressed: bool) -> dict[str, Any]:
     """The content of ``array_metadatas/process_0``, which is where Orbax keeps the types of PRNG keys."""
-    return {"array_metadatas": [_array_metadata(name, stored) for name, stored in _jax_arrays(plan)]}
+    return {"array_metadatas": [_array_metadata(name, stored, compressed) for name, stored in _jax_arrays(plan)]}
 
 
-def _array_metadata(name: str, stored: Stored) -> dict[str, Any]:
+def _array_metadata(name: str, stored: Stored, compressed: bool) -> dict[str, Any]:
     impl = stored.mark.impl if stored.mark else None
     return {
         "array_metadata": {
             "param_name": name,
             "write_shape": stored.shape,
-            "chunk_shape": [max(1, length) for length in stored.shape],
+            "chunk_shape": chunk_shape(stored.shape, stored.dtype.itemsize, compressed),
             "ext_metadata": {"random_key_impl": impl} if impl else None,
         }
     }

@@ -60,7 +60,10 @@ class OrbaxReader:
         self._index = index
         self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
         self._parse = functools.lru_cache(maxsize=None)(parse_array_metadata)
-        self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
+        try:
+            self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
+        except RecursionError as error:
+            raise self._corrupt("<root>", "the tree is nested too deeply") from error
 
     def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         """The values of these handles; see `flax_ckpt_compat._core.backend.Reader.read`."""

@@ -204,8 +204,9 @@ def _is_single_array(path: str, entries: list[LeafEntry]) -> bool:
         return False
     own = _handlers(path)
     if own is None:
-        items = _handlers(os.path.dirname(path))
-        own = items.get(os.path.basename(path)) if isinstance(items, dict) else None
+        step, item = os.path.split(path.rstrip("/"))
+        items = _handlers(step)
+        own = items.get(item) if isinstance(items, dict) else None
     return isinstance(own, str) and own.endswith("." + _ARRAY_HANDLER)
 
 

@@ -54,7 +54,7 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
     started_ns = time.time_ns()
     make_directory(path)
     _write_arrays(path, metadata.arrays(plan), compressor)
-    _write_json_files(path, plan, started_ns)
+    _write_json_files(path, plan, started_ns, compressor is not None)
     sync_directory(path)
     # Last, because it says that everything else is there.
     write_file(os.path.join(path, metadata.COMMITTED), b"Checkpoint commit was successful")
@@ -69,8 +69,8 @@ def _compressor(name: str | None) -> dict[str, Any] | None:
     return _COMPRESSORS[name]
 
 
-def _write_json_files(path: str, plan: Plan, started_ns: int) -> None:
-    array_metadatas = metadata.array_metadatas(plan)
+def _write_json_files(path: str, plan: Plan, started_ns: int, compressed: bool) -> None:
+    array_metadatas = metadata.array_metadatas(plan, compressed)
     if array_metadatas["array_metadatas"]:
         directory = os.path.join(path, metadata.ARRAY_METADATAS)
         make_directory(directory)

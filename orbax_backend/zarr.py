@@ -58,6 +58,7 @@ _V3_NAMES = _NAMED | frozenset(
         "complex128",
     ]
 )
+_COMPRESSED_CHUNK_BYTES = 32 << 20
 _MAX_RANK = 32  # TensorStore's and (about) numpy's
 
 
@@ -122,12 +123,24 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if dtype.name in _NAMED and dtype.isnative else None
 
 
-def dump_zarray(shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None) -> dict[str, Any]:
-    """The ``.zarray`` of an array that is stored as one chunk, with the keys that Orbax 0.12.8 writes."""
+def chunk_shape(shape: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
+    """How an array is cut into chunks.
+
+    Plain arrays are one chunk, which is read straight into its place. Compressed ones are cut along their
+    first axes, so that several threads work on one, and because blosc takes no more than 2 GiB.
+    """
     # A chunk cannot have an empty side, so an array without elements has chunks that it never stores.
     chunks = [max(1, length) for length in shape]
+    for axis in range(len(chunks) if compressed else 0):
+        parts = -(-math.prod(chunks) * itemsize // _COMPRESSED_CHUNK_BYTES)
+        chunks[axis] = max(1, chunks[axis] // parts)
+    return chunks
+
+
+def dump_zarray(shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None) -> dict[str, Any]:
+    """The ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes."""
     return {
-        "chunks": chunks,
+        "chunks": chunk_shape(shape, dtype.itemsize, compressor is not None),
         "compressor": compressor,
         "dimension_separator": ".",
         "dtype": typestr(dtype),

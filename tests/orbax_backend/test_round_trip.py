@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax_ckpt_compat.orbax_backend import BACKEND
 from hypothesis import HealthCheck, given, settings
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, WriteOptions
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData
-from flax_ckpt_compat.orbax_backend import BACKEND
 from tests.support.orbax_trees import branches, handles, load, on_host, save
-from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint, state_dicts
+from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
 
 Empty = namedtuple("Empty", "")
+SMALL_INTS = ("int1", "uint1", "int2", "uint2")  # not every byte is one
 EVERY_ML_DTYPE = [
     np.dtype(getattr(ml_dtypes, name))
     for name in dir(ml_dtypes)
@@ -55,15 +56,10 @@ def test_a_bare_leaf_round_trips(tmp_path: Path, leaf: Any) -> None:
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_every_dtype_round_trips(tmp_path: Path, compression: str | None) -> None:
     """All of numpy's and ml_dtypes' dtypes in both byte orders, 0-d, empty, small and large."""
-    dtypes = [*NUMPY_DTYPES, *EVERY_ML_DTYPE]
-    dtypes += [
-        d.newbyteorder(">") for d in NUMPY_DTYPES if d.itemsize > 1 and d.kind not in "S" and d.name != "float128"
-    ]
+    foreign = [d.newbyteorder(">") for d in NUMPY_DTYPES if d.itemsize > 1 and d.kind != "S" and d.name != "float128"]
     tree = {
-        f"{number}_{d}_{i}": fill(shape, d, i)
-        if d.name not in ("int1", "uint1", "int2", "uint2")
-        else np.ones(shape, d)
-        for number, d in enumerate(dtypes)
+        f"{number}_{d}_{i}": np.ones(shape, d) if d.name in SMALL_INTS else fill(shape, d, i)
+        for number, d in enumerate([*NUMPY_DTYPES, *EVERY_ML_DTYPE, *foreign])
         for i, shape in enumerate([(), (3,), (0, 4), (2, 3), (110, 300)])
     }
     assert fingerprint(load(save(tmp_path / "c", tree, compression))) == fingerprint(tree)

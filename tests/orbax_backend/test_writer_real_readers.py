@@ -107,12 +107,9 @@ def test_real_orbax_reads_a_bare_leaf_and_an_empty_tree(tmp_path: Path, tree: An
 
 def test_real_orbax_restores_a_key_on_the_host(tmp_path: Path) -> None:
     """Key data that is numpy already is still a typed key for real Orbax."""
-    from flax_ckpt_compat._core.backend import WriteOptions
-    from flax_ckpt_compat.orbax_backend import BACKEND
-
     data = np.array([1, 2], np.uint32)
-    BACKEND.write(str(tmp_path / "c"), Branch({"k": KeyData("threefry2x32", data)}), WriteOptions())
-    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "c")["k"]
+    path = save(tmp_path / "c", {"k": KeyData("threefry2x32", data)})
+    restored = ocp.PyTreeCheckpointer().restore(path)["k"]
     assert np.array_equal(jax.random.key_data(restored), data)
 
 

@@ -1,0 +1,367 @@
+"""Damaged and hostile directories: right values, or an error that says what is wrong; never zeros, never a hang."""
+
+import contextlib
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnrecognizedFormatError,
+)
+from tests.support.orbax_trees import load, on_host, save
+from tests.support.trees import fingerprint
+
+TREE = {
+    "big": np.arange(50_000.0),
+    "mid": jnp.arange(3000.0),
+    "small": np.arange(4),
+    "text": "hello",
+    "key": jax.random.key(1),
+    "list": [1, {"x": 2.5}],
+    "none": None,
+}
+
+
+MARKER = {"value_type": "None", "skip_deserialize": True}
+
+
+def _real(**options: Any) -> Callable[[Path, Any], Any]:
+    handler = ocp.PyTreeCheckpointHandler(**options)
+    return lambda path, tree: ocp.Checkpointer(handler).save(path, args=ocp.args.PyTreeSave(tree))
+
+
+WRITERS: dict[str, Callable[[Path, Any], Any]] = {
+    "ours": save,
+    "ours zstd": lambda path, tree: save(path, tree, "zstd"),
+    "real": _real(),
+    "real plain": _real(use_compression=False),
+    "real files": _real(use_ocdbt=False),
+    "real zarr3": _real(use_zarr3=True),
+}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each writer, to be copied before it is damaged."""
+    path = tmp_path_factory.mktemp("written") / "c"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        WRITERS[request.param](path, TREE)
+    return path
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+
+
+def _copies(written: Path, folder: Path) -> list[tuple[Path, Path]]:
+    """A fresh copy of the checkpoint per file of it, and that file."""
+    found = []
+    for number, name in enumerate(_files(written)):
+        copy = folder / str(number)
+        shutil.copytree(written, copy)
+        found.append((copy, name))
+    return found
+
+
+def test_any_file_may_go_missing(written: Path, tmp_path: Path) -> None:
+    """The values are right all the same, or the error names the file; lost key types are warned of."""
+    expected = fingerprint(on_host(TREE))
+    for copy, name in _copies(written, tmp_path):
+        (copy / name).unlink()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                restored = load(copy)
+            except CheckpointError as error:
+                assert name.name in str(error) or str(name.parent) in str(error), (name, str(error))
+                continue
+        if fingerprint(restored) != expected:
+            assert "array_metadatas" in str(name)
+            assert any("PRNG" in str(one.message) and "key" in str(one.message) for one in caught)
+
+
+def test_any_file_may_be_cut_off(written: Path, tmp_path: Path) -> None:
+    """Half a file gives the right values, or an error of ours."""
+    expected = fingerprint(on_host(TREE))
+    for copy, name in _copies(written, tmp_path):
+        data = (copy / name).read_bytes()
+        for length in {0, len(data) // 2, max(0, len(data) - 1)}:
+            (copy / name).write_bytes(data[:length])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    restored = load(copy)
+                except CheckpointError as error:
+                    assert str(copy) in str(error)
+                    continue
+            assert fingerprint(restored) == expected, (name, length)
+
+
+def test_any_byte_may_be_wrong(written: Path, tmp_path: Path) -> None:
+    """Whatever is flipped, there is a value or an error of ours."""
+    rng = random.Random(0)
+    for copy, name in _copies(written, tmp_path):
+        data = (copy / name).read_bytes()
+        for _ in range(12 if data else 0):
+            position = rng.randrange(len(data))
+            wrong = bytes([data[position] ^ (1 << rng.randrange(8))])
+            (copy / name).write_bytes(data[:position] + wrong + data[position + 1 :])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with contextlib.suppress(CheckpointError):
+                    load(copy)
+
+
+def test_our_keys_survive_the_loss_of_array_metadatas(tmp_path: Path) -> None:
+    """Our marks name PRNG keys, too."""
+    path = Path(save(tmp_path / "c", TREE))
+    shutil.rmtree(path / "array_metadatas")
+    assert fingerprint(load(path)) == fingerprint(on_host(TREE))
+
+
+@pytest.mark.parametrize("values", [np.zeros(3), np.zeros(50_000)], ids=["small", "large"])
+def test_a_missing_chunk_is_an_error_not_zeros(tmp_path: Path, values: np.ndarray) -> None:
+    """Even an array of zeros must be there."""
+    path = save(tmp_path / "c", {"a": {"w": values}, "b": np.ones(3)})
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
+    del store["a.w/0"]
+    with pytest.raises(CorruptCheckpointError, match=r"a/w.*a\.w/0.*missing") as caught:
+        load(path)
+    assert caught.value.leaf == "a/w"
+
+
+def _zarray(path: Path, **changes: Any) -> None:
+    """Changes the metadata of the array ``a`` in a checkpoint of separate files."""
+    file = path / "a" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def _set(path: Path, **changes: Any) -> None:
+    """Changes top-level entries of ``_METADATA``."""
+    file = path / "_METADATA"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A checkpoint of the one compressed array ``a``, each key in a file."""
+    _real(use_ocdbt=False)(tmp_path / "c", {"a": np.arange(4000.0)})
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [2**50], "chunks": [2**50]},
+        {"shape": [2**50], "chunks": [2**50], "compressor": None},
+        {"shape": [2**61], "chunks": [1]},
+        {"shape": [2**40, 2**40], "chunks": [1, 1]},
+        {"shape": [2**40, 2**40, 0], "chunks": [1, 1, 1]},
+        {"shape": [-4000], "chunks": [4000]},
+        {"shape": [4000], "chunks": [0]},
+        {"shape": [4000], "chunks": []},
+        {"shape": [1] * 100, "chunks": [1] * 100},
+        {"shape": [4000.0]},
+        {"shape": True},
+        {"shape": None},
+        {"shape": [3000], "compressor": None, "chunks": [3000]},
+        {"dtype": "|O"},
+        {"dtype": "<U4"},
+        {"dtype": [["a", "<f4"]]},
+        {"dtype": None},
+        {"dimension_separator": "x"},
+        {"compressor": {"id": "gzip", "level": 1}},
+        {"compressor": {"id": "nonsense"}},
+        {"zarr_format": 3},
+    ],
+    ids=repr,
+)
+def test_array_metadata_that_lies_is_found_out(files: Path, changes: dict[str, Any]) -> None:
+    """Sizes that the stored bytes cannot have, and types that cannot be, are errors before memory is asked for."""
+    _zarray(files, **changes)
+    with pytest.raises(CorruptCheckpointError, match="'a'"):
+        load(files)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tree_metadata": None},
+        {"tree_metadata": []},
+        {"tree_metadata": {"x": None}},
+        {"tree_metadata": {"x": {"key_metadata": 3, "value_metadata": {}}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": MARKER}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 7}], "value_metadata": MARKER}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": []}}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}] * 5000, "value_metadata": MARKER}}},
+        {"custom_metadata": {"flax_ckpt_compat": None}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "x"}}, "containers": []}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "O"}}, "containers": []}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "<U9"}}, "containers": []}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[[[]], "tuple", []]]}}},
+    ],
+    ids=lambda changes: str(changes)[:60],
+)
+def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: dict[str, Any]) -> None:
+    """Wrong types anywhere in `_METADATA` are told, with the file or the leaf."""
+    _set(files, **changes)
+    with pytest.raises(CorruptCheckpointError, match=r"_METADATA|'a'|<root>"):
+        load(files)
+
+
+def test_marks_of_a_newer_release_are_not_guessed_at(files: Path) -> None:
+    """The error says which format this release reads."""
+    _set(files, custom_metadata={"flax_ckpt_compat": {"format": 2}})
+    with pytest.raises(UnrecognizedFormatError, match="format 1"):
+        load(files)
+
+
+def _entry(*keys: tuple[str, int]) -> dict[str, Any]:
+    return {
+        "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
+        "value_metadata": MARKER,
+    }
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("2", 1))],
+        [_entry(("l", 2), ("01", 1))],
+        [_entry(("l", 2), ("x", 1))],
+        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("a", 2))],
+        [_entry(("l", 2)), _entry(("l", 2), ("a", 2))],
+        [_entry(("l", 2), ("a", 2)), _entry(("l", 2))],
+        [_entry(("l", 2)), _entry(("l", 2))],
+        [_entry(), _entry(("l", 2))],
+    ],
+    ids=["gap", "zero", "name", "mixed", "leaf-branch", "branch-leaf", "twice", "root"],
+)
+def test_entries_that_form_no_tree_are_an_error(files: Path, entries: list[Any]) -> None:
+    """Gaps in sequences, leaves that are branches, and the like."""
+    _set(files, tree_metadata={str(number): entry for number, entry in enumerate(entries)})
+    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
+        load(files)
+
+
+def test_json_of_endless_depth_is_an_error(files: Path) -> None:
+    """The parser's recursion limit is ours to translate."""
+    (files / "_METADATA").write_text("[" * 200_000)
+    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
+        load(files)
+
+
+def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
+    """A leaf called ``../x`` in a checkpoint of separate files is not looked for."""
+    metadata = json.loads((files / "_METADATA").read_text())
+    metadata["tree_metadata"]["('a',)"]["key_metadata"][0]["key"] = "../secret"
+    _set(files, tree_metadata=metadata["tree_metadata"])
+    shutil.copytree(files / "a", files.parent / "secret")
+    with pytest.raises(CorruptCheckpointError, match="outside"):
+        load(files)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "value::../../secret:0:24",
+        "value:../:secret:0:24",
+        "value::%2E%2E/secret:0:24",
+        "value::/etc/passwd:0:24",
+        "value:/etc/:passwd:0:24",
+    ],
+)
+def test_a_database_cannot_lead_out_of_the_directory(
+    tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A B-tree whose values lie elsewhere is refused."""
+    path = save(tmp_path / "c", {"a": np.arange(3)})
+    dump = ts.ocdbt.dump
+
+    class Lying:
+        def __init__(self, future: Any) -> None:
+            self.future = future
+
+        def result(self) -> Any:
+            answer = self.future.result()
+            for entry in answer.get("entries", ()):
+                if entry.pop("inline_value", None) is not None:
+                    entry["indirect_value"] = location
+            return answer
+
+    monkeypatch.setattr(ts.ocdbt, "dump", lambda *args, **kwargs: Lying(dump(*args, **kwargs)))
+    with pytest.raises(CorruptCheckpointError, match="outside"):
+        load(path)
+
+
+@pytest.mark.parametrize("zarr3", [True, False])
+def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zarr3: bool) -> None:
+    """Where chunks that equal a declared fill value were not stored they are that value; else they are missing."""
+    path = tmp_path / "c"
+    _real(use_ocdbt=False, use_zarr3=zarr3)(path, {"a": np.arange(6.0)})
+    next(file for file in (path / "a").rglob("0")).unlink()
+    with pytest.raises(CorruptCheckpointError, match="missing"):
+        load(path)
+    _set(path, store_array_data_equal_to_fill_value=False)
+    if zarr3:
+        assert np.array_equal(load(path)["a"], np.zeros(6))
+    else:
+        with pytest.raises(CorruptCheckpointError, match="missing"):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda path: None, CheckpointNotFoundError),
+        (lambda path: path.mkdir(), UnrecognizedFormatError),
+        (lambda path: (path.mkdir(), (path / "photo.png").touch()), UnrecognizedFormatError),
+        (lambda path: (path.mkdir(), (path / "manifest.ocdbt").touch()), IncompleteCheckpointError),
+        (lambda path: (path.mkdir(), (path / "checkpoint").touch()), IncompleteCheckpointError),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_that(tmp_path: Path, make: Any, error: type[Exception]) -> None:
+    """The message says what was found and which file is missing."""
+    make(tmp_path / "c")
+    with pytest.raises(error, match=str(tmp_path / "c")):
+        load(tmp_path / "c")
+
+
+def test_values_of_old_releases_in_msgpack_are_not_taken_for_arrays(tmp_path: Path) -> None:
+    """A leaf whose value is in the file ``checkpoint`` is an error that names the file."""
+    path = Path(save(tmp_path / "c", {"a": np.arange(3)}))
+    metadata = json.loads((path / "_METADATA").read_text())
+    metadata["tree_metadata"]["('a',)"]["value_metadata"]["skip_deserialize"] = True
+    _set(path, tree_metadata=metadata["tree_metadata"])
+    with pytest.raises(UnrecognizedFormatError, match="'checkpoint'"):
+        load(path)
+
+
+def test_unknown_entries_are_ignored(tmp_path: Path) -> None:
+    """Later releases may say more, and optional files may be empty objects."""
+    path = Path(save(tmp_path / "c", TREE))
+    metadata = json.loads((path / "_METADATA").read_text())
+    for entry in metadata["tree_metadata"].values():
+        entry["new"] = {"x": 1}
+        entry["value_metadata"]["new"] = [2]
+    _set(path, tree_metadata=metadata["tree_metadata"], brand_new={"a": 1})
+    (path / "_sharding").write_text("{}")
+    (path / "_CHECKPOINT_METADATA").write_text("[]")
+    assert fingerprint(load(path)) == fingerprint(on_host(TREE))

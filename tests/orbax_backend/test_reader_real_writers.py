@@ -1,0 +1,211 @@
+"""What real Orbax writes, read by us."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import BACKEND
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.tree import KeyData
+from tests.support.orbax_trees import handles, load, on_host
+from tests.support.trees import fingerprint
+
+ROOT = Path(__file__).parents[2]
+SHARDED = Path(__file__).with_name("sharded_save.py")
+
+
+def _pytree(**options: Any) -> Callable[[Path, Any], Path]:
+    def write(path: Path, tree: Any) -> Path:
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
+        return path
+
+    return write
+
+
+def _manager(path: Path, tree: Any) -> Path:
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(3, args=ocp.args.PyTreeSave(tree))
+    return path / "3" / "default"
+
+
+def _v1(path: Path, tree: Any) -> Path:
+    ocp_v1.save(path, tree)
+    return path / "state"
+
+
+WRITERS: dict[str, Callable[[Path, Any], Path]] = {
+    "v0": _pytree(),
+    "zarr3": _pytree(use_zarr3=True),
+    "files": _pytree(use_ocdbt=False),
+    "files zarr3": _pytree(use_ocdbt=False, use_zarr3=True),
+    "uncompressed": _pytree(use_compression=False),
+    "uncompressed files": _pytree(use_ocdbt=False, use_compression=False),
+    "manager": _manager,
+    "v1": _v1,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_reads_what_real_orbax_writes(tmp_path: Path, common_tree: dict[str, Any], writer: str) -> None:
+    """Every layout that the current release writes gives the saved values, dtypes, shapes and types."""
+    path = WRITERS[writer](tmp_path / "c", common_tree)
+    assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
+
+
+def test_reads_standard_checkpointer(tmp_path: Path) -> None:
+    """StandardCheckpointer's directories, which hold no text."""
+    tree = {"a": jnp.arange(5.0), "n": np.arange(3), "i": 3, "l": [1.5, None], "t": {"b": True}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", tree)
+    assert fingerprint(load(tmp_path / "c")) == fingerprint(on_host(tree))
+
+
+def test_reads_numpy_scalars_as_real_orbax_does(tmp_path: Path) -> None:
+    """Without our marks a numpy scalar is the Python number that real Orbax itself restores."""
+    path = _pytree()(tmp_path / "c", {"i": np.int16(3), "f": np.float32(1.5), "c": np.complex64(1j)})
+    assert fingerprint(load(path)) == fingerprint(ocp.PyTreeCheckpointer().restore(path))
+
+
+def test_reads_a_bare_leaf(tmp_path: Path) -> None:
+    """A tree of one leaf, stored under the empty name."""
+    path = _pytree()(tmp_path / "c", jnp.arange(4.0))
+    assert fingerprint(load(path)) == fingerprint(np.arange(4, dtype=np.float32))
+
+
+def test_reads_long_lists_in_order(tmp_path: Path) -> None:
+    """Ten comes after nine, whatever the names sort like."""
+    path = _pytree()(tmp_path / "c", {"l": list(range(12))})
+    assert load(path) == {"l": list(range(12))}
+
+
+@pytest.mark.parametrize("item", ["flat", "step"])
+def test_a_single_array_is_a_bare_leaf(tmp_path: Path, item: str) -> None:
+    """An item that its step, or the directory itself, declares to be one array has no key ``checkpoint``."""
+    values = jnp.arange(5)
+    if item == "flat":
+        ocp.Checkpointer(ocp.ArrayCheckpointHandler()).save(tmp_path / "c", args=ocp.args.ArraySave(values))
+        path = tmp_path / "c"
+    else:
+        with ocp.CheckpointManager(tmp_path / "c") as manager:
+            manager.save(1, args=ocp.args.Composite(arr=ocp.args.ArraySave(values)))
+        path = tmp_path / "c" / "1" / "arr"
+    assert fingerprint(load(path)) == fingerprint(np.arange(5, dtype=np.int32))
+
+
+def test_a_tree_with_the_key_checkpoint_stays_a_tree(tmp_path: Path) -> None:
+    """Only a declared single array loses its key."""
+    path = _pytree(use_ocdbt=False)(tmp_path / "c", {"checkpoint": jnp.arange(5)})
+    assert list(load(path)) == ["checkpoint"]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints of arrays that were sharded over eight devices, by writer."""
+    folder = tmp_path_factory.mktemp("sharded")
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def write(writer: str) -> Path:
+        target = folder / writer
+        if not target.exists():
+            command = [sys.executable, str(SHARDED), writer, str(target)]
+            subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+        return target
+
+    return write
+
+
+@pytest.mark.parametrize("writer", ["ocdbt", "zarr3", "files", "plain", "ours"])
+def test_reads_shards_on_one_device(sharded: Callable[[str], Path], writer: str) -> None:
+    """Many chunks and split replicas give whole arrays on a machine that lacks the saved devices; so do ours."""
+    restored = load(sharded(writer))
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    for number, name in enumerate(["both", "rows", "columns", "merged", "replicated"]):
+        assert np.array_equal(restored[name], values + number), name
+    assert np.array_equal(restored["large"], np.arange(80_000.0, dtype=np.float32).reshape(200, 400))
+    assert restored["bf16"].dtype.name == "bfloat16"
+    keys = restored["keys"]
+    assert isinstance(keys, KeyData)
+    assert np.array_equal(keys.data, jax.random.key_data(jax.random.split(jax.random.key(7), 8)))
+
+
+def test_saved_shardings_are_told(sharded: Callable[[str], Path]) -> None:
+    """A handle has the sharding's text, ours the same as real Orbax's."""
+    ours, theirs = handles(sharded("ours")), handles(sharded("ocdbt"))
+    assert {name: h.sharding for name, h in ours.items()} == {name: h.sharding for name, h in theirs.items()}
+    assert '"partition_spec": ["x", "y"]' in str(ours["both"].sharding)
+
+
+def test_a_deep_database_of_many_versions_is_read(tmp_path: Path) -> None:
+    """B-trees of several levels with shared prefixes give the same keys as TensorStore itself lists."""
+    tree = {f"layer{i:03d}": {"w": np.full(3, i), "b": np.full(400, float(i))} for i in range(60)}
+    path = _pytree(use_compression=False)(tmp_path / "c", tree)
+    shutil.rmtree(path / "d")
+    (path / "manifest.ocdbt").unlink()
+    spec = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{path}/"},
+        "config": {"max_decoded_node_bytes": 700, "max_inline_value_bytes": 50, "version_tree_arity_log2": 1},
+    }
+    source = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/ocdbt.process_0/"}}
+    old, new = ts.KvStore.open(source).result(), ts.KvStore.open(spec).result()
+    for number, key in enumerate(old.list().result()):
+        new[key] = old[key]
+        if number % 10 == 0:
+            new[key] = b"an older version"
+            new[key] = old[key]
+    root = ts.ocdbt.dump(ts.KvStore.open(spec["base"]).result()).result()["versions"][-1]
+    assert root["root_height"] >= 2
+    shutil.rmtree(path / "ocdbt.process_0")
+    assert fingerprint(load(path)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("writer", ["v0", "zarr3", "uncompressed"])
+def test_reads_without_the_dump_of_the_database(
+    tmp_path: Path, common_tree: dict[str, Any], writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TensorStore without its inspection function is enough."""
+    path = WRITERS[writer](tmp_path / "c", common_tree)
+    monkeypatch.delattr(ts.ocdbt, "dump")
+    assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
+
+
+def test_kinds_without_reading(tmp_path: Path, common_tree: dict[str, Any]) -> None:
+    """Opening what real Orbax wrote tells kinds, and typed keys from arrays."""
+    found = handles(_v1(tmp_path / "c", common_tree))
+    kinds = {name: found[name].kind for name in ("key", "keys", "raw_key", "step", "rate", "on", "name", "big")}
+    assert kinds == {
+        "key": LeafKind.PRNG_KEY,
+        "keys": LeafKind.PRNG_KEY,
+        "raw_key": LeafKind.ARRAY,
+        "step": LeafKind.INT,
+        "rate": LeafKind.FLOAT,
+        "on": LeafKind.BOOL,
+        "name": LeafKind.STR,
+        "big": LeafKind.ARRAY,
+    }
+    assert (found["keys"].shape, found["keys"].dtype) == ((3, 4), np.dtype(np.uint32))
+
+
+def test_leaves_of_two_names_in_one_place_are_told(tmp_path: Path) -> None:
+    """Real Orbax keeps one of two colliding values; the reader says so."""
+    path = _pytree()(tmp_path / "c", {"a": {"b": np.ones(2)}, "a.b": np.ones(2)})
+    with pytest.warns(UserWarning, match=r"a\.b"):
+        reader = BACKEND.open(str(path))
+    assert isinstance(reader.tree.children["a.b"], LeafHandle)
