@@ -101,14 +101,14 @@ class _Parser:
     def _fill(self, frame: _Frame) -> None:
         """Reads children until one of them is a container, or there are no more."""
         children, keyed, stack, window = frame.branch.children, frame.keyed, self._stack, self._window
-        depth, path = len(stack), frame.path
+        depth, parent = len(stack), frame.path
         while frame.left:
             frame.left -= 1
             if window.at > window.fresh_until:
                 window.refill()
             name = self._key(frame) if keyed else str(len(children))
-            child = self._known_array((*path, name)) or self._value((*path, name), frame.in_list)
-            children[name] = child
+            path = (*parent, name)
+            children[name] = self._known_array(path) or self._value(path, frame.in_list)
             if len(stack) != depth:
                 stack[-1].home, stack[-1].name = children, name
                 return
@@ -157,7 +157,9 @@ class _Parser:
             return self._text(tag)
         if tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
             name = str(self._int(tag))
-            frame.int_keys = [*(frame.int_keys or ()), name]
+            if frame.int_keys is None:
+                frame.int_keys = []
+            frame.int_keys.append(name)
             return name
         raise self._window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
 
