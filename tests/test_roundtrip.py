@@ -1,0 +1,174 @@
+"""Trees and leaves saved and restored on both backends, and to and from real Flax and real Orbax."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from flax import serialization
+from flax.training import checkpoints as flax_checkpoints
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints
+from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
+from tests.support.saves import use_flag
+from tests.support.trees import keys, leaves
+
+# What legacy Flax itself can write and read back; the rest it refuses, or changes (big-endian, byte-swapped).
+FLAX_KNOWS = [
+    "dict", "FrozenDict", "list", "tuple", "namedtuple", "dataclass", "TrainState", "masked", "multi_transform",
+    "inject_hyperparams", "serialized", "Partial", "int keys", "awkward keys", "array", "int", "str", "None", "{}",
+    "[]", "()", "jax array", "jax dtypes", "numpy scalars", "Python", "text",
+]  # fmt: skip
+ORBAX_KNOWS = ["dict", "list", "tuple", "namedtuple", "dataclass", "TrainState", "masked", "nnx", "registered", "keyed"]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_everything_comes_back(name: str, flag: bool, tmp_path: Path) -> None:
+    """The same containers, Python types, dtypes, shapes and bytes come back, on both backends."""
+    tree = SAMPLES[name]()
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_both_backends_say_the_same_without_a_target(name: str, tmp_path: Path) -> None:
+    """Without a target both formats give nested dicts with text keys of the same names and values."""
+    restored = []
+    for value in (False, True):
+        with use_flag(value):
+            checkpoints.save_checkpoint(tmp_path / str(value), SAMPLES[name](), 1)
+        restored.append(checkpoints.restore_checkpoint(tmp_path / str(value), None))
+    assert fingerprint(_sorted(restored[0])) == fingerprint(_sorted(restored[1]))
+
+
+def _sorted(tree: Any) -> Any:
+    """Orbax's format does not promise an order of keys."""
+    return {name: _sorted(tree[name]) for name in sorted(tree)} if isinstance(tree, dict) else tree
+
+
+TREES = st.recursive(
+    leaves().filter(lambda leaf: not isinstance(leaf, str | bytes) or len(leaf) < 1000),
+    lambda inner: st.one_of(
+        st.dictionaries(keys(), inner, max_size=4),
+        st.dictionaries(st.integers(-5, 50), inner, max_size=4),
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        st.tuples(inner, inner).map(lambda pair: Fields(*pair)),
+        st.dictionaries(keys(), inner, max_size=3).map(flax.core.freeze),
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=TREES)
+def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:
+    """Random trees come back to the last bit, or are refused because two leaves would have one stored name."""
+    try:
+        checkpoints.save_checkpoint(tmp_path, tree, 1, overwrite=True)
+    except checkpoints.CheckpointError as error:
+        assert flag and ("name" in str(error) or "surrogate" in str(error))
+        return
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("name", FLAX_KNOWS)
+def test_real_flax_reads_our_msgpack(name: str, tmp_path: Path) -> None:
+    """Legacy Flax restores our msgpack files to the same tree."""
+    tree = SAMPLES[name]()
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path, tree, 1)
+        assert fingerprint(flax_checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("name", FLAX_KNOWS)
+def test_we_read_real_flax(name: str, tmp_path: Path) -> None:
+    """What legacy Flax wrote restores to the same tree, with and without a target."""
+    tree = SAMPLES[name]()
+    with use_flag(False):
+        flax_checkpoints.save_checkpoint(tmp_path, tree, 1)
+        raw = flax_checkpoints.restore_checkpoint(tmp_path, None)
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, None)) == fingerprint(raw)
+
+
+@pytest.mark.parametrize("name", [*ORBAX_KNOWS, "int keys", "FrozenDict", "OrderedDict"])
+def test_we_read_real_flax_on_orbax(name: str, tmp_path: Path) -> None:
+    """What Flax wrote through Orbax restores to the same tree."""
+    tree = SAMPLES[name]()
+    with use_flag(True):
+        flax_checkpoints.save_checkpoint(tmp_path, tree, 1)
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("name", ORBAX_KNOWS)
+def test_real_orbax_reads_our_directories(name: str, tmp_path: Path) -> None:
+    """PyTreeCheckpointer restores our Orbax directories, given the tree, to the same leaves."""
+    tree = SAMPLES[name]()
+    with use_flag(True):
+        path = checkpoints.save_checkpoint(tmp_path, tree, 1)
+    args = ocp.checkpoint_utils.construct_restore_args(tree)
+    restored = ocp.PyTreeCheckpointer().restore(path, item=tree, restore_args=args)
+    assert fingerprint(_sorted(restored)) == fingerprint(_sorted(tree))
+
+
+def test_real_orbax_standard_and_v1_read_our_directories(tmp_path: Path) -> None:
+    """StandardCheckpointer and Orbax v1 restore our directory of a train state's arrays."""
+    tree = serialization.to_state_dict(train_state_sample())["params"]
+    with use_flag(True):
+        path = checkpoints.save_checkpoint(tmp_path, tree, 1)
+    standard = ocp.StandardCheckpointer()
+    assert fingerprint(_sorted(standard.restore(path, tree))) == fingerprint(_sorted(tree))
+    standard.close()
+    assert fingerprint(_sorted(ocp_v1.load(path, tree))) == fingerprint(_sorted(tree))
+
+
+def test_real_flax_on_orbax_reads_our_directories(tmp_path: Path) -> None:
+    """Flax with the flag on restores our directory of a TrainState to the same tree."""
+    tree = train_state_sample()
+    with use_flag(True), warnings.catch_warnings():
+        checkpoints.save_checkpoint(tmp_path, tree, 1)
+        assert fingerprint(flax_checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+
+
+def test_static_fields_come_from_the_target(flag: bool, tmp_path: Path) -> None:
+    """Fields outside the pytree are not stored: the target's own stay."""
+    checkpoints.save_checkpoint(tmp_path, Fields(1, 2, label="saved"), 1)
+    assert checkpoints.restore_checkpoint(tmp_path, Fields(0, 0, label="mine")) == Fields(1, 2, label="mine")
+
+
+def test_what_cannot_be_held_is_refused_with_its_path(flag: bool, tmp_path: Path) -> None:
+    """Objects, records, sets and masked arrays are refused, naming the leaf, before anything is written."""
+    record = np.zeros(2, [("x", "i4")])
+    for leaf in (np.array([object()]), record, {1, 2}, object(), np.ma.array([1], mask=[1]), 2**64):
+        with pytest.raises(TypeError, match="inner/leaf"):
+            checkpoints.save_checkpoint(tmp_path, {"inner": {"leaf": leaf}}, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_collide_are_refused(flag: bool, tmp_path: Path) -> None:
+    """Two keys with one text, and on Orbax two key paths with one stored name, are refused before writing."""
+    with pytest.raises(ValueError, match="unique"):
+        checkpoints.save_checkpoint(tmp_path, {"x": {1: 2, "1": 3}}, 1)
+    if flag:
+        with pytest.raises(ValueError, match=r"a\.b"):
+            checkpoints.save_checkpoint(tmp_path, {"a.b": 1, "a": {"b": 2}}, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_serialization_to_bytes_files_restore(tmp_path: Path) -> None:
+    """A file of flax.serialization.to_bytes restores by its path, whatever its name."""
+    tree = train_state_sample()
+    file = tmp_path / "model.msgpack"
+    file.write_bytes(serialization.to_bytes(tree))
+    assert fingerprint(checkpoints.restore_checkpoint(file, tree)) == fingerprint(tree)
+    raw = checkpoints.restore_checkpoint(file, None)
+    assert fingerprint(raw["params"]) == fingerprint(jax.device_get(serialization.to_state_dict(tree)["params"]))
