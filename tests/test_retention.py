@@ -1,0 +1,373 @@
+"""Names, listing, overwrite and retention: the rules that both formats share, also in one directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import errors as flax_errors
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import files
+from tests.support.saves import names, tree, use_flag
+
+LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
+OLD_TEMPORARIES = [
+    "checkpoint_tmp",
+    "checkpoint_tmp_gda",
+    "checkpoint_9_gda.orbax-checkpoint-tmp-3",
+    "checkpoint_9.orbax-checkpoint-tmp",
+    "checkpoint_9.orbax-checkpoint-tmp-1795210434730666",
+]
+
+
+def restored(path: Any, **arguments: Any) -> float:
+    """Which save a restored tree is from."""
+    found = ours.restore_checkpoint(path, None, **arguments)
+    np.testing.assert_array_equal(found["w"], np.full(3, found["n"], np.float32))
+    return float(found["n"])
+
+
+def half_written(folder: Path, name: str = "checkpoint_9") -> Path:
+    """An Orbax directory whose writer died before it merged and described what it had written."""
+    with use_flag(True):
+        path = Path(ours.save_checkpoint(folder / "elsewhere", tree(9), 9))
+    (path / "_METADATA").unlink()
+    (path / "manifest.ocdbt").unlink()
+    (path / "default.orbax-checkpoint-tmp").mkdir()
+    return path.rename(folder / name)
+
+
+def incomplete(folder: Path, kind: str) -> None:
+    """An unfinished ``checkpoint_9``."""
+    folder.mkdir(exist_ok=True)
+    if kind == "empty file":
+        (folder / "checkpoint_9").touch()
+    elif kind == "empty directory":
+        (folder / "checkpoint_9").mkdir()
+    else:
+        half_written(folder)
+        (folder / "elsewhere").rmdir()
+
+
+each_incomplete = pytest.mark.parametrize("kind", ["empty file", "empty directory", "half-written directory"])
+
+
+# Rule 1
+
+
+def test_a_longer_prefix_is_another_prefix(flag: bool, tmp_path: Path) -> None:
+    """``ckpt_`` neither sees, nor is blocked by, nor removes ``ckpt_best_1``, where Flax does all three."""
+    ours.save_checkpoint(tmp_path, tree(9), 9, prefix="ckpt_best_")
+    ours.save_checkpoint(tmp_path, tree(1), 1, prefix="ckpt_")
+    ours.save_checkpoint(tmp_path, tree(2), 2, prefix="ckpt_", overwrite=True)
+    assert names(tmp_path) == ["ckpt_2", "ckpt_best_9"]
+    assert ours.available_steps(tmp_path, "ckpt_") == [2]
+    assert restored(tmp_path, prefix="ckpt_") == 2
+    assert restored(tmp_path, prefix="ckpt_best_") == 9
+
+
+@pytest.mark.parametrize("prefix", LITERAL_PREFIXES)
+def test_prefixes_are_literal_text(flag: bool, tmp_path: Path, prefix: str) -> None:
+    """Globs, signs, points, digits and slashes in a prefix mean themselves in every call."""
+    for step in (8, 9, 10):
+        path = ours.save_checkpoint(tmp_path, tree(step), step, prefix=prefix, keep=2)
+        assert path == str(tmp_path / f"{prefix}{step}")
+    assert ours.available_steps(tmp_path, prefix) == [9, 10]
+    assert ours.latest_checkpoint(tmp_path, prefix) == str(tmp_path / f"{prefix}10")
+    assert restored(tmp_path, prefix=prefix) == 10
+    assert restored(tmp_path, prefix=prefix, step=9) == 9
+    with pytest.raises(errors.InvalidCheckpointError):
+        ours.save_checkpoint(tmp_path, tree(9), 9, prefix=prefix)
+    ours.save_checkpoint(tmp_path, tree(9.5), 9, prefix=prefix, keep=2, overwrite=True)
+    assert ours.available_steps(tmp_path, prefix) == [9]
+    assert restored(tmp_path, prefix=prefix) == 9.5
+
+
+def test_a_prefix_may_climb_out_of_a_linked_directory(flag: bool, tmp_path: Path) -> None:
+    """``..`` in a prefix means what it means to the file system, so that the returned path is where the save is."""
+    (tmp_path / "real" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "inner")
+    path = ours.save_checkpoint(tmp_path / "link", tree(3), 3, prefix="../c_")
+    assert os.path.exists(path)
+    assert names(tmp_path / "real") == ["c_3", "inner"]
+    assert restored(tmp_path / "link", prefix="../c_") == 3
+
+
+@pytest.mark.parametrize("name", OLD_TEMPORARIES)
+@pytest.mark.parametrize("keep", [1, 2])
+def test_leftovers_of_flax_and_orbax_count_for_nothing(flag: bool, tmp_path: Path, name: str, keep: int) -> None:
+    """A temporary blocks no save, evicts nothing, is not counted, not latest, and not ours to remove."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "data").write_text("x")
+    for step in (2, 3, 4):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=keep)
+    assert ours.available_steps(tmp_path) == [3, 4][-keep:]
+    assert name in names(tmp_path)
+    assert restored(tmp_path) == 4
+
+
+def test_names_that_would_never_be_found_again_are_refused(flag: bool, tmp_path: Path) -> None:
+    """A save under a name that Flax or Orbax give to temporaries raises before anything is written."""
+    for prefix, step in (("c.orbax-checkpoint-tmp_", 1), ("c_", "gda"), ("c_", "tmp"), ("c_", "7_gda")):
+        with pytest.raises(errors.StepError):
+            ours.save_checkpoint(tmp_path, tree(), step, prefix=prefix)
+    assert names(tmp_path) == []
+
+
+# Rule 2
+
+
+def test_named_checkpoints_stand_outside_the_order(flag: bool, tmp_path: Path) -> None:
+    """``checkpoint_best`` is restored by name, never evicted, blocks nothing, and is latest only when alone."""
+    ours.save_checkpoint(tmp_path, tree(0.5), "best")
+    assert restored(tmp_path) == 0.5
+    for step in (1, 2, 3):
+        ours.save_checkpoint(tmp_path, tree(step), step)
+    ours.save_checkpoint(tmp_path, tree(2), 2, overwrite=True)
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_best"]
+    assert restored(tmp_path) == 2
+    assert restored(tmp_path, step="best") == 0.5
+    assert restored(tmp_path / "checkpoint_best") == 0.5
+    with pytest.raises(errors.InvalidCheckpointError):
+        ours.save_checkpoint(tmp_path, tree(0.7), "best")
+    ours.save_checkpoint(tmp_path, tree(0.7), "best", overwrite=True)
+    assert restored(tmp_path, step="best") == 0.7
+    assert ours.available_steps(tmp_path) == [2]
+
+
+# Rule 3
+
+
+@each_incomplete
+def test_incomplete_checkpoints_are_never_latest(
+    flag: bool, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are skipped with one warning that names them, they block no save and are counted by no keep."""
+    incomplete(tmp_path, kind)
+    for step in (7, 8):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+            ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
+        assert sum("checkpoint_9" in record.getMessage() for record in caplog.records) == 1
+    caplog.clear()
+    assert restored(tmp_path) == 8
+    assert sum("checkpoint_9" in record.getMessage() for record in caplog.records) == 1
+    assert ours.available_steps(tmp_path) == [7, 8]
+    assert ours.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_8")
+
+
+@each_incomplete
+def test_asking_for_an_incomplete_checkpoint_says_what_is_missing(tmp_path: Path, kind: str) -> None:
+    """Restoring its step is an error, and so is restoring a file by its path."""
+    incomplete(tmp_path, kind)
+    with pytest.raises(errors.IncompleteCheckpointError, match="checkpoint_9"):
+        ours.restore_checkpoint(tmp_path, None, step=9)
+    if kind == "empty file":
+        with pytest.raises(errors.IncompleteCheckpointError, match="the file is empty"):
+            ours.restore_checkpoint(tmp_path / "checkpoint_9", None)
+
+
+@each_incomplete
+def test_an_incomplete_checkpoint_is_replaced(flag: bool, tmp_path: Path, kind: str) -> None:
+    """What holds nothing is replaced as if it were not there; what holds something only by overwrite."""
+    incomplete(tmp_path, kind)
+    if kind == "half-written directory":
+        with pytest.raises(errors.InvalidCheckpointError, match="incomplete"):
+            ours.save_checkpoint(tmp_path, tree(9), 9)
+        ours.save_checkpoint(tmp_path, tree(9), 9, overwrite=True)
+    else:
+        ours.save_checkpoint(tmp_path, tree(9), 9)
+    assert (restored(tmp_path), names(tmp_path)) == (9, ["checkpoint_9"])
+
+
+def test_a_link_to_nothing_is_no_checkpoint(flag: bool, tmp_path: Path) -> None:
+    """It is not latest, and its name is taken only by overwrite."""
+    (tmp_path / "checkpoint_9").symlink_to(tmp_path / "nowhere")
+    ours.save_checkpoint(tmp_path, tree(8), 8, keep=2)
+    assert restored(tmp_path) == 8
+    with pytest.raises(errors.InvalidCheckpointError):
+        ours.save_checkpoint(tmp_path, tree(9), 9, keep=2)
+    ours.save_checkpoint(tmp_path, tree(9), 9, keep=2, overwrite=True)
+    assert restored(tmp_path) == 9
+
+
+# Rules 4 to 6
+
+
+@pytest.mark.parametrize("step", [5, 3, 5.0, -1, 4.5])
+def test_an_outdated_step_is_refused_before_anything_is_written(flag: bool, tmp_path: Path, step: float) -> None:
+    """The error is Flax's and a ValueError, and the directory stays as it was, to the last byte."""
+    ours.save_checkpoint(tmp_path, tree(5), 5)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for manager in (None, ours.AsyncManager()):
+        with pytest.raises(errors.InvalidCheckpointError) as caught:
+            ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
+        assert isinstance(caught.value, flax_errors.InvalidCheckpointError)
+        assert isinstance(caught.value, ValueError)
+        assert "checkpoint_5" in str(caught.value)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_overwrite_replaces_and_removes_what_is_newer(flag: bool, tmp_path: Path) -> None:
+    """As in legacy Flax, whatever ``keep`` says."""
+    for step in (1, 2, 3, 4):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=9)
+    ours.save_checkpoint(tmp_path, tree(2.5), 2, keep=9, overwrite=True)
+    assert ours.available_steps(tmp_path) == [1, 2]
+    assert restored(tmp_path) == 2.5
+
+
+def test_two_spellings_of_a_step_are_one_step(flag: bool, tmp_path: Path) -> None:
+    """7.0 exists where 7 does; overwriting one of them leaves only the one just saved."""
+    ours.save_checkpoint(tmp_path, tree(1), 7.0)
+    with pytest.raises(errors.InvalidCheckpointError, match="same step"):
+        ours.save_checkpoint(tmp_path, tree(2), 7)
+    ours.save_checkpoint(tmp_path, tree(2), 7, keep=5, overwrite=True)
+    assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_7"], 2)
+
+
+def test_huge_steps_are_told_apart(flag: bool, tmp_path: Path) -> None:
+    """Clock readings in nanoseconds differ by less than a float can show, and still are different steps."""
+    first = 1_795_210_434_730_666_001
+    for step in (first, first + 1, first + 2):
+        ours.save_checkpoint(tmp_path, tree(), step, keep=2)
+    assert ours.available_steps(tmp_path) == [first + 1, first + 2]
+
+
+# Rules 7 and 8
+
+
+@pytest.mark.parametrize("keep", [-1, -np.inf, np.nan, "many", None, 1.5])
+def test_a_keep_that_means_nothing_is_refused(flag: bool, tmp_path: Path, keep: Any) -> None:
+    """keep below 0 or not a whole number is a ValueError before anything is written (Flax deletes the new one)."""
+    with pytest.raises(ValueError, match="keep"):
+        ours.save_checkpoint(tmp_path, tree(), 1, keep=keep)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", ["sync", "async", "multiprocess"])
+def test_keep_two_leaves_two(flag: bool, tmp_path: Path, way: str) -> None:
+    """Never three, not even between two saves (Flax's multi-process saves on Orbax leave three)."""
+    save = ours.save_checkpoint_multiprocess if way == "multiprocess" else ours.save_checkpoint
+    manager = ours.AsyncManager() if way == "async" else None
+    for step in range(5):
+        save(tmp_path, tree(step), step, keep=2, async_manager=manager)
+        if manager:
+            manager.wait_previous_save()
+        assert names(tmp_path) == [f"checkpoint_{left}" for left in range(max(0, step - 1), step + 1)]
+
+
+def test_formats_share_one_order(tmp_path: Path) -> None:
+    """Files and directories under one prefix are ordered, refused and evicted together."""
+    for step in range(1, 7):
+        with use_flag(step % 2 == 0):
+            ours.save_checkpoint(tmp_path, tree(step), step, keep=3)
+            with pytest.raises(errors.InvalidCheckpointError):
+                ours.save_checkpoint(tmp_path, tree(step), step - 0.5)
+    assert [(tmp_path / name).is_dir() for name in names(tmp_path)] == [True, False, True]
+    assert [restored(tmp_path, step=step) for step in (4, 5, 6)] == [4, 5, 6]
+    with use_flag(False):
+        ours.save_checkpoint(tmp_path, tree(4.5), 4, keep=3, overwrite=True)  # a file takes the directory's place
+    assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_4"], 4.5)
+
+
+def test_flaxs_own_checkpoints_are_evicted_too(flag: bool, tmp_path: Path) -> None:
+    """Retention goes on where Flax itself stopped."""
+    with use_flag(False):
+        for step in (1, 2):
+            flax_checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=9)
+    ours.save_checkpoint(tmp_path, tree(3), 3, keep=2)
+    assert ours.available_steps(tmp_path) == [2, 3]
+
+
+def test_array_folders_go_with_their_checkpoint(flag: bool, tmp_path: Path) -> None:
+    """Eviction takes the ``_gda`` folder along, orphaned ones are collected, other prefixes' ones are left."""
+    for name in ("checkpoint_1_gda", "checkpoint_5_gda", "checkpoint_best_gda", "other_1_gda", "checkpoint_2_gda"):
+        (tmp_path / name / "w").mkdir(parents=True)
+    for step in (1, 2):
+        with use_flag(False):
+            flax_checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=9)
+    ours.save_checkpoint(tmp_path, tree(3), 3, keep=2)
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_2_gda", "checkpoint_3", "checkpoint_best_gda", "other_1_gda"]
+
+
+def test_an_eviction_that_another_process_does_first_is_no_error(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that clean one directory do not make each other's saves fail."""
+    for step in (1, 2):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
+    discard = files.discard
+
+    def too_late(path: str) -> None:
+        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+        discard(path)
+
+    monkeypatch.setattr(files, "discard", too_late)
+    ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
+    assert names(tmp_path) == ["checkpoint_3"]
+
+
+# Rules 9 and 10
+
+
+@pytest.mark.parametrize("form", ["rel", "rel/", "./rel", "rel/sub/../sub//", "{abs}", "{abs}/", "path"])
+def test_paths_come_back_as_flax_returns_them(
+    flag: bool, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths, trailing slashes and PathLikes work; the returned path is the one that Flax returns."""
+    monkeypatch.chdir(tmp_path)
+    given: Any = Path("rel") if form == "path" else form.format(abs=tmp_path / "x")
+    for prefix in ("checkpoint_", "sub/c_"):
+        path = ours.save_checkpoint(given, tree(4), 4, prefix=prefix)
+        latest = ours.latest_checkpoint(given, prefix)
+        assert restored(given, prefix=prefix) == 4
+        shutil.rmtree(given)
+        with use_flag(False):
+            assert flax_checkpoints.save_checkpoint(given, tree(4), 4, prefix=prefix) == path
+        if prefix == "checkpoint_":  # with a slash in the prefix, Flax finds none
+            assert flax_checkpoints.latest_checkpoint(given) == latest
+
+
+def test_a_link_to_the_directory_is_the_directory(flag: bool, tmp_path: Path) -> None:
+    """Saving through a symbolic link, and restoring through it or past it, see the same checkpoints."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for step in (1, 2):
+        assert ours.save_checkpoint(tmp_path / "link", tree(step), step) == str(
+            tmp_path / "link" / f"checkpoint_{step}"
+        )
+    assert names(tmp_path / "real") == ["checkpoint_2"]
+    assert restored(tmp_path / "real") == restored(tmp_path / "link") == 2
+
+
+def test_available_steps_are_of_the_asked_type(flag: bool, tmp_path: Path) -> None:
+    """Numbers of ``step_type`` in order, or an error that names what does not fit."""
+    for step in (1, 2.5, np.float32(-1.5)):
+        ours.save_checkpoint(tmp_path / "mixed", tree(), step, keep=0, overwrite=step == -1.5)
+    for step in (-1, 2.5):
+        ours.save_checkpoint(tmp_path, tree(), step, keep=0)
+    assert ours.available_steps(tmp_path, step_type=float) == [-1.0, 2.5]
+    with pytest.raises(ValueError, match=r"checkpoint_2\.5"):
+        ours.available_steps(tmp_path)
+    assert ours.available_steps(tmp_path / "mixed", step_type=float) == [-1.5]
+    assert ours.available_steps(tmp_path / "nowhere") == []
+
+
+def test_a_listing_that_the_system_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that cannot be read is not an empty one."""
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(errors.StorageError, match="Permission denied"):
+        ours.latest_checkpoint(tmp_path)
