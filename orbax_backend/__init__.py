@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core.backend import Format, Reader, WriteOptions
+from flax_ckpt_compat._core.backend import Backend, Format, Reader, WriteOptions
 from flax_ckpt_compat._core.tree import Node
 
 from .plan import make_plan
@@ -49,4 +49,4 @@ class OrbaxBackend:
         return open_checkpoint(path)
 
 
-BACKEND = OrbaxBackend()
+BACKEND: Backend = OrbaxBackend()

@@ -41,14 +41,6 @@ class Stored:
     mark: LeafMark | None = None
     sharding: Any = None
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the stored array in bytes."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
-
     def host(self) -> np.ndarray[Any, Any]:
         """The array to store, in host memory and C order, with the stored dtype and shape."""
         array = np.asarray(self.source, order="C")

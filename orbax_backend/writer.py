@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import time
 from typing import Any
 
@@ -41,6 +42,7 @@ _FILE_THREADS = 4
 _DRIVER_FROM_BYTES = 64 << 10
 # Values up to this size lie inline in the B-tree, whose nodes are compressed anyway.
 _COMPRESS_FROM_BYTES = 1025
+_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
 
 
 def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
@@ -97,9 +99,17 @@ def _write_arrays(path: str, arrays: list[tuple[str, Stored]], compressor: dict[
         database.commit()
     except (ValueError, OSError) as error:
         raise StorageError(
-            f"the arrays of {path} could not be written: {error}; check the disk's space and permissions", path=path
+            f"the arrays of {path} could not be written: {error}; check the disk's space and permissions",
+            path=path,
+            errno=_errno(error),
         ) from error
     sync_directory(os.path.join(path, "d"))
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's error number, which TensorStore only tells in its text."""
+    found = _OS_ERROR_CODE.search(str(error))
+    return int(found[1]) if found else None
 
 
 class _Database:

@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     UnrecognizedFormatError,
 )
-from tests.support.orbax_trees import load, on_host, save
+from tests.support.orbax_trees import change_metadata, load, on_host, save
 from tests.support.trees import fingerprint
 
 TREE = {
@@ -35,9 +35,6 @@ TREE = {
     "list": [1, {"x": 2.5}],
     "none": None,
 }
-
-
-MARKER = {"value_type": "None", "skip_deserialize": True}
 
 
 def _real(**options: Any) -> Callable[[Path, Any], Any]:
@@ -146,171 +143,6 @@ def test_a_missing_chunk_is_an_error_not_zeros(tmp_path: Path, values: np.ndarra
     assert caught.value.leaf == "a/w"
 
 
-def _zarray(path: Path, **changes: Any) -> None:
-    """Changes the metadata of the array ``a`` in a checkpoint of separate files."""
-    file = path / "a" / ".zarray"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def _set(path: Path, **changes: Any) -> None:
-    """Changes top-level entries of ``_METADATA``."""
-    file = path / "_METADATA"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A checkpoint of the one compressed array ``a``, each key in a file."""
-    _real(use_ocdbt=False)(tmp_path / "c", {"a": np.arange(4000.0)})
-    return tmp_path / "c"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"shape": [2**50], "chunks": [2**50]},
-        {"shape": [2**50], "chunks": [2**50], "compressor": None},
-        {"shape": [2**61], "chunks": [1]},
-        {"shape": [2**40, 2**40], "chunks": [1, 1]},
-        {"shape": [2**40, 2**40, 0], "chunks": [1, 1, 1]},
-        {"shape": [-4000], "chunks": [4000]},
-        {"shape": [4000], "chunks": [0]},
-        {"shape": [4000], "chunks": []},
-        {"shape": [1] * 100, "chunks": [1] * 100},
-        {"shape": [4000.0]},
-        {"shape": True},
-        {"shape": None},
-        {"shape": [3000], "compressor": None, "chunks": [3000]},
-        {"dtype": "|O"},
-        {"dtype": "<U4"},
-        {"dtype": [["a", "<f4"]]},
-        {"dtype": None},
-        {"dimension_separator": "x"},
-        {"compressor": {"id": "gzip", "level": 1}},
-        {"compressor": {"id": "nonsense"}},
-        {"zarr_format": 3},
-    ],
-    ids=repr,
-)
-def test_array_metadata_that_lies_is_found_out(files: Path, changes: dict[str, Any]) -> None:
-    """Sizes that the stored bytes cannot have, and types that cannot be, are errors before memory is asked for."""
-    _zarray(files, **changes)
-    with pytest.raises(CorruptCheckpointError, match="'a'"):
-        load(files)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tree_metadata": None},
-        {"tree_metadata": []},
-        {"tree_metadata": {"x": None}},
-        {"tree_metadata": {"x": {"key_metadata": 3, "value_metadata": {}}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": MARKER}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 7}], "value_metadata": MARKER}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": []}}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}] * 5000, "value_metadata": MARKER}}},
-        {"custom_metadata": {"flax_ckpt_compat": None}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "x"}}, "containers": []}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "O"}}, "containers": []}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "<U9"}}, "containers": []}}},
-        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[[[]], "tuple", []]]}}},
-    ],
-    ids=lambda changes: str(changes)[:60],
-)
-def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: dict[str, Any]) -> None:
-    """Wrong types anywhere in `_METADATA` are told, with the file or the leaf."""
-    _set(files, **changes)
-    with pytest.raises(CorruptCheckpointError, match=r"_METADATA|'a'|<root>"):
-        load(files)
-
-
-def test_marks_of_a_newer_release_are_not_guessed_at(files: Path) -> None:
-    """The error says which format this release reads."""
-    _set(files, custom_metadata={"flax_ckpt_compat": {"format": 2}})
-    with pytest.raises(UnrecognizedFormatError, match="format 1"):
-        load(files)
-
-
-def _entry(*keys: tuple[str, int]) -> dict[str, Any]:
-    return {
-        "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
-        "value_metadata": MARKER,
-    }
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("2", 1))],
-        [_entry(("l", 2), ("01", 1))],
-        [_entry(("l", 2), ("x", 1))],
-        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("a", 2))],
-        [_entry(("l", 2)), _entry(("l", 2), ("a", 2))],
-        [_entry(("l", 2), ("a", 2)), _entry(("l", 2))],
-        [_entry(("l", 2)), _entry(("l", 2))],
-        [_entry(), _entry(("l", 2))],
-    ],
-    ids=["gap", "zero", "name", "mixed", "leaf-branch", "branch-leaf", "twice", "root"],
-)
-def test_entries_that_form_no_tree_are_an_error(files: Path, entries: list[Any]) -> None:
-    """Gaps in sequences, leaves that are branches, and the like."""
-    _set(files, tree_metadata={str(number): entry for number, entry in enumerate(entries)})
-    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
-        load(files)
-
-
-def test_json_of_endless_depth_is_an_error(files: Path) -> None:
-    """The parser's recursion limit is ours to translate."""
-    (files / "_METADATA").write_text("[" * 200_000)
-    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
-        load(files)
-
-
-def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
-    """A leaf called ``../x`` in a checkpoint of separate files is not looked for."""
-    metadata = json.loads((files / "_METADATA").read_text())
-    metadata["tree_metadata"]["('a',)"]["key_metadata"][0]["key"] = "../secret"
-    _set(files, tree_metadata=metadata["tree_metadata"])
-    shutil.copytree(files / "a", files.parent / "secret")
-    with pytest.raises(CorruptCheckpointError, match="outside"):
-        load(files)
-
-
-@pytest.mark.parametrize(
-    "location",
-    [
-        "value::../../secret:0:24",
-        "value:../:secret:0:24",
-        "value::%2E%2E/secret:0:24",
-        "value::/etc/passwd:0:24",
-        "value:/etc/:passwd:0:24",
-    ],
-)
-def test_a_database_cannot_lead_out_of_the_directory(
-    tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A B-tree whose values lie elsewhere is refused."""
-    path = save(tmp_path / "c", {"a": np.arange(3)})
-    dump = ts.ocdbt.dump
-
-    class Lying:
-        def __init__(self, future: Any) -> None:
-            self.future = future
-
-        def result(self) -> Any:
-            answer = self.future.result()
-            for entry in answer.get("entries", ()):
-                if entry.pop("inline_value", None) is not None:
-                    entry["indirect_value"] = location
-            return answer
-
-    monkeypatch.setattr(ts.ocdbt, "dump", lambda *args, **kwargs: Lying(dump(*args, **kwargs)))
-    with pytest.raises(CorruptCheckpointError, match="outside"):
-        load(path)
-
-
 @pytest.mark.parametrize("zarr3", [True, False])
 def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zarr3: bool) -> None:
     """Where chunks that equal a declared fill value were not stored they are that value; else they are missing."""
@@ -319,7 +151,7 @@ def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zar
     next(file for file in (path / "a").rglob("0")).unlink()
     with pytest.raises(CorruptCheckpointError, match="missing"):
         load(path)
-    _set(path, store_array_data_equal_to_fill_value=False)
+    change_metadata(path, store_array_data_equal_to_fill_value=False)
     if zarr3:
         assert np.array_equal(load(path)["a"], np.zeros(6))
     else:
@@ -349,7 +181,7 @@ def test_values_of_old_releases_in_msgpack_are_not_taken_for_arrays(tmp_path: Pa
     path = Path(save(tmp_path / "c", {"a": np.arange(3)}))
     metadata = json.loads((path / "_METADATA").read_text())
     metadata["tree_metadata"]["('a',)"]["value_metadata"]["skip_deserialize"] = True
-    _set(path, tree_metadata=metadata["tree_metadata"])
+    change_metadata(path, tree_metadata=metadata["tree_metadata"])
     with pytest.raises(UnrecognizedFormatError, match="'checkpoint'"):
         load(path)
 
@@ -361,7 +193,7 @@ def test_unknown_entries_are_ignored(tmp_path: Path) -> None:
     for entry in metadata["tree_metadata"].values():
         entry["new"] = {"x": 1}
         entry["value_metadata"]["new"] = [2]
-    _set(path, tree_metadata=metadata["tree_metadata"], brand_new={"a": 1})
+    change_metadata(path, tree_metadata=metadata["tree_metadata"], brand_new={"a": 1})
     (path / "_sharding").write_text("{}")
     (path / "_CHECKPOINT_METADATA").write_text("[]")
     assert fingerprint(load(path)) == fingerprint(on_host(TREE))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax_ckpt_compat.orbax_backend import BACKEND
 
 from flax_ckpt_compat._core.backend import LeafHandle, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
-from flax_ckpt_compat.orbax_backend import BACKEND
 
 
 def branches(tree: Any) -> Node:
@@ -59,6 +61,12 @@ def _plain(node: Node, values: dict[int, Any]) -> Any:
     if node.container is Container.LIST:
         return list(children.values())
     return tuple(children.values()) if node.container is Container.TUPLE else children
+
+
+def change_metadata(path: Path, **changes: Any) -> None:
+    """Changes top-level entries of ``_METADATA``."""
+    file = path / "_METADATA"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def on_host(tree: Any) -> Any:

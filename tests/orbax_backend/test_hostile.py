@@ -1,0 +1,176 @@
+"""Hostile directories: metadata that lies is found out before memory is asked for or a foreign file is read."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from tests.support.orbax_trees import change_metadata, load, save
+
+MARKER = {"value_type": "None", "skip_deserialize": True}
+
+
+def _zarray(path: Path, **changes: Any) -> None:
+    """Changes the metadata of the array ``a`` in a checkpoint of separate files."""
+    file = path / "a" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A checkpoint of the one compressed array ``a``, each key in a file."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    ocp.Checkpointer(handler).save(tmp_path / "c", args=ocp.args.PyTreeSave({"a": np.arange(4000.0)}))
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [2**50], "chunks": [2**50]},
+        {"shape": [2**50], "chunks": [2**50], "compressor": None},
+        {"shape": [2**61], "chunks": [1]},
+        {"shape": [2**40, 2**40], "chunks": [1, 1]},
+        {"shape": [2**40, 2**40, 0], "chunks": [1, 1, 1]},
+        {"shape": [-4000], "chunks": [4000]},
+        {"shape": [4000], "chunks": [0]},
+        {"shape": [4000], "chunks": []},
+        {"shape": [1] * 100, "chunks": [1] * 100},
+        {"shape": [4000.0]},
+        {"shape": True},
+        {"shape": None},
+        {"shape": [3000], "compressor": None, "chunks": [3000]},
+        {"dtype": "|O"},
+        {"dtype": "<U4"},
+        {"dtype": [["a", "<f4"]]},
+        {"dtype": None},
+        {"dimension_separator": "x"},
+        {"compressor": {"id": "gzip", "level": 1}},
+        {"compressor": {"id": "nonsense"}},
+        {"zarr_format": 3},
+    ],
+    ids=repr,
+)
+def test_array_metadata_that_lies_is_found_out(files: Path, changes: dict[str, Any]) -> None:
+    """Sizes that the stored bytes cannot have, and types that cannot be, are errors before memory is asked for."""
+    _zarray(files, **changes)
+    with pytest.raises(CorruptCheckpointError, match="'a'"):
+        load(files)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tree_metadata": None},
+        {"tree_metadata": []},
+        {"tree_metadata": {"x": None}},
+        {"tree_metadata": {"x": {"key_metadata": 3, "value_metadata": {}}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": MARKER}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 7}], "value_metadata": MARKER}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": []}}}},
+        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}] * 5000, "value_metadata": MARKER}}},
+        {"custom_metadata": {"flax_ckpt_compat": None}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "x"}}, "containers": []}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "O"}}, "containers": []}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"dtype": "<U9"}}, "containers": []}}},
+        {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[[[]], "tuple", []]]}}},
+    ],
+    ids=lambda changes: str(changes)[:60],
+)
+def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: dict[str, Any]) -> None:
+    """Wrong types anywhere in `_METADATA` are told, with the file or the leaf."""
+    change_metadata(files, **changes)
+    with pytest.raises(CorruptCheckpointError, match=r"_METADATA|'a'|<root>"):
+        load(files)
+
+
+def test_marks_of_a_newer_release_are_not_guessed_at(files: Path) -> None:
+    """The error says which format this release reads."""
+    change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 2}})
+    with pytest.raises(UnrecognizedFormatError, match="format 1"):
+        load(files)
+
+
+def _entry(*keys: tuple[str, int]) -> dict[str, Any]:
+    return {
+        "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
+        "value_metadata": MARKER,
+    }
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("2", 1))],
+        [_entry(("l", 2), ("01", 1))],
+        [_entry(("l", 2), ("x", 1))],
+        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("a", 2))],
+        [_entry(("l", 2)), _entry(("l", 2), ("a", 2))],
+        [_entry(("l", 2), ("a", 2)), _entry(("l", 2))],
+        [_entry(("l", 2)), _entry(("l", 2))],
+        [_entry(), _entry(("l", 2))],
+    ],
+    ids=["gap", "zero", "name", "mixed", "leaf-branch", "branch-leaf", "twice", "root"],
+)
+def test_entries_that_form_no_tree_are_an_error(files: Path, entries: list[Any]) -> None:
+    """Gaps in sequences, leaves that are branches, and the like."""
+    change_metadata(files, tree_metadata={str(number): entry for number, entry in enumerate(entries)})
+    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
+        load(files)
+
+
+def test_json_of_endless_depth_is_an_error(files: Path) -> None:
+    """The parser's recursion limit is ours to translate."""
+    (files / "_METADATA").write_text("[" * 200_000)
+    with pytest.raises(CorruptCheckpointError, match="_METADATA"):
+        load(files)
+
+
+def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
+    """A leaf called ``../x`` in a checkpoint of separate files is not looked for."""
+    metadata = json.loads((files / "_METADATA").read_text())
+    metadata["tree_metadata"]["('a',)"]["key_metadata"][0]["key"] = "../secret"
+    change_metadata(files, tree_metadata=metadata["tree_metadata"])
+    shutil.copytree(files / "a", files.parent / "secret")
+    with pytest.raises(CorruptCheckpointError, match="outside"):
+        load(files)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "value::../../secret:0:24",
+        "value:../:secret:0:24",
+        "value::%2E%2E/secret:0:24",
+        "value::/etc/passwd:0:24",
+        "value:/etc/:passwd:0:24",
+    ],
+)
+def test_a_database_cannot_lead_out_of_the_directory(
+    tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A B-tree whose values lie elsewhere is refused."""
+    path = save(tmp_path / "c", {"a": np.arange(3)})
+    dump = ts.ocdbt.dump
+
+    class Lying:
+        def __init__(self, future: Any) -> None:
+            self.future = future
+
+        def result(self) -> Any:
+            answer = self.future.result()
+            for entry in answer.get("entries", ()):
+                if entry.pop("inline_value", None) is not None:
+                    entry["indirect_value"] = location
+            return answer
+
+    monkeypatch.setattr(ts.ocdbt, "dump", lambda *args, **kwargs: Lying(dump(*args, **kwargs)))
+    with pytest.raises(CorruptCheckpointError, match="outside"):
+        load(path)
