@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.errors import (
     ShapeMismatchError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._routing import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -143,7 +143,7 @@ class _Restore:
             filled = _fill_branches(sources, self._read(sources, reader))
             return placing.as_stored(filled) if self._settings.structure == "stored" else placing.as_state(filled)
         wanted = state.describe(target)
-        custom = _nodes_with_own_rules(target)
+        custom = state.nodes_with_own_rules(target)
         match = matching.match(stored, wanted, lenient=self._lenient, takes_anything=custom.__contains__)
         self._judge(match, stored, path)
         return state.rebuild(target, _fill(match.sources, self._read(match.sources, reader)))
@@ -229,30 +229,6 @@ def _read_json(path: str) -> Any:
             return json.load(file)
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is not valid JSON: {error}", path=path) from error
-
-
-def _nodes_with_own_rules(target: Any) -> set[Path]:
-    """Key paths of the nodes whose type was registered with Flax by somebody else."""
-    found: set[Path] = set()
-
-    def look(node: Any, path: Path) -> None:
-        if state.has_own_rules(node):
-            found.add(path)
-        elif isinstance(node, Mapping):
-            for name, child in node.items():
-                look(child, (*path, str(name)))
-        elif isinstance(node, tuple) and hasattr(node, "_fields"):
-            for name in node._fields:
-                look(getattr(node, name), (*path, name))
-        elif isinstance(node, (list, tuple)):
-            for index, child in enumerate(node):
-                look(child, (*path, str(index)))
-        elif hasattr(type(node), "_flax_dataclass"):
-            for name in type(node).__dataclass_fields__:
-                look(getattr(node, name), (*path, name))
-
-    look(target, ())
-    return found
 
 
 def _stored(sources: Any) -> Iterator[matching.Stored]:

@@ -29,8 +29,25 @@ def describe(target: Any) -> Node:
     return _describe(target, _state_dict(target), ())
 
 
-def has_own_rules(node: Any) -> bool:
-    """True for types whose owner registered them with Flax, who may read older states in their own way."""
+def nodes_with_own_rules(target: Any) -> set[Path]:
+    """Key paths of the nodes whose type was registered with Flax by somebody else.
+
+    Such a type may read older states in its own way.
+    """
+    found: set[Path] = set()
+
+    def look(original: Any, state: Any, path: Path) -> None:
+        if _has_own_rules(original):
+            found.add(path)
+            return
+        for name, child, value in _entries(original, state, path) or ():
+            look(child, value, (*path, name))
+
+    look(target, _state_dict(target), ())
+    return found
+
+
+def _has_own_rules(node: Any) -> bool:
     plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
     return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)
 
@@ -48,23 +65,25 @@ def _state_dict(target: Any) -> Any:
 
 
 def _describe(original: Any, state: Any, path: Path) -> Node:
-    if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
-        originals = _originals(original, state)
-        children = {
-            name: _describe(child, value, (*path, name))
-            for child, (name, value) in zip(originals, state.items(), strict=True)
-        }
-        return Branch(children, _container(original, children), _int_keys(original, children))
-    if state is None or isinstance(state, _LEAVES) or not _is_node(state):
+    entries = _entries(original, state, path)
+    if entries is None:
         return state
+    children = {name: _describe(child, value, (*path, name)) for name, child, value in entries}
+    if type(state) is not dict:
+        container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
+        return Branch(children, container, _int_keys(state, children))
+    return Branch(children, _container(original, children), _int_keys(original, children))
+
+
+def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, Any]] | None:
+    """(name, the user's own child, its state) of a node; None for a leaf."""
+    if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
+        return zip(state, _originals(original, state), state.values(), strict=True)
+    if state is None or isinstance(state, _LEAVES) or not _is_node(state):
+        return None
     entries = _one_level(state)
-    names = _child_names(entries, path)
-    children = {
-        name: _describe(child, _state_dict(child), (*path, name))
-        for name, (_, child) in zip(names, entries, strict=True)
-    }
-    container = Container.LIST if _is_sequence(entries) else Container.DICT
-    return Branch(children, container, _int_keys(state, children))
+    children = [child for _, child in entries]
+    return zip(_child_names(entries, path), children, map(_state_dict, children), strict=True)
 
 
 def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
