@@ -1,0 +1,258 @@
+"""save_checkpoint and save_checkpoint_multiprocess as callers see them: bytes, events, arguments, errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import train_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from tests.support.saves import names, run_python, tree, use_flag
+
+FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
+
+
+class Pair(NamedTuple):
+    zulu: Any
+    alpha: Any
+
+
+@flax.struct.dataclass
+class Model:
+    zeta: Any
+    beta: Any
+    name: str = flax.struct.field(pytree_node=False, default="static")
+
+
+def train_states() -> dict[str, Any]:
+    """Trees as training scripts save them."""
+    params = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16)}}
+    chain = optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1.0, 0.0, 9)), optax.ema(0.9))
+    optimizers = {"sgd": optax.sgd(0.1, momentum=0.9), "adam": optax.adam(1e-3), "chain": chain}
+    states: dict[str, Any] = {
+        name: train_state.TrainState.create(apply_fn=None, params=params, tx=tx) for name, tx in optimizers.items()
+    }
+    states["masked"] = optax.masked(optax.adam(0.1), {"dense": {"kernel": True, "bias": False}}).init(params)
+    states["frozen"] = flax.core.freeze(params)
+    states["tuple with an int"] = (params, optax.adam(1e-3).init(params), 7)
+    states["eleven layers"] = {"layers": [{"w": np.float32(i)} for i in range(11)], "after": tuple(range(12))}
+    states["classes"] = Model(Pair([1, 2], {"b": None, "a": {}}), np.arange(4, dtype=np.int8))
+    states["bare array"] = np.arange(3)
+    states["bare number"] = 3
+    states["nothing"] = {}
+    return states
+
+
+def both_files(folder: Path, function: str, target: Any) -> tuple[bytes, bytes]:
+    """The files that ours and Flax's function of this name write."""
+    with use_flag(False):
+        paths = [
+            getattr(module, function)(folder / name, target, 0, overwrite=True)
+            for name, module in (("ours", ours), ("theirs", flax_checkpoints))
+        ]
+    mine, theirs = (Path(path).read_bytes() for path in paths)
+    return mine, theirs
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", train_states())
+def test_files_are_flaxs_to_the_byte(tmp_path: Path, function: str, name: str) -> None:
+    """TrainStates and optimizer states give the file that Flax gives; the multi-process function sorts all names."""
+    mine, theirs = both_files(tmp_path, function, train_states()[name])
+    assert mine == theirs
+
+
+leaf = st.one_of(st.integers(-5, 300), st.floats(width=32), st.text(max_size=3), st.none(), st.just(np.arange(3)))
+trees = st.recursive(
+    leaf,
+    lambda inner: st.one_of(
+        st.dictionaries(st.text(max_size=3) | st.integers(0, 30), inner, max_size=4).filter(
+            lambda found: len({str(key) for key in found}) == len(found)
+        ),
+        st.lists(inner, max_size=12),
+        st.lists(inner, max_size=12).map(tuple),
+        st.builds(Pair, inner, inner),
+        st.builds(Model, inner, inner),
+    ),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(target=trees, function=st.sampled_from(FUNCTIONS))
+def test_files_of_any_tree_are_flaxs_to_the_byte(
+    tmp_path_factory: pytest.TempPathFactory, target: Any, function: str
+) -> None:
+    """So it is for any nesting of dicts, lists, tuples, namedtuples and dataclasses."""
+    mine, theirs = both_files(tmp_path_factory.mktemp("bytes"), function, target)
+    assert mine == theirs
+
+
+@pytest.fixture
+def events() -> Iterator[Callable[[], list[str]]]:
+    """Takes the names of Flax's events and durations recorded since the last call, in order."""
+    recorded: list[str] = []
+
+    def record(name: str, *_: Any, **__: Any) -> None:
+        if name.startswith(("/jax/flax/", "/jax/checkpoint/write/dur", "/jax/checkpoint/read/dur")):
+            recorded.append(name)
+
+    def take() -> list[str]:
+        taken = list(recorded)
+        recorded.clear()
+        return taken
+
+    jax.monitoring.register_event_listener(record)
+    jax.monitoring.register_event_duration_secs_listener(record)
+    yield take
+    jax.monitoring.unregister_event_listener(record)
+    jax.monitoring.unregister_event_duration_listener(record)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_monitoring_events_are_flaxs(
+    flag: bool, tmp_path: Path, function: str, events: Callable[[], list[str]]
+) -> None:
+    """The same names in the same order as Flax records with the same flag, for saves that work and that fail."""
+    found = []
+    for module, folder in ((flax_checkpoints, tmp_path / "theirs"), (ours, tmp_path / "ours")):
+        manager = module.AsyncManager()
+        with use_flag(flag):
+            save, outcome = getattr(module, function), []
+            save(folder, tree(1), 1)
+            outcome.append(events())
+            save(folder, tree(2), 2, async_manager=manager)
+            manager.wait_previous_save()
+            outcome.append(sorted(events()))  # the background thread has an order of its own
+            if not flag:
+                with pytest.raises(errors.InvalidCheckpointError if module is ours else Exception):
+                    save(folder, tree(1), 1)
+                outcome.append(events())
+            module.restore_checkpoint(folder, None)
+            outcome.append(events())
+            module.restore_checkpoint(folder / "nowhere", None)
+            outcome.append(events())
+        found.append(outcome)
+    assert found[1] == found[0]
+
+
+class Waiter:
+    """Stands for jax's GlobalAsyncCheckpointManager."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait_until_finished(self) -> None:
+        self.waits += 1
+
+
+def test_managers_are_accepted_and_waited_for(flag: bool, tmp_path: Path) -> None:
+    """gda_manager and async_manager are honoured by the multi-process function; arguments may be positional."""
+    waiter, manager = Waiter(), ours.AsyncManager()
+    path = ours.save_checkpoint_multiprocess(tmp_path, tree(1), 1, "c_", 2, False, None, manager, waiter, None)
+    manager.wait_previous_save()
+    assert (path, waiter.waits) == (str(tmp_path / "c_1"), 1)
+    assert ours.restore_checkpoint(tmp_path, None, None, "c_", True, waiter, False, None, None)["n"] == 1
+    assert ours.save_checkpoint(tmp_path, tree(2), 2, "c_", 2, True, None, None, None) == str(tmp_path / "c_2")
+
+
+def test_the_flag_is_read_at_every_call(tmp_path: Path) -> None:
+    """Code that flips the flag mid-script gets the format of the moment."""
+    for step, flag in enumerate([False, True, False]):
+        with use_flag(flag):
+            assert os.path.isdir(ours.save_checkpoint(tmp_path, tree(), step, keep=9)) == flag
+
+
+@pytest.mark.parametrize(
+    "target",
+    [{"a": object()}, {"a": np.array([object()])}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, {1: 1, "1": 2}],
+)
+def test_a_tree_that_cannot_be_saved_is_refused_before_anything_is_written(
+    flag: bool, tmp_path: Path, target: Any
+) -> None:
+    """Sync and async, the error is raised by the call itself, and no directory is made."""
+    for manager in (None, ours.AsyncManager()):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            ours.save_checkpoint(tmp_path / "new", target, 1, async_manager=manager)
+        assert isinstance(caught.value, errors.CheckpointError)
+    assert names(tmp_path) == []
+
+
+def test_a_donated_array_is_refused(flag: bool, tmp_path: Path) -> None:
+    """A deleted jax array is an error that says so."""
+    array = jnp.arange(3)
+    array.delete()
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b.*deleted"):
+        ours.save_checkpoint(tmp_path, {"a": {"b": array}}, 1)
+
+
+def test_nul_in_a_path_is_refused(flag: bool, tmp_path: Path) -> None:
+    """The character that no file system takes is a StepError."""
+    for arguments in ({"ckpt_dir": f"{tmp_path}/a\0b"}, {"ckpt_dir": tmp_path, "prefix": "a\0b"}):
+        with pytest.raises(errors.StepError):
+            ours.save_checkpoint(target=tree(), step=1, **arguments)
+
+
+def test_a_file_in_the_directorys_place_is_an_error(flag: bool, tmp_path: Path) -> None:
+    """A checkpoint directory that is a file cannot be saved into."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(errors.StorageError, match="file"):
+        ours.save_checkpoint(tmp_path / "file", tree(), 1)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+FULL = """
+import os, resource, signal, sys
+import numpy as np, flax
+from flax_ckpt_compat import checkpoints, errors
+folder, flag, limit = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
+flax.config.update("flax_use_orbax_checkpointing", flag)
+good = {"w": np.arange(1000.0)}
+checkpoints.save_checkpoint(folder, good, 1)
+if limit:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+big = {"w": np.random.default_rng(0).random(10**6), "v": np.ones(10)}
+for manager in (None, checkpoints.AsyncManager()):
+    for step in (1, 2):
+        try:
+            checkpoints.save_checkpoint(folder, big, step, overwrite=True, async_manager=manager)
+            manager.wait_previous_save()
+        except errors.StorageError as error:
+            assert folder in str(error), error
+            assert error.__cause__ is not None
+        else:
+            raise SystemExit("no error")
+        assert os.listdir(folder) == ["checkpoint_1"], os.listdir(folder)
+        np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None)["w"], good["w"])
+checkpoints.save_checkpoint(folder, good, 3)
+assert os.listdir(folder) == ["checkpoint_3"]
+"""
+
+
+def test_a_write_that_fails_midway_loses_nothing(flag: bool, tmp_path: Path) -> None:
+    """With files cut at 1 MB, a large save is a StorageError; the old checkpoint stays, no temporary does."""
+    run_python(FULL, tmp_path, flag, 10**6)
+
+
+def test_a_full_disk_loses_nothing(flag: bool, tmp_path: Path) -> None:
+    """The same on a file system without space."""
+    if os.system(f"mount -t tmpfs -o size=3m none {tmp_path} 2>/dev/null") != 0:
+        pytest.skip("only root can mount a small file system")
+    try:
+        run_python(FULL, tmp_path, flag, 0)
+    finally:
+        os.system(f"umount {tmp_path}")
