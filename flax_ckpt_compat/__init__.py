@@ -1,4 +1,7 @@
-"""flax.training.checkpoints, kept alive: msgpack and Orbax-format checkpoints behind Flax's own function names."""
+"""flax.training.checkpoints, kept alive: msgpack and Orbax-format checkpoints behind Flax's own function names.
+
+Importing this package loads nothing else; each of its names is imported when it is first used.
+"""
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path

@@ -114,9 +114,9 @@ PROBES = {
 }
 
 
-def outcome(command: list[str], folder: Path) -> tuple[str, str, int]:
+def outcome(command: list[str], folder: Path, **environment: str) -> tuple[str, str, int]:
     """What a shell sees of a command: stdout, stderr, exit code."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     return done.stdout, done.stderr, done.returncode
 
@@ -157,6 +157,13 @@ def test_a_script_finds_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "link.py").symlink_to(tmp_path / "real/probe.py")
     assert assert_same(tmp_path, "real/probe.py")[0].startswith("found")
     assert_same(tmp_path, "link.py")
+
+
+def test_safe_path_is_kept(tmp_path: Path) -> None:
+    """With PYTHONSAFEPATH neither the script's folder nor the working directory gets onto sys.path."""
+    (tmp_path / "probe.py").write_text("import sys; print([entry for entry in sys.path if 'pytest' in entry])")
+    for command in ([sys.executable], RUN):
+        assert outcome([*command, "probe.py"], tmp_path, PYTHONSAFEPATH="1") == ("[]\n", "", 0)
 
 
 def test_modules_packages_folders_and_zips_run(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _tell(folder: str, *, keep: bool) -> bool:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print("Values are compared with what Flax's own msgpack reader and Orbax's own reader say.")
+    console.print("Values are compared with what Flax's own and Orbax's own readers say.")
     run, old = os.path.join(folder, "run"), os.path.join(folder, "old_run")
     verdicts = [
         _stage_killed(console, run, old),
