@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
-from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
 
 from .assemble import build_tree
+from .decode import Decoder, make_decoder
 from .fetch import Fetcher, Job
 from .index import Index, open_index
-from .leaves import JAX_ARRAY, SCALAR, STRING
+from .leaves import JAX_ARRAY, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
 from .names import key_prefix
@@ -35,8 +34,6 @@ _EMPTY: dict[str, Callable[[], Node]] = {
     "Tuple": lambda: Branch({}, Container.TUPLE),
     "NamedTuple": lambda: Branch({}, Container.NAMEDTUPLE),
 }
-_SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
-_FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
 
@@ -46,7 +43,7 @@ class _Where:
     """How to read a leaf that is stored as an array; a text is there since the opening."""
 
     job: Job
-    mark: LeafMark
+    decoder: Decoder
 
 
 class OrbaxReader:
@@ -69,7 +66,7 @@ class OrbaxReader:
         """The values of these handles; see `flax_ckpt_compat._core.backend.Reader.read`."""
         jobs = [handle.where.job for handle in handles if isinstance(handle.where, _Where)]
         arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
-        return [_decode(h, next(arrays), h.where.mark) if isinstance(h.where, _Where) else h.where for h in handles]
+        return [self._decode(h.where, next(arrays)) if isinstance(h.where, _Where) else h.where for h in handles]
 
     def close(self) -> None:
         """Nothing stays open between reads."""
@@ -93,15 +90,24 @@ class OrbaxReader:
 
     def _array_handle(self, entry: LeafEntry, mark: LeafMark, shown: str) -> LeafHandle:
         info = self._array_info(entry, shown)
-        impl = mark.impl or self._structure.key_impls.get(entry.name)
-        kind = LeafKind.PRNG_KEY if impl else mark.kind or _kind(entry, info)
-        shape, dtype = self._true_type(info, mark, shown)
-        where = _Where(Job(entry.name, info, shown), LeafMark(kind, mark.dtype, impl))
-        nbytes = math.prod(shape) * dtype.itemsize
-        if kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+        try:
+            decoder = make_decoder(entry.value_type, info, mark, self._structure.key_impls.get(entry.name))
+        except ValueError as error:
+            raise self._corrupt(shown, str(error)) from error
+        shape, dtype = decoder.shape, decoder.dtype
+        if decoder.kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
             shape = ()
-        typed = kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
-        return self._handle(entry, kind, shape, dtype if typed else None, nbytes, where)
+        if decoder.text is not None:
+            dtype = np.dtype(decoder.text)
+        typed = decoder.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
+        where = _Where(Job(entry.name, info, shown), decoder)
+        return self._handle(entry, decoder.kind, shape, dtype if typed else None, decoder.nbytes, where)
+
+    def _decode(self, where: _Where, array: Any) -> Any:
+        try:
+            return where.decoder.decode(array)
+        except ValueError as error:
+            raise self._corrupt(where.job.shown, f"its text is no UTF-8 ({error})") from error
 
     def _handle(self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, where: Any) -> LeafHandle:
         sharding = self._structure.shardings.get(entry.name)
@@ -117,20 +123,6 @@ class OrbaxReader:
             return self._parse(text, self._structure.zarr3)
         except ValueError as error:
             raise self._corrupt(shown, f"{key!r}: {error}") from error
-
-    def _true_type(self, info: ArrayInfo, mark: LeafMark, shown: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and dtype of the leaf, where others are stored for it."""
-        if mark.dtype is None or mark.dtype in ("str", "bytes"):
-            return info.shape, np.dtype(mark.dtype) if mark.dtype else info.dtype
-        try:
-            dtype = dtype_from_name(mark.dtype)
-        except ValueError as error:
-            raise self._corrupt(shown, f"the type mark says {error}") from error
-        if dtype.itemsize == info.dtype.itemsize and dtype.kind not in "US":
-            return info.shape, dtype
-        if info.shape and info.shape[-1] == dtype.itemsize and info.dtype.itemsize == 1:
-            return info.shape[:-1], dtype
-        raise self._corrupt(shown, f"the type mark says {dtype.name}, but {info.dtype.name}{info.shape} is stored")
 
     def _corrupt(self, shown: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -193,33 +185,3 @@ def _handles(node: Node) -> list[LeafHandle]:
     if isinstance(node, LeafHandle):
         return [node]
     return [h for child in node.children.values() for h in _handles(child)] if isinstance(node, Branch) else []
-
-
-def _kind(entry: LeafEntry, info: ArrayInfo) -> LeafKind:
-    if entry.value_type != SCALAR or info.shape != ():
-        return LeafKind.ARRAY
-    return _SCALAR_KINDS.get(info.dtype.kind, LeafKind.FLOAT)
-
-
-def _decode(handle: LeafHandle, array: Any, mark: LeafMark) -> Any:
-    kind = handle.kind
-    if kind is LeafKind.BYTES:
-        return array.tobytes()
-    if kind is LeafKind.STR:
-        return array.tobytes().decode("utf-8", "surrogatepass")
-    if kind is LeafKind.PRNG_KEY:
-        return KeyData(str(mark.impl), array)
-    if kind in _FROM_SCALAR:
-        return _FROM_SCALAR[kind](array[()])
-    if mark.dtype == "str":
-        return np.str_(array.tobytes().decode("utf-8", "surrogatepass"))
-    if mark.dtype == "bytes":
-        return np.bytes_(array.tobytes())
-    typed = array if array.dtype == handle.dtype else _as_type(array, handle)
-    return typed[()] if kind is LeafKind.NUMPY_SCALAR else typed
-
-
-def _as_type(array: Any, handle: LeafHandle) -> Any:
-    if array.size == 0:
-        return np.empty(handle.shape, handle.dtype)
-    return array.reshape(-1).view(handle.dtype).reshape(handle.shape)

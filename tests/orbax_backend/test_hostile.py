@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
+from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from tests.support.orbax_trees import change_metadata, load, save
 
@@ -89,6 +90,24 @@ def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: di
     change_metadata(files, **changes)
     with pytest.raises(CorruptCheckpointError, match=r"_METADATA|'a'|<root>"):
         load(files)
+
+
+@pytest.mark.parametrize("mark", [{"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY])
+def test_marks_that_contradict_the_array_are_an_error(files: Path, mark: dict[str, Any]) -> None:
+    """No mark turns the 4000 stored float64 into a scalar, a text or a key."""
+    change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": mark}, "containers": []}})
+    with pytest.raises(CorruptCheckpointError, match="'a'"):
+        load(files)
+
+
+def test_a_text_that_is_no_utf8_is_an_error(tmp_path: Path) -> None:
+    """A text kept as bytes is checked like any other."""
+    path = Path(save(tmp_path / "c", {"a": b"\xff"}))
+    change_metadata(
+        path, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "str"}}, "containers": []}}
+    )
+    with pytest.raises(CorruptCheckpointError, match=r"'a'.*UTF-8"):
+        load(path)
 
 
 def test_marks_of_a_newer_release_are_not_guessed_at(files: Path) -> None:

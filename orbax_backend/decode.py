@@ -1,0 +1,122 @@
+"""From a stored array to the leaf that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.tree import KeyData
+
+from .leaves import SCALAR
+from .marks import LeafMark
+from .zarr import ArrayInfo
+
+_SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
+_FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
+_TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decoder:
+    """Makes a leaf of its stored array.
+
+    Attributes:
+        kind: the type it comes back as.
+        shape, dtype: of the array that the leaf is; both the stored ones but for dtypes that zarr lacks.
+        text: ``str`` or ``bytes`` for a numpy text scalar.
+        impl: of a PRNG key.
+    """
+
+    kind: LeafKind
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    text: str | None = None
+    impl: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the leaf in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def decode(self, array: np.ndarray[Any, Any]) -> Any:
+        """The leaf.
+
+        Raises:
+            ValueError: the bytes are no UTF-8.
+        """
+        if self.kind is LeafKind.PRNG_KEY:
+            return KeyData(str(self.impl), array)
+        if self.kind in _FROM_SCALAR:
+            return _FROM_SCALAR[self.kind](array[()])
+        if self.kind is LeafKind.BYTES:
+            return array.tobytes()
+        if self.kind is LeafKind.STR:
+            return _utf8(array)
+        if self.text is not None:
+            return np.str_(_utf8(array)) if self.text == "str" else np.bytes_(array.tobytes())
+        typed = array if array.dtype == self.dtype else self._retyped(array)
+        return typed[()] if self.kind is LeafKind.NUMPY_SCALAR else typed
+
+    def _retyped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if array.size == 0:
+            return np.empty(self.shape, self.dtype)
+        return array.reshape(-1).view(self.dtype).reshape(self.shape)
+
+
+def make_decoder(value_type: str, info: ArrayInfo, mark: LeafMark, key_impl: str | None) -> Decoder:
+    """How to decode a leaf.
+
+    Args:
+        value_type: Orbax's name of its type.
+        info: its stored array.
+        mark: ours, empty for what the format itself says.
+        key_impl: PRNG implementation, as ``array_metadatas`` has it.
+
+    Raises:
+        ValueError: the mark and the stored array contradict each other.
+    """
+    impl = mark.impl or key_impl
+    if impl is not None:
+        return Decoder(LeafKind.PRNG_KEY, info.shape, info.dtype, impl=impl)
+    if mark.dtype in _TEXTS or mark.kind in (LeafKind.BYTES, LeafKind.STR):
+        return _text_decoder(info, mark)
+    shape, dtype = _marked_type(info, mark.dtype) if mark.dtype else (info.shape, info.dtype)
+    kind = mark.kind or _kind(value_type, info)
+    if mark.kind is LeafKind.PRNG_KEY:
+        raise ValueError("the type mark of a PRNG key names no implementation")
+    if kind is not LeafKind.ARRAY and shape != ():
+        raise ValueError(f"the type mark says {kind.value}, but {dtype.name}{list(shape)} is stored")
+    if mark.kind in _FROM_SCALAR and kind is not _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT):
+        raise ValueError(f"the type mark says {kind.value}, but {dtype.name} is stored")
+    return Decoder(kind, shape, dtype)
+
+
+def _text_decoder(info: ArrayInfo, mark: LeafMark) -> Decoder:
+    if len(info.shape) != 1 or info.dtype != np.uint8:
+        raise ValueError(f"the type mark says text or bytes, but {info.dtype.name}{list(info.shape)} is stored")
+    return Decoder(mark.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, text=mark.dtype)
+
+
+def _marked_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of a leaf for which others are stored."""
+    dtype = dtype_from_name(name)
+    if dtype.itemsize == info.dtype.itemsize and dtype.kind not in "US":
+        return info.shape, dtype
+    if info.dtype == np.uint8 and info.shape and info.shape[-1] == dtype.itemsize:
+        return info.shape[:-1], dtype
+    raise ValueError(f"the type mark says {dtype.name}, but {info.dtype.name}{list(info.shape)} is stored")
+
+
+def _kind(value_type: str, info: ArrayInfo) -> LeafKind:
+    if value_type != SCALAR or info.shape != ():
+        return LeafKind.ARRAY
+    return _SCALAR_KINDS.get(info.dtype.kind, LeafKind.FLOAT)
+
+
+def _utf8(array: np.ndarray[Any, Any]) -> str:
+    return array.tobytes().decode("utf-8", "surrogatepass")
