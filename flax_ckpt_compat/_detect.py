@@ -17,6 +17,8 @@ _AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other t
 _ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
 _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
+# What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
+USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 _STEP_DIRECTORY = re.compile(r"(?:.*_)?(\d+)")
 _FIRST_BYTES = 512
 
@@ -85,11 +87,11 @@ def is_orbax_directory(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     names = set(os.listdir(path))
-    return _is_tree(path, names) or bool(names & set(_ITEMS_MARKERS) and _items(path, names))
+    return _is_tree(path, names) or bool(names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS)) and _items(path, names))
 
 
 def is_doubtful(path: str) -> bool:
-    """True where only a file called ``checkpoint`` makes a directory look like an old Orbax checkpoint."""
+    """True where nothing that only Orbax writes makes a directory look like its own: a common name alone does."""
     return not set(os.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
 
 

@@ -51,11 +51,16 @@ def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def as_state(node: Node) -> Any:
-    """Nested dicts with text keys, as Flax restores without a target: lists are maps of '0', '1', …"""
+def as_state(node: Node, *, lists: bool = False) -> Any:
+    """Nested dicts with text keys, as Flax restores without a target: lists are maps of '0', '1', …
+
+    Args:
+        lists: lists stay lists. Flax writes no msgpack array, and gives one that others wrote as a list.
+    """
     if not isinstance(node, Branch):
         return node
-    return {name: as_state(child) for name, child in node.children.items()}
+    children = {name: as_state(child, lists=lists) for name, child in node.children.items()}
+    return list(children.values()) if lists and node.container is Container.LIST else children
 
 
 def as_stored(node: Node) -> Any:

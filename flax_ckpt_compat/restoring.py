@@ -26,8 +26,6 @@ from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, map_leaves, s
 from flax_ckpt_compat._routing import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Which item of a directory with several trees a target means; the names that Orbax itself gives a lone item.
-_USUAL_ITEMS = ("default", "state", "pytree", "items")
 
 
 def restore(
@@ -138,15 +136,17 @@ class _Restore:
             return self._tree(reader.tree, target, reader, item.path)
 
     def _tree(self, stored: Node, target: Any, reader: Reader | foreign.Reader, path: str) -> Any:
+        lists = reader.format is Format.MSGPACK
         if target is None:
             sources = map_leaves(lambda _, leaf: matching.Stored(leaf, None), stored)
-            filled = _fill_branches(sources, self._read(sources, reader))
-            return placing.as_stored(filled) if self._settings.structure == "stored" else placing.as_state(filled)
+            filled = _fill(sources, self._read(sources, reader), lists)
+            as_stored = self._settings.structure == "stored"
+            return placing.as_stored(filled) if as_stored else placing.as_state(filled, lists=lists)
         wanted = state.describe(target)
         custom = state.nodes_with_own_rules(target)
         match = matching.match(stored, wanted, lenient=self._lenient, takes_anything=custom.__contains__)
         self._judge(match, stored, path)
-        return state.rebuild(target, _fill(match.sources, self._read(match.sources, reader)))
+        return state.rebuild(target, _fill(match.sources, self._read(match.sources, reader), lists))
 
     def _judge(self, match: matching.Match, stored: Node, path: str) -> None:
         """Applies the policies to what did not match."""
@@ -211,7 +211,7 @@ def _main_item(found: _detect.Found) -> _detect.Item:
     trees = found.trees
     if len(trees) == 1:
         return next(iter(trees.values()))
-    for name in _USUAL_ITEMS:
+    for name in _detect.USUAL_ITEMS:
         if name in trees:
             return trees[name]
     raise CheckpointError(
@@ -246,18 +246,13 @@ def _handles(node: Node) -> Iterator[LeafHandle]:
             yield leaf
 
 
-def _value(node: Node, values: Mapping[int, Any]) -> Any:
-    """A stored node with its values: a leaf, or nested dicts where the target takes whatever is there."""
-    filled = map_leaves(lambda _, leaf: values[id(leaf)] if isinstance(leaf, LeafHandle) else leaf, node)
-    return placing.as_state(filled)
-
-
-def _fill(sources: Any, values: Mapping[int, Any]) -> Any:
-    """Nested dicts of sources → nested dicts of values."""
+def _fill(sources: Any, values: Mapping[int, Any], lists: bool) -> Any:
+    """Sources → their values, in branches or nested dicts like those of the sources."""
     if isinstance(sources, dict):
-        return {name: _fill(child, values) for name, child in sources.items()}
-    return sources.value if isinstance(sources, matching.Kept) else _value(sources.node, values)
-
-
-def _fill_branches(sources: Node, values: Mapping[int, Any]) -> Node:
-    return map_leaves(lambda _, source: _value(source.node, values), sources)
+        return {name: _fill(child, values, lists) for name, child in sources.items()}
+    if isinstance(sources, Branch):
+        return map_leaves(lambda _, source: _fill(source, values, lists), sources)
+    if isinstance(sources, matching.Kept):
+        return sources.value
+    filled = map_leaves(lambda _, leaf: values[id(leaf)] if isinstance(leaf, LeafHandle) else leaf, sources.node)
+    return placing.as_state(filled, lists=lists)

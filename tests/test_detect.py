@@ -1,0 +1,297 @@
+"""What restore recognises, and what it says of everything else."""
+
+import gzip
+import logging
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import pytest
+from flax import serialization
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat.errors import UnrecognizedFormatError
+from tests.support.samples import fingerprint
+from tests.support.saves import use_flag
+
+TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": {"n": np.int8([1])}}
+ZEROS = {"a": np.zeros((2, 3), np.float32), "b": {"n": np.int8([0])}}
+
+
+def same(restored: Any, expected: Any = TREE) -> None:
+    """Asserts equality to the last bit."""
+    assert fingerprint(restored) == fingerprint(expected)
+
+
+def manager(root: Path, steps: list[int], **options: Any) -> None:
+    """Saves the tree at these steps with a CheckpointManager; the last one is TREE."""
+    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**options)) as made:
+        for step in steps:
+            tree = TREE if step == steps[-1] else ZEROS
+            made.save(step, args=ocp.args.PyTreeSave(tree))
+            made.wait_until_finished()
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "flax_model.msgpack", "7", "weights", "ViT.v1.0"])
+def test_a_msgpack_file_of_any_name(name: str, tmp_path: Path) -> None:
+    """A path to a file is restored whatever it is called, with and without a target."""
+    (tmp_path / name).write_bytes(serialization.to_bytes(TREE))
+    same(checkpoints.restore_checkpoint(tmp_path / name, None))
+    same(checkpoints.restore_checkpoint(str(tmp_path / name), ZEROS))
+
+
+@pytest.mark.parametrize(
+    "value", [91, 123, 0, {}, [], "", None, True, 2.5, "{", -1], ids=lambda value: f"{type(value).__name__} {value!r}"
+)
+def test_tiny_msgpack_files(value: Any, tmp_path: Path) -> None:
+    """Files of one or a few bytes that are valid msgpack restore, although they look like JSON or a pickle."""
+    (tmp_path / "f").write_bytes(msgpack.packb(value))
+    assert checkpoints.restore_checkpoint(tmp_path / "f", None) == value
+
+
+def test_msgpack_arrays(tmp_path: Path) -> None:
+    """Arrays of a msgpack file that no Flax function writes are lists, as real Flax restores them."""
+    content = serialization.msgpack_serialize({"a": [1, [np.ones(2)], {}], "b": []})
+    (tmp_path / "f").write_bytes(content)
+    same(checkpoints.restore_checkpoint(tmp_path / "f", None), serialization.msgpack_restore(content))
+
+
+@pytest.mark.parametrize(
+    "make", [ocp.PyTreeCheckpointer, ocp.StandardCheckpointer], ids=["PyTreeCheckpointer", "StandardCheckpointer"]
+)
+def test_a_flat_orbax_directory(make: Callable[[], Any], tmp_path: Path) -> None:
+    """The directory of a bare checkpointer restores by its own path."""
+    with make() as checkpointer:
+        checkpointer.save(tmp_path / "some name", TREE)
+    same(checkpoints.restore_checkpoint(tmp_path / "some name", None))
+    same(checkpoints.restore_checkpoint(tmp_path / "some name", ZEROS))
+
+
+@pytest.mark.parametrize("target", [None, ZEROS], ids=["no target", "target"])
+def test_a_managers_root_step_and_item(target: Any, tmp_path: Path) -> None:
+    """CheckpointManager: its root gives the latest step, step= selects, a step directory and an item restore, too."""
+    manager(tmp_path, [9, 10])
+    same(checkpoints.restore_checkpoint(tmp_path, target))
+    same(checkpoints.restore_checkpoint(tmp_path, target, 10))
+    same(checkpoints.restore_checkpoint(tmp_path, target, step=9), ZEROS)
+    same(checkpoints.restore_checkpoint(tmp_path, target, step=10, prefix=""))
+    same(checkpoints.restore_checkpoint(tmp_path / "10", target))
+    same(checkpoints.restore_checkpoint(tmp_path / "10" / "default", target))
+    with pytest.raises(CheckpointNotFoundError, match=r"Matching checkpoint not found: .*9, 10"):
+        checkpoints.restore_checkpoint(tmp_path, target, step=11)
+
+
+def test_a_managers_root_with_prefix_and_padding(tmp_path: Path) -> None:
+    """Step directories called step_00009 are steps, too."""
+    manager(tmp_path, [9, 10], step_prefix="step", step_format_fixed_length=5)
+    same(checkpoints.restore_checkpoint(tmp_path, None))
+    same(checkpoints.restore_checkpoint(tmp_path, None, step=9), ZEROS)
+
+
+def test_an_unfinished_step_is_not_the_latest(tmp_path: Path) -> None:
+    """An empty step directory, and one that Orbax had not finished, are passed over."""
+    manager(tmp_path, [9, 10])
+    (tmp_path / "11").mkdir()
+    (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "13" / "default.orbax-checkpoint-tmp").mkdir(parents=True)
+    same(checkpoints.restore_checkpoint(tmp_path, None))
+
+
+def test_a_manager_of_old_releases(tmp_path: Path) -> None:
+    """Without the files that only newer releases write, root, step and item still restore."""
+    manager(tmp_path, [3])
+    for file in [*tmp_path.rglob("_CHECKPOINT_METADATA"), *tmp_path.rglob("commit_success.txt")]:
+        file.unlink()
+    for path in (tmp_path, tmp_path / "3", tmp_path / "3" / "default"):
+        same(checkpoints.restore_checkpoint(path, None))
+
+
+def test_several_items(tmp_path: Path) -> None:
+    """A step of several items gives a mapping of them; a mapping of their names as the target takes just those."""
+    with ocp.CheckpointManager(tmp_path) as made:
+        made.save(
+            3,
+            args=ocp.args.Composite(
+                model=ocp.args.PyTreeSave(TREE), other=ocp.args.PyTreeSave(ZEROS), notes=ocp.args.JsonSave({"x": [1]})
+            ),
+        )
+    for path in (tmp_path, tmp_path / "3"):
+        same(checkpoints.restore_checkpoint(path, None), {"model": TREE, "notes": {"x": [1]}, "other": ZEROS})
+        same(checkpoints.restore_checkpoint(path, {"model": ZEROS}), {"model": TREE})
+    with pytest.raises(CheckpointError, match=r"several trees \(model.*other\)"):
+        checkpoints.restore_checkpoint(tmp_path, ZEROS)
+
+
+def test_one_tree_and_notes(tmp_path: Path) -> None:
+    """One pytree item beside JSON items is just that tree, also when a target is given."""
+    with ocp.CheckpointManager(tmp_path) as made:
+        made.save(3, args=ocp.args.Composite(state=ocp.args.PyTreeSave(TREE), notes=ocp.args.JsonSave({"x": 1})))
+    same(checkpoints.restore_checkpoint(tmp_path, None))
+    same(checkpoints.restore_checkpoint(tmp_path, ZEROS))
+
+
+@pytest.mark.parametrize("inner", ["", "state"])
+def test_a_v1_directory(inner: str, tmp_path: Path) -> None:
+    """A directory of Orbax v1 restores by its path and by that of its item."""
+    ocp_v1.save(tmp_path / "v1", TREE)
+    same(checkpoints.restore_checkpoint(tmp_path / "v1" / inner, None))
+    same(checkpoints.restore_checkpoint(tmp_path / "v1" / inner, ZEROS))
+
+
+def test_v1_directories_under_a_prefix(tmp_path: Path) -> None:
+    """Directories of v1 and CheckpointManager steps that are called checkpoint_N are checkpoints of that prefix."""
+    manager(tmp_path / "other", [1])
+    shutil.move(tmp_path / "other" / "1", tmp_path / "checkpoint_1")
+    shutil.rmtree(tmp_path / "other")
+    ocp_v1.save(tmp_path / "checkpoint_2", ZEROS)
+    assert checkpoints.available_steps(tmp_path) == [1, 2]
+    same(checkpoints.restore_checkpoint(tmp_path, None, step=1))
+    same(checkpoints.restore_checkpoint(tmp_path, None), ZEROS)
+
+
+@pytest.mark.parametrize("content", [b"see checkpoint_1", b"", msgpack.packb({"x": 1}), b"model_checkpoint_path: 'x'"])
+def test_a_stray_file_called_checkpoint(content: bytes, flag: bool, tmp_path: Path) -> None:
+    """A file called checkpoint, of whatever content, hides no checkpoints beside it, nor blocks a save."""
+    (tmp_path / "checkpoint").write_bytes(content)
+    checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    same(checkpoints.restore_checkpoint(tmp_path, ZEROS))
+    same(checkpoints.restore_checkpoint(tmp_path, ZEROS, step=1))
+    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
+
+
+@pytest.mark.parametrize("there", ["nothing", "empty", "foreign"])
+def test_nothing_to_restore(there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The very target comes back, with a logged warning; the must_exist setting makes it an error."""
+    path = tmp_path / "dir"
+    if there != "nothing":
+        path.mkdir()
+    if there == "foreign":
+        (path / "notes.txt").write_text("hello")
+        (path / "sub").mkdir()
+    target = {"x": 1}
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        assert checkpoints.restore_checkpoint(path, target) is target
+    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+    assert checkpoints.restore_checkpoint(path, None) is None
+    with config.override(must_exist=True), pytest.raises(FileNotFoundError, match="nothing to restore"):
+        checkpoints.restore_checkpoint(path, target)
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def _zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.pkl", b"x")
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "html": (lambda p: p.write_text("\n<!DOCTYPE html><html>404</html>"), "HTML"),
+    "lfs": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"), "git-lfs"),
+    "gzip": (lambda p: p.write_bytes(gzip.compress(serialization.to_bytes(TREE))), "gzip"),
+    "safetensors": (lambda p: p.write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(64)), "safetensors"),
+    "zip": (_zip, "zip"),
+    "npy": (lambda p: p.write_bytes(np.lib.format.magic(1, 0) + bytes(9)), "npy"),
+    "json": (lambda p: p.write_text('{"a": 1}'), "JSON"),
+    "torch": (lambda p: p.write_bytes(pickle.dumps({"a": 1}, protocol=2)), "pickle"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_files_of_others_are_named(kind: str, tmp_path: Path) -> None:
+    """A file that is no checkpoint is an error that says what it looks like, by path and as the latest checkpoint."""
+    make, word = FOREIGN[kind]
+    make(tmp_path / "checkpoint_1")
+    for path in (tmp_path / "checkpoint_1", tmp_path):
+        with pytest.raises(UnrecognizedFormatError, match=word) as caught:
+            checkpoints.restore_checkpoint(path, None)
+        assert str(tmp_path / "checkpoint_1") in str(caught.value) and caught.value.__cause__ is not None
+        assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_are_not_opened(protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle is refused and never executed."""
+    monkeypatch.setenv("BOMB", str(tmp_path / "boom"))
+    (tmp_path / "f.ckpt").write_bytes(pickle.dumps(_Bomb(), protocol=protocol))
+    with pytest.raises(CheckpointError):
+        checkpoints.restore_checkpoint(tmp_path / "f.ckpt", None)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_truncated_files_at_every_length(tmp_path: Path) -> None:
+    """A msgpack file cut anywhere is an error that names the file, never a part of the tree."""
+    whole = serialization.to_bytes(TREE)
+    for length in range(len(whole)):
+        (tmp_path / "f").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=str(tmp_path / "f")):
+            checkpoints.restore_checkpoint(tmp_path / "f", None)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=40))
+def test_random_bytes(content: bytes, tmp_path: Path) -> None:
+    """Arbitrary bytes restore or raise a CheckpointError, and nothing else."""
+    (tmp_path / "f").write_bytes(content)
+    try:
+        checkpoints.restore_checkpoint(tmp_path / "f", None)
+    except CheckpointError as error:
+        assert str(tmp_path / "f") in str(error)
+
+
+def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
+    """A file without content is an error that says so, by path and by step; it is never the latest."""
+    (tmp_path / "checkpoint_2").touch()
+    for arguments in ((tmp_path / "checkpoint_2", None), (tmp_path, None, 2)):
+        with pytest.raises(CheckpointError, match="empty"):
+            checkpoints.restore_checkpoint(*arguments)
+    assert checkpoints.restore_checkpoint(tmp_path, None) is None
+
+
+@pytest.mark.parametrize("lost", ["_METADATA", "manifest.ocdbt", "d"])
+def test_a_damaged_orbax_directory(lost: str, tmp_path: Path) -> None:
+    """A directory that lost a part is an error that names it, and never the unrestored target."""
+    with use_flag(True):
+        path = Path(checkpoints.save_checkpoint(tmp_path, TREE, 1))
+    shutil.rmtree(path / lost) if (path / lost).is_dir() else (path / lost).unlink()
+    with pytest.raises(CheckpointError, match="checkpoint_1"):
+        checkpoints.restore_checkpoint(path, ZEROS)
+    with pytest.raises(CheckpointError, match="checkpoint_1"):
+        checkpoints.restore_checkpoint(tmp_path, ZEROS, step=1)
+
+
+def test_an_explicit_directory_of_something_else(tmp_path: Path) -> None:
+    """A step that is a directory of something else is an error that says what is missing."""
+    (tmp_path / "checkpoint_5").mkdir()
+    (tmp_path / "checkpoint_5" / "notes.txt").write_text("x")
+    with pytest.raises(UnrecognizedFormatError, match="checkpoint_5"):
+        checkpoints.restore_checkpoint(tmp_path, None, step=5)
+
+
+def test_unreadable_paths(tmp_path: Path) -> None:
+    """A dangling link is an error; a path below a file is nothing to restore."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="link"):
+        checkpoints.restore_checkpoint(tmp_path / "link", None)
+    (tmp_path / "file").write_bytes(b"\x80")
+    assert checkpoints.restore_checkpoint(tmp_path / "file" / "below", None) is None
+
+
+def test_links_are_followed(flag: bool, tmp_path: Path) -> None:
+    """A symbolic link to a checkpoint, file or directory, restores."""
+    path = checkpoints.save_checkpoint(tmp_path / "real", TREE, 1)
+    (tmp_path / "latest").symlink_to(path)
+    same(checkpoints.restore_checkpoint(tmp_path / "latest", ZEROS))
