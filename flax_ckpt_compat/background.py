@@ -101,6 +101,17 @@ def _seen(future: Future[Any]) -> None:
                     del _saves[directory]
 
 
+def _forget_after_fork() -> None:
+    # The threads that would end these saves live in the parent only; waiting for them here would never end.
+    global _lock
+    _lock = threading.Lock()
+    _saves.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
+
+
 @atexit.register
 def _log_failures() -> None:
     # The interpreter has joined all pools before it comes here.

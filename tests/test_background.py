@@ -1,0 +1,281 @@
+"""Saving in the background: the values of the call, the order of the calls, and no failure lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import background, errors
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat._core import files
+from tests.support.saves import names, run_python, tree
+
+MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}
+
+
+@pytest.fixture(params=MANAGERS)
+def manager(request: pytest.FixtureRequest) -> Any:
+    """Our AsyncManager, and Flax's own class."""
+    return MANAGERS[request.param]()
+
+
+class Gate:
+    """Holds every commit until it is opened, or makes it fail."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.error: Exception | None = None
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A gate before every commit; closed."""
+    held, publish = Gate(), files.publish
+
+    def wait(temporary: str, final: str) -> None:
+        assert held.open.wait(30)
+        if held.error is not None:
+            raise held.error
+        publish(temporary, final)
+
+    monkeypatch.setattr(files, "publish", wait)
+    yield held
+    held.open.set()
+
+
+def fail_once(gate: Gate, folder: Path, manager: Any, *, finished: bool) -> None:
+    """A background save that fails; it has ended on return only if ``finished``."""
+    gate.error = errors.StorageError("the disk broke", path=str(folder), errno=5)
+    if finished:
+        gate.open.set()
+    ours.save_checkpoint(folder, tree(1), 1, async_manager=manager)
+    if finished:
+        future: Future[Any] = manager.save_future
+        assert future.exception() is not None
+    else:
+        threading.Timer(0.05, gate.open.set).start()
+
+
+def test_values_are_those_of_the_call(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """numpy arrays mutated, jax arrays deleted or donated, and containers changed afterwards do no harm."""
+    array, fortran = np.arange(6.0), np.asfortranarray(np.arange(6).reshape(2, 3))
+    deleted, donated, key = jnp.arange(3), jnp.arange(1000.0), jax.random.key(7)
+    target = {"a": array, "f": fortran, "d": deleted, "o": donated, "k": key, "l": [1, 2]}
+    expected = {"a": array.copy(), "f": fortran.copy(), "d": np.arange(3), "o": np.arange(1000.0, dtype=np.float32)}
+    ours.save_checkpoint(tmp_path, target, 1, async_manager=manager)
+    array[:], fortran[:] = -1, -1
+    deleted.delete()
+    jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(donated).block_until_ready()
+    target["l"].append(3)
+    target.clear()
+    gate.open.set()
+    manager.wait_previous_save()
+    found = ours.restore_checkpoint(tmp_path, None)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+    assert list(found["l"]) == ["0", "1"]
+    np.testing.assert_array_equal(jax.random.key_data(found["k"]), jax.random.key_data(jax.random.key(7)))
+
+
+def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """Until it is complete, a background save is no checkpoint, and it evicts nothing."""
+    gate.open.set()
+    ours.save_checkpoint(tmp_path, tree(1), 1)
+    gate.open.clear()
+    ours.save_checkpoint(tmp_path, tree(2), 2, async_manager=manager)
+    assert ours.available_steps(tmp_path) == [1]
+    assert ours.restore_checkpoint(tmp_path, None)["n"] == 1
+    gate.open.set()
+    manager.wait_previous_save()
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_failure_raises_at_the_next_save(
+    flag: bool, tmp_path: Path, manager: Any, gate: Gate, finished: bool
+) -> None:
+    """Once, and only once, whether or not the save had ended; the save after that works."""
+    fail_once(gate, tmp_path, manager, finished=finished)
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.save_checkpoint(tmp_path, tree(2), 2, async_manager=manager)
+    gate.error = None
+    ours.save_checkpoint(tmp_path, tree(2), 2, async_manager=manager)
+    ours.save_checkpoint(tmp_path, tree(3), 3, async_manager=manager)
+    manager.wait_previous_save()
+    assert names(tmp_path) == ["checkpoint_3"]
+
+
+def test_a_failure_raises_at_the_next_save_of_anyone(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """A save into the same directory without the manager, or with another one, raises it too, also through a link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    fail_once(gate, tmp_path / "real", manager, finished=True)
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.save_checkpoint(tmp_path / "link", tree(2), 2)
+    gate.error = None
+    ours.save_checkpoint(tmp_path / "link", tree(2), 2)
+    assert names(tmp_path / "real") == ["checkpoint_2"]
+
+
+def test_a_failure_raises_at_wait(flag: bool, tmp_path: Path, gate: Gate) -> None:
+    """Our manager's wait raises it even when the save ended long ago (Flax's forgets it)."""
+    manager = ours.AsyncManager()
+    fail_once(gate, tmp_path, manager, finished=True)
+    with pytest.raises(errors.StorageError, match="broke"):
+        manager.wait_previous_save()
+    manager.wait_previous_save()
+    gate.error = None
+    ours.save_checkpoint(tmp_path, tree(2), 2)
+
+
+def test_a_failure_raises_at_restore(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """A restore from the directory raises it, so that nobody trains on from an older step unawares."""
+    fail_once(gate, tmp_path, manager, finished=True)
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.restore_checkpoint(tmp_path, None)
+
+
+def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """A failure belongs to its directory."""
+    fail_once(gate, tmp_path / "a", manager, finished=True)
+    gate.error = None
+    ours.save_checkpoint(tmp_path / "b", tree(2), 2)
+    assert ours.restore_checkpoint(tmp_path / "b", None)["n"] == 2
+    with pytest.raises(errors.StorageError):
+        background.settle(str(tmp_path / "a"))
+
+
+def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several managers with several workers, Flax's among them, mixed with saves in the foreground."""
+    order, publish = [], files.publish
+
+    def slow(temporary: str, final: str) -> None:
+        time.sleep(0.02 if Path(final).name.endswith("0") else 0)
+        order.append(Path(final).name)
+        publish(temporary, final)
+
+    monkeypatch.setattr(files, "publish", slow)
+    managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
+    for step in range(12):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=managers[step % len(managers)])
+    background.settle(str(tmp_path))
+    assert order == [f"checkpoint_{step}" for step in range(12)]
+    assert names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
+
+
+class Pool:
+    """A user's own manager, which keeps no future."""
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(1)
+
+    def wait_previous_save(self) -> None:
+        self.executor.submit(int).result()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        self.executor.submit(task)
+
+
+def test_a_users_own_manager_is_enough(flag: bool, tmp_path: Path) -> None:
+    """Anything with save_async and wait_previous_save will do."""
+    manager: Any = Pool()
+    for step in (1, 2):
+        ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
+    manager.wait_previous_save()
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_a_managers_task_runs_and_is_tracked() -> None:
+    """save_async, save_future and executor are as in Flax."""
+    manager = ours.AsyncManager(max_workers=2)
+    manager.save_async(lambda: 5)
+    assert manager.save_future is not None
+    assert manager.save_future.result() == 5
+    assert isinstance(manager.executor, ThreadPoolExecutor)
+    manager.wait_previous_save()
+    manager.wait_previous_save()
+
+
+def test_two_threads_save_two_prefixes(flag: bool, tmp_path: Path) -> None:
+    """Saves under different prefixes into one directory do not disturb each other."""
+
+    def work(prefix: str) -> None:
+        for step in range(8):
+            ours.save_checkpoint(tmp_path, tree(step), step, prefix=prefix, keep=2)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(work, prefix) for prefix in ("a_", "b_", "a_b_")]:
+            done.result()
+    assert names(tmp_path) == ["a_6", "a_7", "a_b_6", "a_b_7", "b_6", "b_7"]
+
+
+AT_EXIT = """
+import sys, time
+import numpy as np, flax
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core import files
+folder, flag, fails = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
+flax.config.update("flax_use_orbax_checkpointing", flag)
+publish = files.publish
+def slow(*arguments):
+    time.sleep(0.3)
+    if fails:
+        raise OSError("the disk broke")
+    publish(*arguments)
+files.publish = slow
+checkpoints.save_checkpoint(folder, {"w": np.arange(3)}, 1, async_manager=checkpoints.AsyncManager())
+"""
+
+
+def test_the_interpreter_finishes_saves_at_exit(flag: bool, tmp_path: Path) -> None:
+    """A program that ends right after an async save leaves a whole checkpoint and says nothing."""
+    _, err = run_python(AT_EXIT, tmp_path, flag, False)
+    assert "failed" not in err
+    np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["w"], np.arange(3))
+
+
+def test_a_failure_is_logged_at_exit(flag: bool, tmp_path: Path) -> None:
+    """A failed save that nobody asked about is logged with its directory when the interpreter ends."""
+    _, err = run_python(AT_EXIT, tmp_path, flag, True)
+    assert "the disk broke" in err
+    assert str(tmp_path) in err
+    assert names(tmp_path) == []
+
+
+FORK = """
+import os, sys, threading
+import flax_ckpt_compat.checkpoints as checkpoints
+from flax_ckpt_compat import background
+hold = threading.Event()
+manager = checkpoints.AsyncManager()
+background.start(manager, sys.argv[1], hold.wait)
+child = os.fork()
+if not child:
+    background.settle(sys.argv[1])  # the parent's threads, which would end the save, are not here
+    os._exit(7)
+hold.set()
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: Path) -> None:
+    """A data loader's process that saves into the same directory does not hang."""
+    run_python(FORK, tmp_path, PYTHONWARNINGS="ignore")
+
+
+def test_nothing_is_logged_for_failures_that_were_seen(caplog: pytest.LogCaptureFixture) -> None:
+    """What was raised once is not reported again."""
+    with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
+        background._log_failures()
+    assert caplog.records == []
