@@ -33,25 +33,19 @@ class LeafEntry:
 
     Attributes:
         keys: its key path, each name with Orbax's key type.
+        path: the names of its key path.
+        name: the name it is stored under.
         value_type: Orbax's name of its type.
         skipped: its value is not in the arrays: an empty marker, or the msgpack file of old releases has it.
         has_write_shape: its release also wrote ``array_metadatas`` for it.
     """
 
     keys: Keys
+    path: Path
+    name: str
     value_type: str
     skipped: bool
     has_write_shape: bool
-
-    @property
-    def path(self) -> Path:
-        """The names of its key path."""
-        return tuple(name for name, _ in self.keys)
-
-    @property
-    def name(self) -> str:
-        """The name it is stored under."""
-        return stored_name(self.path)
 
 
 @dataclasses.dataclass(slots=True)
@@ -160,7 +154,8 @@ def _parse_entry(file: str, key: str, entry: Any) -> LeafEntry:
     valid = all(isinstance(name, str) and kind in (SEQUENCE_KEY, DICT_KEY) for name, kind in keys)
     if not valid or not isinstance(value_type, str):
         raise corrupt(file, f"the entry {key} has unknown keys or types")
-    return LeafEntry(keys, value_type, bool(skipped), has_write_shape)
+    path = tuple(name for name, _ in keys)
+    return LeafEntry(keys, path, stored_name(path), value_type, bool(skipped), has_write_shape)
 
 
 def _read_shardings(path: str) -> dict[str, str]:
