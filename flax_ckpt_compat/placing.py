@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -38,17 +39,22 @@ def _sharding(target: Any) -> Any:
 
 
 def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    # Without x64, jax would narrow 64-bit data in silence; such a leaf stays what was saved.
-    try:
-        faithful = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
-    except TypeError:
-        faithful = False
-    if not faithful:
+    if not _can_be_held(value.dtype, jax.config.jax_enable_x64):
         return value
     if len(sharding.device_set) == 1 and sharding.is_fully_addressable:
         # The array is ours alone, so the CPU backend may take over its memory.
         return jax.device_put(value, sharding, may_alias=True)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+@functools.cache
+def _can_be_held(dtype: np.dtype[Any], x64: bool) -> bool:  # noqa: ARG001  (what jax answers depends on it)
+    """False where jax has no such dtype, or would narrow it in silence (64 bits without x64): it stays as saved."""
+    try:
+        kept = jax.eval_shape(lambda x: x, np.zeros((), dtype)).dtype
+    except TypeError:
+        return False
+    return bool(kept == dtype)
 
 
 def as_state(node: Node, *, lists: bool = False) -> Any:

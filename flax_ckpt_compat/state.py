@@ -8,7 +8,7 @@ lists, tuples and int-keyed dicts, and go into registered pytrees that Flax's ow
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -179,10 +179,6 @@ def _key_data(leaf: Any) -> KeyData:
 
 def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
     """The typed PRNG key array of its data, placed as ``sharding`` says, or by default."""
-    keys: jax.Array = jax.random.wrap_key_data(jax.numpy.asarray(key.data), impl=key.impl)
-    return keys if sharding is None else _placed(keys, sharding)
-
-
-def _placed(keys: jax.Array, sharding: Any) -> jax.Array:
-    placed: jax.Array = jax.device_put(keys, sharding)
-    return placed
+    # Explicitly put, for callers who forbid implicit transfers.
+    keys: jax.Array = jax.random.wrap_key_data(jax.device_put(key.data), impl=key.impl)
+    return keys if sharding is None else cast(jax.Array, jax.device_put(keys, sharding))

@@ -1,0 +1,310 @@
+"""What comes back from a restore: kinds of leaves, devices, memory, and how callers of Flax call it."""
+
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError
+from tests.support.samples import SAMPLES, fingerprint
+from tests.support.saves import run_python, use_flag
+
+Save = Callable[..., str]
+WRITERS = {"ours": checkpoints.save_checkpoint, "flax": flax_checkpoints.save_checkpoint}
+
+
+@pytest.fixture(params=WRITERS)
+def save(request: pytest.FixtureRequest) -> Save:
+    """Our save_checkpoint and real Flax's."""
+
+    def quiet(*args: Any, **kwargs: Any) -> str:
+        with use_flag(flax.config.flax_use_orbax_checkpointing):
+            return WRITERS[request.param](*args, **kwargs)
+
+    return quiet
+
+
+def test_numpy_targets_get_numpy(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Without a target, and where the target's leaf is a numpy array, arrays are numpy arrays in host memory."""
+    save(tmp_path, {"n": np.ones(2), "j": jnp.ones(3)}, 1)
+    for target in (None, {"n": np.zeros(2), "j": np.zeros(3)}):
+        restored = checkpoints.restore_checkpoint(tmp_path, target)
+        assert type(restored["n"]) is np.ndarray and type(restored["j"]) is np.ndarray
+
+
+def test_jax_targets(save: Save, flag: bool, tmp_path: Path) -> None:
+    """A jax.Array target gets a jax.Array on its device from an Orbax directory, numpy from msgpack, as in Flax."""
+    save(tmp_path, {"n": np.ones(2, np.float32), "j": jnp.arange(3)}, 1)
+    restored = checkpoints.restore_checkpoint(tmp_path, {"n": jnp.zeros(2), "j": jnp.zeros(3, int)})
+    for leaf in restored.values():
+        assert isinstance(leaf, jax.Array) if flag else type(leaf) is np.ndarray
+    assert restored["j"].tolist() == [0, 1, 2] and restored["n"].tolist() == [1, 1]
+
+
+def test_abstract_targets(save: Save, flag: bool, tmp_path: Path) -> None:
+    """ShapeDtypeStruct targets cast to their dtype; with a sharding they place arrays of Orbax directories."""
+    save(tmp_path, {"a": np.array([1.5, 2.5], np.float32), "b": np.arange(2, dtype=np.int32), "n": 3}, 1)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    restored = checkpoints.restore_checkpoint(
+        tmp_path,
+        {
+            "a": jax.ShapeDtypeStruct((2,), jnp.bfloat16),
+            "b": jax.ShapeDtypeStruct((2,), np.int32, sharding=sharding),
+            "n": jax.ShapeDtypeStruct((), np.int32),
+        },
+    )
+    assert restored["a"].dtype == jnp.bfloat16 and restored["a"].tolist() == [1.5, 2.5]
+    assert type(restored["a"]) is np.ndarray
+    assert isinstance(restored["b"], jax.Array) == flag and restored["b"].tolist() == [0, 1]
+    assert type(restored["n"]) is int
+
+
+def test_python_leaves_keep_their_type(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Python int, float, bool and str come back as themselves, with and without a target of whatever type."""
+    tree = {"i": 3, "f": 2.5, "b": True, "s": "text"}
+    save(tmp_path, tree, 1)
+    for target in (None, tree, {"i": 0.0, "f": np.zeros(()), "b": jnp.zeros(()), "s": ""}):
+        restored = checkpoints.restore_checkpoint(tmp_path, target)
+        assert {k: (type(v), v) for k, v in restored.items()} == {k: (type(v), v) for k, v in tree.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128", ">f4"])
+def test_64_bit_data_is_never_narrowed(dtype: str, flag: bool, tmp_path: Path) -> None:
+    """Without x64 jax would narrow such data in silence: it stays a numpy array as saved, without a warning."""
+    value = np.array([1 + 2**-30, 3]).astype(dtype)
+    checkpoints.save_checkpoint(tmp_path, {"a": value}, 1)
+    for target in ({"a": jnp.zeros(2)}, {"a": value}):
+        assert fingerprint(checkpoints.restore_checkpoint(tmp_path, target)) == fingerprint({"a": value})
+
+
+@pytest.mark.parametrize("name", ["dtypes", "0-d", "empty", "scalars", "big-endian"])
+def test_every_dtype_with_a_jax_target(name: str, flag: bool, tmp_path: Path) -> None:
+    """Whatever the stored dtype, a jax.Array target gets the stored bits: on the device where jax can hold them."""
+    tree = SAMPLES[name]()
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    target = {key: jnp.zeros(value.shape) for key, value in tree.items()}
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, target)) == fingerprint(tree)
+
+
+def test_arrays_own_writable_memory(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Writing into a restored array changes neither another one, nor the file, nor what restores from it next."""
+    tree = {str(n): np.full(n % 7 + 1, n, np.int64) for n in range(40)} | {"big": np.zeros(2**18)}
+    save(tmp_path, tree, 1)
+    for target in (None, tree):
+        restored = checkpoints.restore_checkpoint(tmp_path, target)
+        for name, array in restored.items():
+            assert array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0
+            array[...] = -1
+            assert all((restored[other] == tree[other]).all() for other in tree if other > name)
+            array[...] = tree[name]
+        for array in restored.values():
+            array[...] = -1
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
+
+
+def test_the_target_is_not_touched(flag: bool, tmp_path: Path) -> None:
+    """The target's arrays keep their values, and nothing in the result shares memory with them."""
+    checkpoints.save_checkpoint(tmp_path, {"a": np.ones(100)}, 1)
+    target = {"a": np.zeros(100), "new": np.zeros(3)}
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
+    assert not np.shares_memory(restored["a"], target["a"])
+    restored["a"][...] = 5
+    assert target["a"].sum() == 0
+
+
+def test_restored_jax_arrays_are_theirs_alone(tmp_path: Path) -> None:
+    """Arrays restored to a device survive garbage collection, donation and another restore, without warnings."""
+    tree = {str(n): np.full(1000 + n, n, np.float32) for n in range(30)}
+    with use_flag(True):
+        checkpoints.save_checkpoint(tmp_path, tree, 1)
+    target = {name: jnp.zeros_like(value) for name, value in tree.items()}
+    first = checkpoints.restore_checkpoint(tmp_path, target)
+    second = checkpoints.restore_checkpoint(tmp_path, target)
+    views = {name: np.asarray(value) for name, value in first.items()}
+    del target
+    gc.collect()
+    bump = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    bumped = bump(second)
+    jax.block_until_ready(bumped)
+    gc.collect()
+    noise = [np.full(1000, 7, np.float32) for _ in range(200)]
+    for name, value in tree.items():
+        np.testing.assert_array_equal(views[name], value)
+        np.testing.assert_array_equal(first[name], value)
+        np.testing.assert_array_equal(bumped[name], value + 1)
+    del noise
+
+
+def test_no_implicit_transfers(flag: bool, tmp_path: Path) -> None:
+    """Restoring works under a transfer guard: all transfers are explicit."""
+    tree = {"a": jnp.ones(3), "k": jax.random.key(0), "n": 1}
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    with jax.transfer_guard("disallow"):
+        restored = checkpoints.restore_checkpoint(tmp_path, tree)
+        checkpoints.restore_checkpoint(tmp_path, None)
+    assert fingerprint(restored) == fingerprint(tree)
+
+
+DEVICES = """
+    import sys, warnings, jax, jax.numpy as jnp, numpy as np, flax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from flax_ckpt_compat import checkpoints
+    warnings.simplefilter("error")
+    assert len(jax.devices()) == 8
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    specs = {"xy": P("x", "y"), "x": P("x"), "y": P(None, "y"), "both": P(("x", "y")), "none": P()}
+    value = np.arange(64, dtype=np.float32).reshape(16, 4)
+    tree = {name: jax.device_put(value + i, NamedSharding(mesh, spec)) for i, (name, spec) in enumerate(specs.items())}
+    tree["one"] = jax.device_put(value, jax.devices()[5])
+    tree["keys"] = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("x")))
+    for flag in (True, False):
+        flax.config.update("flax_use_orbax_checkpointing", flag)
+        checkpoints.save_checkpoint(sys.argv[1] + str(flag), tree, 1)
+    other = Mesh(np.array(jax.devices()[:4]), ("z",))
+    for target in (
+        tree,
+        {name: jax.device_put(leaf, NamedSharding(other, P("z"))) for name, leaf in tree.items()},
+        {n: jax.ShapeDtypeStruct(l.shape, l.dtype, sharding=NamedSharding(other, P())) for n, l in tree.items()},
+    ):
+        restored = checkpoints.restore_checkpoint(sys.argv[1] + "True", target)
+        for i, name in enumerate(specs):
+            assert restored[name].sharding == target[name].sharding, name
+            np.testing.assert_array_equal(restored[name], value + i)
+        assert restored["keys"].sharding.is_equivalent_to(target["keys"].sharding, 1)
+        np.testing.assert_array_equal(jax.random.key_data(restored["keys"]), jax.random.key_data(tree["keys"]))
+        donated = jax.jit(lambda x: x * 2, donate_argnums=0)(restored["none"])
+        np.testing.assert_array_equal(donated, (value + 4) * 2)
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(sys.argv[1] + "False", tree)["xy"], value)
+    print("done")
+"""
+
+
+def test_shardings_of_the_target(tmp_path: Path) -> None:
+    """On eight devices, arrays come back with the target's shardings, whatever they were saved with."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    assert run_python(DEVICES, f"{tmp_path}/", **flags)[0] == "done\n"
+    for value in ("True", "False"):
+        restored = checkpoints.restore_checkpoint(tmp_path / value, None)
+        assert restored["one"].tolist() == np.arange(64.0).reshape(16, 4).tolist()
+        assert restored["keys"].shape == (8,)
+
+
+def test_mlcommons_idiom(save: Save, flag: bool, tmp_path: Path) -> None:
+    """None in the target takes the raw stored value (a tuple as a dict), int sentinels come back as ints."""
+    results = ({"loss": 0.5}, {"loss": 0.25})
+    saved = {"model_params": {"w": np.ones(2)}, "global_step": 7, "preemption_count": 0, "eval_results": results}
+    save(tmp_path, saved, 7, keep=np.inf, overwrite=True)
+    target = {"model_params": {"w": np.zeros(2)}, "global_step": -1, "preemption_count": 0, "eval_results": None}
+    latest = checkpoints.restore_checkpoint(tmp_path, target=target)
+    assert [value["loss"] for _, value in latest["eval_results"].items()] == [0.5, 0.25]
+    assert latest["global_step"] != -1
+    assert os.path.exists(tmp_path / ("checkpoint_" + str(latest["global_step"])))
+
+
+def test_vision_transformer_idiom(save: Save, flag: bool, tmp_path: Path) -> None:
+    """A tuple target with a Python int restores as a tuple that unpacks."""
+    save(tmp_path, ({"w": np.ones(2)}, (np.zeros(1),), 5), 5)
+    params, opt_state, step = checkpoints.restore_checkpoint(tmp_path, ({"w": np.zeros(2)}, (np.ones(1),), 0))
+    assert step == 5 and type(step) is int and params["w"].sum() == 2 and type(opt_state) is tuple
+
+
+def test_scenic_idiom(save: Save, flag: bool, tmp_path: Path) -> None:
+    """restore_checkpoint(path, None, step) takes the step by position; the checkpoint's own path works, too."""
+    for step in (1, 2):
+        save(tmp_path, {"optimizer": {"target": {"w": np.full(2, step)}}}, step, keep=2)
+    assert checkpoints.restore_checkpoint(tmp_path, None, 1)["optimizer"]["target"]["w"].tolist() == [1, 1]
+    path = str(tmp_path / "checkpoint_1")
+    assert checkpoints.restore_checkpoint(path, target=None)["optimizer"]["target"]["w"].tolist() == [1, 1]
+
+
+def test_steps_of_any_number_type(flag: bool, tmp_path: Path) -> None:
+    """A step to restore may be a numpy or jax scalar, 0 included."""
+    for step in (0, 1, 2.5):
+        checkpoints.save_checkpoint(tmp_path, {"s": step}, step, keep=9)
+    for step, expected in ((np.int32(0), 0), (jnp.int32(1), 1), (np.array(1), 1), (2.5, 2.5), (0, 0)):
+        assert checkpoints.restore_checkpoint(tmp_path, None, step=step)["s"] == expected
+
+
+def test_a_missing_step(flag: bool, tmp_path: Path) -> None:
+    """A step that is not there is Flax's ValueError, with the steps that are."""
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, {"s": step}, step, keep=9)
+    with pytest.raises(ValueError, match=r"^Matching checkpoint not found: .*checkpoint_3 .*1, 2") as caught:
+        checkpoints.restore_checkpoint(tmp_path, None, step=3)
+    assert isinstance(caught.value, CheckpointNotFoundError) and isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("form", ["relative", "slash", "PathLike", "link"])
+def test_forms_of_paths(form: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths, trailing slashes, PathLikes and linked directories restore."""
+    checkpoints.save_checkpoint(tmp_path / "dir", {"a": 1}, 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("dir")
+    path: Any = {"relative": "dir", "slash": "./dir/", "PathLike": tmp_path / "dir", "link": "link"}[form]
+    assert checkpoints.restore_checkpoint(path, {"a": 0}) == {"a": 1}
+    assert checkpoints.restore_checkpoint(f"{path}/checkpoint_1", {"a": 0}) == {"a": 1}
+
+
+def test_the_flag_plays_no_part(tmp_path: Path) -> None:
+    """Both formats restore with either flag, by step and as the latest of both."""
+    for step, value in enumerate((False, True, False)):
+        with use_flag(value):
+            checkpoints.save_checkpoint(tmp_path, {"s": step}, step, keep=9)
+    for value in (False, True):
+        with use_flag(value):
+            assert [checkpoints.restore_checkpoint(tmp_path, None, s)["s"] for s in range(3)] == [0, 1, 2]
+            assert checkpoints.restore_checkpoint(tmp_path, None)["s"] == 2
+
+
+def test_falsy_targets(flag: bool, tmp_path: Path) -> None:
+    """Falsy targets, and those whose truth is ambiguous, are targets: 0, an empty string, arrays, containers."""
+    for tree, target in ((3, 0), ("x", ""), (np.ones(3), np.zeros(3)), ({}, {}), ((), ()), ([], [])):
+        checkpoints.save_checkpoint(tmp_path, tree, 1, overwrite=True)
+        assert fingerprint(checkpoints.restore_checkpoint(tmp_path, target)) == fingerprint(tree)
+
+
+def test_structure_stored(flag: bool, tmp_path: Path) -> None:
+    """Without a target lists and tuples are dicts, as in Flax; structure=stored gives back what the format records."""
+    tree = {"l": [1, {"x": [2]}], "t": (3, 4), "i": {7: 5}}
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    plain = {"l": {"0": 1, "1": {"x": {"0": 2}}}, "t": {"0": 3, "1": 4}, "i": {"7": 5}}
+    assert checkpoints.restore_checkpoint(tmp_path, None) == plain
+    with config.override(structure="stored"):
+        assert checkpoints.restore_checkpoint(tmp_path, None) == (tree if flag else plain)
+
+
+def test_transforms_with_entries_are_refused(flag: bool, tmp_path: Path) -> None:
+    """This version has no transforms: entries are an error that says so, before anything is read."""
+    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
+    with pytest.raises(CheckpointError, match="orbax_transforms"):
+        checkpoints.restore_checkpoint(tmp_path, {"a": 0}, orbax_transforms={"a": object()})
+
+
+def test_nothing_is_warned(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Restoring issues no Python warnings, also where it has something to say: that is logged."""
+    save(tmp_path, {"a": np.ones(2), "b": jnp.ones(2), "extra": 1}, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoints.restore_checkpoint(tmp_path, None)
+        checkpoints.restore_checkpoint(tmp_path, {"a": np.ones(3), "b": jnp.ones(2)})
+        checkpoints.restore_checkpoint(tmp_path / "gone", None)
+
+
+def test_a_background_save_is_waited_for_by_nobody_else(flag: bool, tmp_path: Path) -> None:
+    """A restore of a finished checkpoint works while another save into the directory is on its way."""
+    checkpoints.save_checkpoint(tmp_path, {"s": 1}, 1, keep=5)
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint(tmp_path, {"s": np.ones(10**6)}, 2, keep=5, async_manager=manager)
+    assert checkpoints.restore_checkpoint(tmp_path, None, step=1) == {"s": 1}
+    manager.wait_previous_save()
+    manager.executor.shutdown()
