@@ -76,16 +76,17 @@ def save(
     """
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
-    if async_manager is not None:
+    if async_manager:
         background.wait(async_manager)
     text, where = steps.step_text(step), _place(ckpt_dir, prefix)
     name = steps.check_name(where.prefix + text)
     foreign.settle(orbax_checkpointer, where.directory)
     background.settle(where.directory)
-    request = Request(where, name, step, steps.check_keep(keep), bool(overwrite), keep_every_n_steps, start)
+    kept, every = steps.check_keep(keep), steps.check_every(keep_every_n_steps)
+    request = Request(where, name, step, kept, bool(overwrite), every, start)
     if not overwrite:
         retention.check_overwrite(where, request.name, step)
-    if orbax_checkpointer is not None:
+    if orbax_checkpointer:
         _prepare_directory(where)
         foreign.save(orbax_checkpointer, request.path, target, on_commit=lambda: _committed(request))
     else:
@@ -107,7 +108,7 @@ def _save_ourselves(request: Request, target: Any, async_manager: Any, sort_keys
     tree = state.take_keys_apart(_sorted(tree) if sort_keys and backend.format is Format.MSGPACK else tree)
     backend.check(tree)
     options = WriteOptions(compression=config.current().compression)
-    if async_manager is None:
+    if not async_manager:
         _write_and_commit(request, backend, tree, options)
     else:
         frozen = map_leaves(lambda _, leaf: _frozen(leaf), tree)

@@ -146,6 +146,23 @@ def test_publish_replaces_a_link_and_not_what_it_points_to(tmp_path: Path, kind:
     assert names(tmp_path) == ["elsewhere"]
 
 
+def test_publish_when_another_process_publishes_first(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that appears under the name at the last moment is replaced like any other."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "second", kind)
+    replace = os.replace
+
+    def too_late(source: str, target: str) -> None:
+        make(target, "first", kind)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", too_late)
+    files.publish(temporary, str(tmp_path / "c_1"))
+    assert (read(tmp_path / "c_1"), names(tmp_path)) == ("second", ["c_1"])
+
+
 def test_without_exchange_a_crash_between_the_renames_is_mended(
     tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +257,21 @@ def test_clean_up_by_two_writers_at_once_is_no_error(
     monkeypatch.setattr(files, "_delete", delete_twice)
     files.reclaim(str(tmp_path))
     assert names(tmp_path) == []
+
+
+def test_a_leftover_that_cannot_be_removed_stops_nobody(
+    tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user's leftover in a shared directory is named in a warning, and the save goes on."""
+    leftover = temporary_of(dead, tmp_path / "c_1")
+    make(leftover, "x", "file")
+
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(files, "_delete", refuse)
+    assert files.reclaim(str(tmp_path)) == []
+    assert leftover in caplog.text
 
 
 def test_a_forked_child_is_another_writer(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import files
 from tests.support.saves import names, run_python, tree, use_flag
 
 FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
@@ -256,3 +258,60 @@ def test_a_full_disk_loses_nothing(flag: bool, tmp_path: Path) -> None:
         run_python(FULL, tmp_path, flag, 0)
     finally:
         os.system(f"umount {tmp_path}")
+
+
+READ_ONLY = """
+import errno, os, sys
+import flax, numpy as np
+from flax_ckpt_compat import checkpoints, errors
+folder, flag = sys.argv[1], sys.argv[2] == "True"
+flax.config.update("flax_use_orbax_checkpointing", flag)
+for step in (1, 2):
+    checkpoints.save_checkpoint(folder, {"w": np.arange(3)}, step, keep=2)
+checkpoints.restore_checkpoint(folder, None)
+os.chmod(folder, 0o555)
+if os.getuid() == 0:
+    os.setuid(65534)
+before = os.listdir(folder)
+for manager in (None, checkpoints.AsyncManager()):
+    try:
+        checkpoints.save_checkpoint(folder, {"w": np.arange(4)}, 3, async_manager=manager)
+        manager.wait_previous_save()
+    except errors.StorageError as error:
+        assert error.errno == errno.EACCES and folder in str(error), error
+    else:
+        raise SystemExit("no error")
+assert os.listdir(folder) == before
+assert checkpoints.available_steps(folder) == [1, 2]
+np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None, step=1)["w"], np.arange(3))
+"""
+
+
+def test_a_directory_that_one_may_only_read(flag: bool) -> None:
+    """Saving is a StorageError that names it and changes nothing; listing and restoring work."""
+    with tempfile.TemporaryDirectory() as folder:  # unlike pytest's own, one that other users may enter
+        os.chmod(folder, 0o755)
+        run_python(READ_ONLY, folder, flag)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
+def test_an_interrupted_save_leaves_no_temporary(
+    flag: bool, tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C and the like go through as they are; the old checkpoint stays and nothing half written does."""
+    ours.save_checkpoint(tmp_path, tree(1), 1)
+
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(files, "publish", interrupt)
+    with pytest.raises(error):
+        ours.save_checkpoint(tmp_path, tree(2), 2)
+    assert names(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("nothing", [None, False, 0])
+def test_managers_that_are_false_are_none(flag: bool, tmp_path: Path, nothing: Any) -> None:
+    """As in Flax, where a manager is asked for its truth."""
+    ours.save_checkpoint(tmp_path, tree(), 1, async_manager=nothing, orbax_checkpointer=nothing)
+    assert names(tmp_path) == ["checkpoint_1"]

@@ -117,3 +117,11 @@ def test_keep_that_means_nothing_is_refused(keep: Any) -> None:
     """Negative, broken and missing counts raise an error that is a ValueError."""
     with pytest.raises(StepError):
         steps.check_keep(keep)
+
+
+@pytest.mark.parametrize("every", ["x", [1], math.nan, 1j])
+def test_keep_every_that_means_nothing_is_refused(every: Any) -> None:
+    """Flax raises TypeError for these after it has saved; we raise before."""
+    with pytest.raises(StepError):
+        steps.check_every(every)
+    assert [steps.check_every(none) for none in (None, 0, False)] == [None] * 3

@@ -11,6 +11,7 @@ import errno
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import re
@@ -23,6 +24,7 @@ from contextlib import contextmanager, suppress
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX, ORBAX_TEMPORARY
 
+_log = logging.getLogger("flax_ckpt_compat")
 _STAGED = ".staged"
 # Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix; the leading dot keeps
 # them out of users' own ``checkpoint_*`` globs. machine-pid-start tell whether the writer is still alive.
@@ -70,11 +72,20 @@ def reclaim(directory: str) -> list[str]:
     for name in names:
         path = os.path.join(directory, name)
         match = _TEMPORARY.fullmatch(name)
-        if match and os.path.lexists(path) and not _is_alive(match, path):
-            with translated(path), suppress(*_GONE):  # other writers reclaim too
-                _delete(path)
+        if match and os.path.lexists(path) and not _is_alive(match, path) and _remove_leftover(path):
             removed.append(name)
     return removed
+
+
+def _remove_leftover(path: str) -> bool:
+    """Removes it; False where it cannot be, which is no reason to refuse a save."""
+    try:
+        with suppress(*_GONE):  # other writers reclaim too
+            _delete(path)
+    except OSError as error:
+        _log.warning("Cannot remove %s, which an interrupted save left behind: %s", path, error)
+        return False
+    return True
 
 
 def recover(directory: str, names: Iterable[str]) -> list[str]:
@@ -115,13 +126,15 @@ def publish(temporary: str, final: str) -> None:
     """Gives the finished temporary its final name, atomically, replacing what has that name; synced to disk."""
     directory = os.path.dirname(final)
     with translated(final):
-        if not os.path.lexists(final) or (os.path.isfile(temporary) and os.path.isfile(final)):
+        try:
             os.replace(temporary, final)
+        except OSError as error:
+            # What the system does not replace in one step: directories that hold something, files by directories.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+                raise
+            replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
             sync_directory(directory)
-            return
-        replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
-        sync_directory(directory)
-        _delete(replaced)
+            _delete(replaced)
         sync_directory(directory)
 
 

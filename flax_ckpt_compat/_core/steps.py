@@ -126,6 +126,21 @@ def check_keep(keep: Any) -> int:
     return operator.index(keep) if hasattr(keep, "__index__") else int(value)
 
 
+def check_every(every: Any) -> float | None:
+    """``keep_every_n_steps`` as a number; None and 0 keep nothing extra.
+
+    Raises:
+        StepError: not a number.
+    """
+    try:
+        value = 0.0 if every is None else float(every)
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isnan(value):
+        raise StepError(f"keep_every_n_steps must be a number or None, found {every!r:.100}")
+    return value or None
+
+
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
     """Those of the ordered numeric checkpoints that retention removes.
 
