@@ -39,7 +39,7 @@ def _sharding(target: Any) -> Any:
 
 
 def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    if not _can_be_held(value.dtype, jax.config.jax_enable_x64):
+    if not _can_be_held(value.dtype, jax.dtypes.canonicalize_dtype(np.float64)):
         return value
     if len(sharding.device_set) == 1 and sharding.is_fully_addressable:
         # The array is ours alone, so the CPU backend may take over its memory.
@@ -48,7 +48,7 @@ def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
 
 
 @functools.cache
-def _can_be_held(dtype: np.dtype[Any], x64: bool) -> bool:  # noqa: ARG001  (what jax answers depends on it)
+def _can_be_held(dtype: np.dtype[Any], widest: Any) -> bool:  # noqa: ARG001  (x64 can be switched on and off)
     """False where jax has no such dtype, or would narrow it in silence (64 bits without x64): it stays as saved."""
     try:
         kept = jax.eval_shape(lambda x: x, np.zeros((), dtype)).dtype

@@ -1,0 +1,260 @@
+"""Where checkpoint and target differ: every policy of the behaviour contract, on both formats and both writers."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import train_state
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
+from tests.support.samples import Fields, Pair, Serialized, fingerprint
+from tests.support.saves import use_flag
+
+Save = Callable[..., str]
+WRITERS = {"ours": checkpoints.save_checkpoint, "flax": flax_checkpoints.save_checkpoint}
+
+
+@pytest.fixture(params=WRITERS)
+def save(request: pytest.FixtureRequest) -> Save:
+    """Our save_checkpoint and real Flax's."""
+
+    def quiet(*args: Any, **kwargs: Any) -> str:
+        with use_flag(flax.config.flax_use_orbax_checkpointing):
+            return WRITERS[request.param](*args, **kwargs)
+
+    return quiet
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the library logs, info included."""
+    caplog.set_level(logging.INFO, "flax_ckpt_compat")
+    return caplog
+
+
+def lines(log: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """The messages of our logger at a level."""
+    return [r.getMessage() for r in log.records if r.name == "flax_ckpt_compat" and r.levelno == level]
+
+
+STORED = {"params": {"Dense_0": {"kernel": np.ones(2), "bias": np.zeros(2)}}, "step": 3}
+WANTED = {"params": {"Dense_0": {"kernel": np.zeros(2), "scale": np.full(2, 9.0)}, "Dense_1": {"bias": np.ones(1)}}}
+
+
+def test_missing_leaves_are_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Every missing path is named with the nearest stored name, and the remedy with it."""
+    path = save(tmp_path, STORED, 1)
+    with pytest.raises(ValueError, match="lacks 2 of the leaves") as caught:
+        checkpoints.restore_checkpoint(tmp_path, WANTED)
+    message = str(caught.value)
+    assert path in message
+    assert "params/Dense_0/scale" in message and "params/Dense_1/bias   (stored: params/Dense_0/bias)" in message
+    assert "orbax_transforms={}" in message and "missing_leaves='keep'" in message
+    assert isinstance(caught.value, MissingLeavesError)
+    assert caught.value.missing == ("params/Dense_0/scale", "params/Dense_1/bias")
+
+
+@pytest.mark.parametrize("how", ["orbax_transforms", "keep", "warn"])
+def test_missing_leaves_are_kept_on_request(
+    how: str, save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """orbax_transforms={} and the settings keep and warn give the target's values; only warn logs a warning."""
+    save(tmp_path, STORED, 1)
+    if how == "orbax_transforms":
+        restored = checkpoints.restore_checkpoint(tmp_path, WANTED, orbax_transforms={})
+    else:
+        with config.override(missing_leaves=how):
+            restored = checkpoints.restore_checkpoint(tmp_path, WANTED)
+    expected = {"Dense_0": {"kernel": np.ones(2), "scale": np.full(2, 9.0)}, "Dense_1": {"bias": np.ones(1)}}
+    assert fingerprint(restored) == fingerprint({"params": expected})
+    assert any("params/Dense_0/scale" in line for line in lines(log, logging.WARNING)) == (how == "warn")
+
+
+def test_a_renamed_parameter_is_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
+    """w is not W: Flax with the flag on keeps the initial value in silence here."""
+    save(tmp_path, {"w": np.ones(2)}, 1)
+    with pytest.raises(MissingLeavesError, match=r"W   \(stored: w\)|W"):
+        checkpoints.restore_checkpoint(tmp_path, {"W": np.zeros(2)})
+
+
+@pytest.mark.parametrize("target_tx", [optax.sgd(0.1, momentum=0.9), optax.chain(optax.clip(1.0), optax.adam(1e-3))])
+def test_another_optimizer_is_an_error(target_tx: Any, save: Save, flag: bool, tmp_path: Path) -> None:
+    """An Adam checkpoint does not restore into another optimizer's state by keeping its zeros."""
+
+    def state(tx: Any) -> Any:
+        return train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+
+    adam = state(optax.adam(1e-3)).apply_gradients(grads={"w": jnp.ones(2)})
+    save(tmp_path, adam, 1)
+    with pytest.raises(MissingLeavesError, match="opt_state"):
+        checkpoints.restore_checkpoint(tmp_path, state(target_tx))
+    restored = checkpoints.restore_checkpoint(tmp_path, state(optax.adam(1e-3)))
+    np.testing.assert_array_equal(restored.opt_state[0].mu["w"], adam.opt_state[0].mu["w"])
+
+
+def test_a_new_dataclass_field_is_an_error(flag: bool, tmp_path: Path) -> None:
+    """A field that the checkpoint lacks is named; {} gives the target's value; an extra stored field is dropped."""
+    checkpoints.save_checkpoint(tmp_path, {"first": 1, "third": 3}, 1)
+    with pytest.raises(ValueError, match="second"):
+        checkpoints.restore_checkpoint(tmp_path, Fields(0, 2))
+    assert checkpoints.restore_checkpoint(tmp_path, Fields(0, 2), orbax_transforms={}) == Fields(1, 2)
+
+
+@pytest.mark.parametrize("container", [dict, Fields, Pair, list, tuple])
+def test_extra_leaves_are_dropped(
+    container: Any, save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """Stored leaves that the target lacks are dropped, whatever container it is, with one info line naming them."""
+    make = {dict: lambda *v: dict(zip("abc", v, strict=False)), list: lambda *v: list(v), tuple: lambda *v: v}
+    if container in make:
+        save(tmp_path, {"x": make[container](1, 2, 3), "more": {"y": 4}}, 1)
+        target = {"x": make[container](0, 0)}
+        expected = {"x": make[container](1, 2)}
+    else:
+        names = ("first", "second") if container is Fields else ("left", "right")
+        save(tmp_path, {"x": {names[0]: 1, names[1]: 2, "z": 3}, "more": {"y": 4}}, 1)
+        target, expected = {"x": container(0, 0)}, {"x": container(1, 2)}
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, target)) == fingerprint(expected)
+    dropped = [line for line in lines(log, logging.INFO) if "dropped" in line]
+    assert len(dropped) == 1 and "more/y" in dropped[0]
+    assert lines(log, logging.WARNING) == []
+
+
+def test_none_in_the_target_takes_what_is_stored(save: Save, flag: bool, tmp_path: Path) -> None:
+    """None over stored data gives the raw value; with orbax_transforms it stays None."""
+    save(tmp_path, {"a": {"b": [np.ones(2), 1]}, "n": None, "c": 5}, 1)
+    target = {"a": None, "n": None, "c": None}
+    expected = {"a": {"b": {"0": np.ones(2), "1": 1}}, "n": None, "c": 5}
+    assert fingerprint(checkpoints.restore_checkpoint(tmp_path, target)) == fingerprint(expected)
+    assert checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={}) == target
+
+
+def test_a_stored_none_over_a_leaf(save: Save, flag: bool, tmp_path: Path) -> None:
+    """A stored None is None; with orbax_transforms, as with Flax's transforms, the target's value is kept."""
+    save(tmp_path, {"a": None, "b": 1}, 1)
+    assert checkpoints.restore_checkpoint(tmp_path, {"a": 5, "b": 0}) == {"a": None, "b": 1}
+    assert checkpoints.restore_checkpoint(tmp_path, {"a": 5, "b": 0}, orbax_transforms={}) == {"a": 5, "b": 1}
+
+
+def test_a_stored_none_over_a_subtree_is_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Where the target wants leaves below a stored None, they are missing."""
+    save(tmp_path, {"a": None, "b": 1}, 1)
+    with pytest.raises(MissingLeavesError, match="a/x"):
+        checkpoints.restore_checkpoint(tmp_path, {"a": {"x": 1}, "b": 0})
+
+
+def test_a_stored_leaf_over_a_subtree_is_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
+    """Where the target wants leaves below a stored array, they are missing, not the array in their place."""
+    save(tmp_path, {"a": np.ones(2), "b": 1}, 1)
+    with pytest.raises(MissingLeavesError, match="a/x"):
+        checkpoints.restore_checkpoint(tmp_path, {"a": {"x": np.ones(2)}, "b": 0})
+
+
+def test_shapes(save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """The stored shape comes back, with one warning listing paths; settings: error, ignore. Never padded or cut."""
+    save(tmp_path, {"a": np.arange(3), "b": {"c": jnp.ones((2, 2))}, "same": np.ones(1)}, 1)
+    target = {"a": np.zeros(5, int), "b": {"c": jnp.zeros(1)}, "same": np.zeros(1)}
+    restored = checkpoints.restore_checkpoint(tmp_path, target)
+    assert restored["a"].tolist() == [0, 1, 2] and restored["b"]["c"].shape == (2, 2)
+    (warning,) = lines(log, logging.WARNING)
+    assert "a: stored (3,), target (5,)" in warning and "b/c: stored (2, 2), target (1,)" in warning
+    assert "same" not in warning
+    log.clear()
+    with config.override(shape_mismatch="ignore"):
+        assert checkpoints.restore_checkpoint(tmp_path, target)["a"].shape == (3,)
+    assert lines(log, logging.WARNING) == []
+    with config.override(shape_mismatch="error"), pytest.raises(ShapeMismatchError, match="b/c"):
+        checkpoints.restore_checkpoint(tmp_path, target)
+
+
+def test_scalars_and_arrays_do_not_mismatch(flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Python scalars have no shape to differ; keys are compared by the shape of the keys."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    checkpoints.save_checkpoint(tmp_path, {"i": 1, "k": keys, "one": jax.random.key(1), "z": jnp.ones(())}, 1)
+    checkpoints.restore_checkpoint(tmp_path, {"i": np.zeros(3), "k": keys, "one": jax.random.key(0), "z": 0})
+    assert lines(log, logging.WARNING) == []
+    checkpoints.restore_checkpoint(tmp_path, {"i": 0, "k": keys[:2], "one": keys[0], "z": 0})
+    assert ["k: stored" in line for line in lines(log, logging.WARNING)] == [True]
+
+
+def test_dtypes(save: Save, flag: bool, tmp_path: Path) -> None:
+    """The stored dtype comes back, whatever the target's; the setting dtype=target casts."""
+    save(tmp_path, {"a": np.array([1.5, 300.0], np.float32), "j": jnp.arange(3)}, 1)
+    target = {"a": np.zeros(2, np.float16), "j": jnp.zeros(3, jnp.bfloat16)}
+    restored = checkpoints.restore_checkpoint(tmp_path, target)
+    assert restored["a"].dtype == np.float32 and restored["j"].dtype == np.int32
+    with config.override(dtype="target"):
+        cast = checkpoints.restore_checkpoint(tmp_path, target)
+    assert cast["a"].dtype == np.float16 and cast["j"].dtype == jnp.bfloat16
+    assert cast["a"].tolist() == [1.5, 300.0] and cast["j"].tolist() == [0, 1, 2]
+    assert cast["a"].flags.writeable
+
+
+def test_fewer_list_entries_are_an_error(save: Save, flag: bool, tmp_path: Path) -> None:
+    """A target list longer than the stored one misses entries."""
+    save(tmp_path, {"l": [1, 2]}, 1)
+    with pytest.raises(MissingLeavesError, match="l/2"):
+        checkpoints.restore_checkpoint(tmp_path, {"l": [0, 0, 0]})
+    assert checkpoints.restore_checkpoint(tmp_path, {"l": [0, 0, 9]}, orbax_transforms={}) == {"l": [1, 2, 9]}
+
+
+def test_an_array_target_over_a_tree(save: Save, flag: bool, tmp_path: Path) -> None:
+    """A leaf of the target over a stored subtree gets the subtree, as Flax with the flag off gives it."""
+    save(tmp_path, {"a": {"b": 1}}, 1)
+    assert checkpoints.restore_checkpoint(tmp_path, {"a": np.zeros(2)}) == {"a": {"b": 1}}
+
+
+def test_many_missing_leaves_are_all_named(flag: bool, tmp_path: Path) -> None:
+    """Thousands of missing leaves are all in the message, and it does not take long to find neighbours for some."""
+    checkpoints.save_checkpoint(tmp_path, {f"layer_{n}": 0 for n in range(2000)}, 1)
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, {f"block_{n}": 0 for n in range(2000)})
+    assert len(caught.value.missing) == 2000
+    assert all(f"  block_{n}" in str(caught.value) for n in range(2000))
+
+
+def test_types_with_their_own_rules(flag: bool, tmp_path: Path) -> None:
+    """A class registered with flax.serialization sees the stored state also where its structure has changed."""
+    checkpoints.save_checkpoint(tmp_path, {"s": {"v": {"0": 1, "1": 2}}}, 1)
+    restored = checkpoints.restore_checkpoint(tmp_path, {"s": Serialized(None)})
+    assert restored["s"].value == {"0": 1, "1": 2}
+
+
+def test_old_namedtuples(tmp_path: Path) -> None:
+    """Files of Flax before 0.3.6, which wrote a namedtuple as three maps, restore into namedtuples."""
+    old = {"name": "Pair", "fields": {"0": "left", "1": "right"}, "values": {"0": np.ones(2), "1": 5}}
+    (tmp_path / "f").write_bytes(flax.serialization.msgpack_serialize({"p": old}))
+    restored = checkpoints.restore_checkpoint(tmp_path / "f", {"p": Pair(np.zeros(2), 0)})
+    assert fingerprint(restored) == fingerprint({"p": Pair(np.ones(2), 5)})
+
+
+def test_the_default_agrees_with_legacy_flax(tmp_path: Path) -> None:
+    """Where legacy Flax restores without an error, so do we, with the same result."""
+    stored = {"a": np.arange(3), "b": [1, (2, None)], "c": {"d": Pair(1, np.ones(1))}, "e": 1}
+    targets = [
+        stored,
+        {"a": None, "b": None},
+        {"a": np.zeros(9), "c": {"d": None}},
+        {"b": [0, (0, 0)], "c": {"d": Pair(0, 0)}},
+        {"c": {}},
+        {"a": 0, "b": 0, "c": 0},
+        {},
+        0,
+        None,
+    ]
+    with use_flag(False):
+        flax_checkpoints.save_checkpoint(tmp_path, stored, 1)
+        for target in targets:
+            theirs = flax_checkpoints.restore_checkpoint(tmp_path, target)
+            ours = checkpoints.restore_checkpoint(tmp_path, target)
+            assert fingerprint(ours) == fingerprint(theirs), target
