@@ -10,6 +10,7 @@ CheckpointError
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 from flax import errors as _flax
@@ -61,6 +62,10 @@ class _FlaxTooError(CheckpointError):
 
     def __str__(self) -> str:
         return self._message
+
+    def __reduce__(self) -> Any:
+        # Flax's own would come back as a bare FlaxError, which nobody who expects this class catches.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class InvalidCheckpointError(_FlaxTooError, _flax.InvalidCheckpointError, ValueError):

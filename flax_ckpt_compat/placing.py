@@ -10,7 +10,8 @@ import numpy as np
 
 from flax_ckpt_compat import state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node
+from flax_ckpt_compat._core.errors import ShapeMismatchError
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, show_path
 
 
 def place(value: Any, handle: LeafHandle, target: Any, *, cast: bool, on_device: bool) -> Any:
@@ -22,6 +23,9 @@ def place(value: Any, handle: LeafHandle, target: Any, *, cast: bool, on_device:
         target: the target's leaf, or None.
         cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
         on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
+
+    Raises:
+        ShapeMismatchError: the target's sharding cannot hold an array of the stored shape.
     """
     if isinstance(value, KeyData):
         return state.put_key_together(value, _sharding(target) if state.is_prng_key(target) else None)
@@ -31,7 +35,18 @@ def place(value: Any, handle: LeafHandle, target: Any, *, cast: bool, on_device:
     if dtype is not None and not state.is_prng_key(target) and (cast or isinstance(target, jax.ShapeDtypeStruct)):
         value = np.asarray(value).astype(dtype, copy=False)
     sharding = _sharding(target) if on_device else None
-    return value if sharding is None else _on_devices(value, sharding)
+    if sharding is None or not _can_be_held(value.dtype, jax.dtypes.canonicalize_dtype(np.float64)):
+        return value
+    try:
+        return _on_devices(value, sharding)
+    except ValueError as error:
+        leaf = show_path(handle.path)
+        raise ShapeMismatchError(
+            f"{leaf}: the stored array of shape {value.shape} cannot be placed as the target says, {sharding}; "
+            "give the target's leaf a sharding that fits, or a numpy array, and place it afterwards.",
+            path=handle.reader.path,
+            leaf=leaf,
+        ) from error
 
 
 def _sharding(target: Any) -> Any:
@@ -39,8 +54,6 @@ def _sharding(target: Any) -> Any:
 
 
 def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    if not _can_be_held(value.dtype, jax.dtypes.canonicalize_dtype(np.float64)):
-        return value
     if len(sharding.device_set) == 1 and sharding.is_fully_addressable:
         # The array is ours alone, so the CPU backend may take over its memory.
         return jax.device_put(value, sharding, may_alias=True)

@@ -185,6 +185,19 @@ DEVICES = """
         donated = jax.jit(lambda x: x * 2, donate_argnums=0)(restored["none"])
         np.testing.assert_array_equal(donated, (value + 4) * 2)
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(sys.argv[1] + "False", tree)["xy"], value)
+    checkpoints.save_checkpoint(sys.argv[1] + "odd", {"w": {"xy": np.ones(3, np.float32)}}, 1)
+    flax.config.update("flax_use_orbax_checkpointing", True)
+    checkpoints.save_checkpoint(sys.argv[1] + "odd", {"w": {"xy": np.ones(3, np.float32)}}, 2)
+    try:
+        checkpoints.restore_checkpoint(sys.argv[1] + "odd", {"w": tree})
+    except ValueError as error:
+        assert "w/" in str(error), error
+    try:
+        checkpoints.restore_checkpoint(sys.argv[1] + "odd", {"w": {"xy": tree["x"]}})
+    except checkpoints.CheckpointError as error:
+        assert str(error).startswith("w/xy: the stored array of shape (3,) cannot be placed"), error
+    else:
+        raise AssertionError
     print("done")
 """
 

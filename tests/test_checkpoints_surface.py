@@ -1,0 +1,175 @@
+"""The public surface of flax.training.checkpoints: same names, constants, signatures and helper functions."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+from flax import core
+from flax.training import checkpoints as theirs
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat.errors import CheckpointError
+
+FUNCTIONS = [
+    "save_checkpoint",
+    "save_checkpoint_multiprocess",
+    "restore_checkpoint",
+    "latest_checkpoint",
+    "available_steps",
+    "natural_sort",
+    "safe_normpath",
+    "convert_pre_linen",
+    "AsyncManager",
+]
+CONSTANTS = [
+    "MP_ARRAY_POSTFIX",
+    "MP_ARRAY_PH",
+    "COMMIT_SUCCESS_FILE",
+    "ORBAX_CKPT_FILENAME",
+    "ORBAX_MANIFEST_OCDBT",
+    "ORBAX_METADATA_FILENAME",
+    "PyTree",
+    "MultiprocessArrayType",
+]
+REGEXES = ["SIGNED_FLOAT_RE", "UNSIGNED_FLOAT_RE", "MODULE_NUM_RE", "SCHEME_RE"]
+# Names, numbers and URLs as they occur, and characters that the patterns of Flax treat apart.
+TEXTS = st.one_of(
+    st.from_regex(r"[a-z_]{0,5}[-+]?\d{0,3}\.?\d{0,3}(e[-+]?\d)?[_/.a-z-]{0,4}\d{0,2}", fullmatch=True),
+    st.from_regex(r"[a-z.+-]{0,5}:?/{0,3}[a-z./]{0,12}", fullmatch=True),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.text("0123456789.-+eE_a/:", max_size=12),
+)
+
+
+def test_every_public_name_is_there() -> None:
+    """All names of Flax's module that are its own are in ours."""
+    mine = {
+        name
+        for name, value in vars(theirs).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and getattr(value, "__module__", theirs.__name__) in (theirs.__name__, "typing")
+    }
+    known = {*FUNCTIONS, *CONSTANTS, *REGEXES}
+    assert {name for name in mine if name in known} <= set(ours.__all__)
+    assert known == set(ours.__all__)
+    assert all(hasattr(theirs, name) for name in ours.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures(name: str) -> None:
+    """Names, order, kinds and defaults of all parameters are Flax's."""
+
+    def shape(module: Any) -> list[Any]:
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    assert shape(ours) == shape(theirs)
+
+
+@pytest.mark.parametrize("name", ["wait_previous_save", "save_async"])
+def test_methods_of_the_manager(name: str) -> None:
+    """AsyncManager's methods take what Flax's take."""
+    parameters = [list(inspect.signature(getattr(m.AsyncManager, name)).parameters) for m in (ours, theirs)]
+    assert parameters[0] == parameters[1]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants(name: str) -> None:
+    """Constants have Flax's values."""
+    assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("name", REGEXES)
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS)
+def test_regexes(name: str, text: str) -> None:
+    """The regular expressions match, search and split everything as Flax's do."""
+    mine, other = getattr(ours, name), getattr(theirs, name)
+    assert isinstance(mine, re.Pattern) and mine.groupindex == other.groupindex
+    for method in ("match", "fullmatch", "search"):
+        found, expected = getattr(mine, method)(text), getattr(other, method)(text)
+        assert (found and (found.span(), found.groups())) == (expected and (expected.span(), expected.groups()))
+    assert mine.split(text) == other.split(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(names=st.lists(TEXTS, max_size=6), signed=st.booleans())
+@example(names=["c_1-2", "c_1-10", "c_1e5", "c_.5", "c_1.", "c_inf", "c_-3", "c_007", "c_7"], signed=True)
+@example(names=["a_10", "a_9", "a_-1"], signed=False)
+def test_natural_sort(names: list[str], signed: bool) -> None:
+    """Names sort as Flax sorts them, or fail to compare as there."""
+    try:
+        expected = theirs.natural_sort(names, signed)
+    except TypeError:
+        with pytest.raises(TypeError):
+            ours.natural_sort(names, signed)
+    else:
+        assert ours.natural_sort(names, signed) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=TEXTS)
+@example(path="gs://bucket//a/../b/")
+@example(path="")
+@example(path="/a/./b//")
+@example(path="s3://x/\n")
+def test_safe_normpath(path: str) -> None:
+    """Paths are normalised as Flax does."""
+    assert ours.safe_normpath(path) == theirs.safe_normpath(path)
+
+
+MODULES = st.from_regex(r"(Conv|Dense|conv|Layer_1|x)(_\d{1,2})?", fullmatch=True)
+PARAMS = st.recursive(
+    st.integers(0, 9),
+    lambda inner: st.one_of(
+        st.dictionaries(MODULES, inner, max_size=5), st.dictionaries(MODULES, inner, max_size=3).map(core.freeze)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(params=PARAMS)
+@example(params={"Conv_0": 1, "Dense_1": 2, "Conv_10": 3, "Conv_2": {"Dense_3": 4}})
+def test_convert_pre_linen(params: Any) -> None:
+    """Modules are renamed as Flax renames them, in the same order and containers."""
+    mine, other = ours.convert_pre_linen(params), theirs.convert_pre_linen(params)
+    assert mine == other and repr(mine) == repr(other)
+
+
+def test_the_multiprocess_call_on_one_process(flag: bool, tmp_path: Any) -> None:
+    """save_checkpoint_multiprocess needs no manager on one process."""
+    path = ours.save_checkpoint_multiprocess(tmp_path, {"a": 1}, 3, keep=2)
+    assert path == str(tmp_path / "checkpoint_3")
+    assert ours.restore_checkpoint(tmp_path, {"a": 0}) == {"a": 1}
+
+
+def test_arguments_of_flax_that_change_nothing(flag: bool, tmp_path: Any) -> None:
+    """parallel, gda_manager and allow_partial_mpa_restoration are taken by position; a given manager is waited for."""
+
+    class Manager:
+        waited = 0
+
+        def wait_until_finished(self) -> None:
+            self.waited += 1
+
+    manager = Manager()
+    ours.save_checkpoint(tmp_path, {"a": 1}, 3)
+    assert ours.restore_checkpoint(tmp_path, {"a": 0}, None, "checkpoint_", False, manager, True) == {"a": 1}
+    assert manager.waited == 1
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/dir", "s3://bucket/dir"])
+def test_urls_are_refused_clearly(url: str) -> None:
+    """Object stores are not supported by this version: an error that says so, not a folder called gs:."""
+    for call in (
+        lambda: ours.save_checkpoint(url, {"a": 1}, 1),
+        lambda: ours.restore_checkpoint(url, None),
+        lambda: ours.latest_checkpoint(url),
+    ):
+        with pytest.raises(CheckpointError, match="object stores"):
+            call()

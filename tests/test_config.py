@@ -1,0 +1,97 @@
+"""Settings: where they come from, how far they reach, and what they refuse."""
+
+import threading
+
+import flax
+import pytest
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat.errors import SettingError
+from tests.support.saves import run_python, start_python, use_flag
+
+PRINT = "from flax_ckpt_compat import config; print(config.current())"
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    """The first value of each row of the module's table is the default."""
+    rows = [line for line in (config.__doc__ or "").splitlines() if line.startswith("``") and "  " in line]
+    table = {row.split("``")[1]: row.split("``")[2].split()[0].strip(",") for row in rows}
+    assert set(table) == set(config.Settings.__slots__)
+    for name, value in table.items():
+        assert str(getattr(config.Settings(), name)).lower() == value
+
+
+def test_override_reaches_its_block_only() -> None:
+    """A setting holds inside the block, nests, and is as before after it, also after an error."""
+    with config.override(missing_leaves="keep") as settings:
+        assert settings.missing_leaves == config.current().missing_leaves == "keep"
+        with config.override(dtype="target"):
+            assert (config.current().missing_leaves, config.current().dtype) == ("keep", "target")
+        assert config.current().dtype == "stored"
+    with pytest.raises(RuntimeError), config.override(must_exist=True):
+        raise RuntimeError
+    assert config.current() == config.Settings()
+
+
+def test_override_is_of_one_thread() -> None:
+    """Another thread does not see a block's settings."""
+    seen: list[config.Settings] = []
+    with config.override(dtype="target"):
+        thread = threading.Thread(target=lambda: seen.append(config.current()))
+        thread.start()
+        thread.join()
+    assert seen == [config.Settings()]
+
+
+def test_update_is_for_the_process() -> None:
+    """update changes what every thread sees; an override is still stronger."""
+    try:
+        config.update(missing_leaves="warn")
+        seen: list[config.Settings] = []
+        thread = threading.Thread(target=lambda: seen.append(config.current()))
+        thread.start()
+        thread.join()
+        assert seen[0].missing_leaves == config.current().missing_leaves == "warn"
+        with config.override(missing_leaves="keep"):
+            assert config.current().missing_leaves == "keep"
+    finally:
+        config.update(missing_leaves="error")
+
+
+@pytest.mark.parametrize("change", [{"missing_leave": "keep"}, {"missing_leaves": "kepe"}, {"must_exist": "yes"}])
+def test_mistakes_are_refused(change: dict[str, str]) -> None:
+    """An unknown setting or value is an error that lists what there is, and changes nothing."""
+    with pytest.raises(SettingError, match=r"the settings are .*missing_leaves|takes "):
+        config.update(**change)
+    with pytest.raises(SettingError), config.override(**change):
+        pass
+    assert config.current() == config.Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("MUST_EXIST", "1", "must_exist=True"),
+        ("MUST_EXIST", "False", "must_exist=False"),
+        ("MISSING_LEAVES", " Keep ", "missing_leaves='keep'"),
+        ("COMPRESSION", "none", "compression=None"),
+        ("COMPRESSION", "zstd", "compression='zstd'"),
+    ],
+)
+def test_the_environment(name: str, text: str, expected: str) -> None:
+    """Environment variables set the process's defaults, in any case."""
+    assert expected in run_python(PRINT, **{f"FLAX_CKPT_COMPAT_{name}": text})[0]
+
+
+def test_a_mistake_in_the_environment() -> None:
+    """A wrong value in the environment is an error that names the setting, not a silent default."""
+    process = start_python(PRINT, FLAX_CKPT_COMPAT_DTYPE="float32")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and "setting dtype takes" in err
+
+
+def test_flax_flag_is_read_afresh() -> None:
+    """Flax's flag counts as it is at each call."""
+    for value in (True, False, True):
+        with use_flag(value):
+            assert config.use_orbax_format() is value is bool(flax.config.flax_use_orbax_checkpointing)

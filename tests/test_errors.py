@@ -1,0 +1,94 @@
+"""Error classes: one root, the classes that callers of Flax catch, our message, and pickling."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import flax.errors
+import pytest
+
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import errors as core_errors
+
+WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
+    "CheckpointNotFoundError": (ValueError, FileNotFoundError),
+    "IncompleteCheckpointError": (ValueError,),
+    "UnrecognizedFormatError": (ValueError,),
+    "CorruptCheckpointError": (ValueError,),
+    "MissingLeavesError": (ValueError,),
+    "ShapeMismatchError": (ValueError,),
+    "UnsupportedLeafError": (TypeError, ValueError),
+    "NameCollisionError": (ValueError,),
+    "StepError": (ValueError,),
+    "SettingError": (ValueError,),
+    "StorageError": (OSError,),
+    "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),
+    "MPACheckpointingRequiredError": (flax.errors.MPACheckpointingRequiredError, ValueError),
+    "MPARestoreTargetRequiredError": (flax.errors.MPARestoreTargetRequiredError, ValueError),
+    "MPARestoreDataCorruptedError": (flax.errors.MPARestoreDataCorruptedError, ValueError),
+}
+
+
+def make(name: str) -> Any:
+    """One instance with every attribute set."""
+    kind = getattr(errors, name)
+    extra: dict[str, Any] = {}
+    if name.startswith(("MPA", "Invalid")):
+        extra = {"step": 3} | ({"leaf": "a/b"} if name.endswith("RequiredError") else {})
+    elif name == "MissingLeavesError":
+        extra = {"missing": ("a/b", "c")}
+    elif name == "StorageError":
+        extra = {"errno": 28}
+    else:
+        extra = {"leaf": "a/b"}
+    return kind("the message {with} 100%", path="/p", **extra)
+
+
+def test_the_list_is_complete() -> None:
+    """Every public class is in the table above and in the public module."""
+    assert set(errors.__all__) == {"CheckpointError", *WHAT_CALLERS_CATCH}
+    ours = {name for name, value in vars(core_errors).items() if isinstance(value, type)}
+    assert ours <= set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
+def test_classes(name: str) -> None:
+    """Each error is a CheckpointError and whatever callers of Flax catch."""
+    error = make(name)
+    assert isinstance(error, errors.CheckpointError)
+    assert all(isinstance(error, kind) for kind in WHAT_CALLERS_CATCH[name])
+
+
+@pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
+def test_messages(name: str) -> None:
+    """str is our message and nothing else; path and leaf are attributes."""
+    error = make(name)
+    assert str(error) == "the message {with} 100%"
+    assert error.path == "/p"
+    assert "the message" in repr(error) or name in repr(error)
+
+
+@pytest.mark.parametrize("copier", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
+def test_pickling(name: str, copier: Any) -> None:
+    """Errors cross process borders (multiprocessing, concurrent.futures) with their message and attributes."""
+    error = make(name)
+    again = copier(error)
+    assert type(again) is type(error) and str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_flax_own_attributes() -> None:
+    """The errno of a refused operation is there, also to whoever catches OSError."""
+    assert make("StorageError").errno == 28
+
+
+def test_public_errors_come_from_where_they_say(tmp_path: Path) -> None:
+    """Errors of the restore path name the file and keep the lower error as the cause."""
+    from flax_ckpt_compat import checkpoints
+
+    (tmp_path / "f").write_bytes(b"\x81\xa1a")
+    with pytest.raises(errors.CorruptCheckpointError, match="f") as caught:
+        checkpoints.restore_checkpoint(tmp_path / "f", None)
+    assert caught.value.path == str(tmp_path / "f")
