@@ -19,7 +19,8 @@ _FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers
 _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 # What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
-_STEP_DIRECTORY = re.compile(r"(?:.*_)?(\d+)")
+_STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
+_DEFAULT_PREFIX = "checkpoint_"
 _FIRST_BYTES = 512
 
 
@@ -95,17 +96,24 @@ def is_doubtful(path: str) -> bool:
     return not set(os.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
 
 
-def step_directories(path: str) -> dict[float, str]:
-    """Step → path of the complete steps of an Orbax CheckpointManager's root; empty where it is none."""
-    found = {}
+def step_directories(path: str, prefix: str) -> dict[float, str]:
+    """Step → path of the complete steps of an Orbax CheckpointManager's root; empty where it is none.
+
+    Args:
+        prefix: of the checkpoints that the caller means. A manager's own prefix differs from Flax's default, but
+            one that the caller chose is not to be mixed up with another.
+    """
+    families: dict[str, dict[float, str]] = {}
     for name in os.listdir(path):
         match = _STEP_DIRECTORY.fullmatch(name)
         child = os.path.join(path, name)
         # A flat directory is a checkpoint of some other prefix, not a step: a step holds items.
         is_step = match and os.path.isdir(child) and not _is_tree(child, set(os.listdir(child)))
         if match and is_step and what_is_missing(child) is None:
-            found[float(match[1])] = child
-    return found
+            families.setdefault(match[1] or "", {})[float(match[2])] = child
+    if "" in families or prefix not in ("", _DEFAULT_PREFIX):
+        return families.get("", {})
+    return families.popitem()[1] if len(families) == 1 else {}
 
 
 def detect(path: str) -> Found:

@@ -82,11 +82,11 @@ def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
     name = _listing.newest(where)
     if name is not None:
         return where.path(name)
-    if _detect.is_orbax_directory(root):
-        return root
-    managed = _detect.step_directories(root)
+    managed = _detect.step_directories(root, prefix)
     if managed:
         return managed[max(managed)]
+    if _detect.is_orbax_directory(root):
+        return root
     _nothing(f"{ckpt_dir} holds no checkpoint with the prefix {prefix!r}")
     return None
 
@@ -96,7 +96,7 @@ def _step_path(root: str, where: _listing.Place, text: str) -> str:
     if os.path.lexists(path):
         return path
     number = steps.parse_step(text)
-    managed = _detect.step_directories(root) if os.path.isdir(root) else {}
+    managed = _detect.step_directories(root, where.prefix) if os.path.isdir(root) else {}
     if number in managed:
         return managed[number]
     there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]

@@ -1,6 +1,7 @@
 """What restore recognises, and what it says of everything else."""
 
 import gzip
+import json
 import logging
 import os
 import pickle
@@ -97,6 +98,19 @@ def test_a_managers_root_with_prefix_and_padding(tmp_path: Path) -> None:
     manager(tmp_path, [9, 10], step_prefix="step", step_format_fixed_length=5)
     same(checkpoints.restore_checkpoint(tmp_path, None))
     same(checkpoints.restore_checkpoint(tmp_path, None, step=9), ZEROS)
+
+
+def test_steps_of_other_prefixes_are_not_a_managers(tmp_path: Path) -> None:
+    """Step directories of another prefix than the caller's, or of several, are nobody's latest; plain numbers are."""
+    for name, tree in (("opt_5", ZEROS), ("ema_7", ZEROS)):
+        ocp_v1.save(tmp_path / name, tree)
+        assert checkpoints.restore_checkpoint(tmp_path, None, prefix="model_") is None
+    assert checkpoints.restore_checkpoint(tmp_path, None) is None
+    same(checkpoints.restore_checkpoint(tmp_path, None, prefix="opt_"), ZEROS)
+    ocp_v1.save(tmp_path / "3", TREE)
+    same(checkpoints.restore_checkpoint(tmp_path, None))
+    same(checkpoints.restore_checkpoint(tmp_path, None, prefix="model_"))
+    same(checkpoints.restore_checkpoint(tmp_path, None, step=3))
 
 
 def test_an_unfinished_step_is_not_the_latest(tmp_path: Path) -> None:
@@ -271,6 +285,21 @@ def test_a_damaged_orbax_directory(lost: str, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(path, ZEROS)
     with pytest.raises(CheckpointError, match="checkpoint_1"):
         checkpoints.restore_checkpoint(tmp_path, ZEROS, step=1)
+
+
+@pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])
+def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
+    """A chunk of an array that is gone is an error that names the leaf; real Orbax and Flax read zeros there."""
+    with ocp.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_1", TREE)
+    if not fills:
+        metadata = json.loads((tmp_path / "checkpoint_1" / "_METADATA").read_text())
+        del metadata["store_array_data_equal_to_fill_value"]
+        (tmp_path / "checkpoint_1" / "_METADATA").write_text(json.dumps(metadata))
+    same(checkpoints.restore_checkpoint(tmp_path, ZEROS))
+    (tmp_path / "checkpoint_1" / "a" / "0.0").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint_1.*'?a'?"):
+        checkpoints.restore_checkpoint(tmp_path, ZEROS, orbax_transforms={})
 
 
 def test_an_explicit_directory_of_something_else(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What comes back from a restore: kinds of leaves, devices, memory, and how callers of Flax call it."""
 
+import base64
 import gc
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -210,6 +212,38 @@ def test_shardings_of_the_target(tmp_path: Path) -> None:
         restored = checkpoints.restore_checkpoint(tmp_path / value, None)
         assert restored["one"].tolist() == np.arange(64.0).reshape(16, 4).tolist()
         assert restored["keys"].shape == (8,)
+
+
+GDA = Path(__file__).parent / "data" / "gda"
+
+
+@pytest.mark.parametrize("kind", ["no target", "numpy", "jax", "abstract"])
+def test_arrays_of_several_processes(kind: str) -> None:
+    """One process reads them: to the host without a target or sharding, else as the target's sharding says."""
+    raw = checkpoints.restore_checkpoint(GDA / "two_processes_tree", None)
+    whole = np.arange(3, 35, dtype=np.float32).reshape(8, 4)  # as written down in expected.json
+    assert type(raw["params"]["xy"]) is np.ndarray
+    np.testing.assert_array_equal(raw["params"]["xy"], whole)
+    leaf = {
+        "no target": None,
+        "numpy": np.zeros((8, 4)),
+        "jax": jnp.zeros((8, 4)),
+        "abstract": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16, sharding=jnp.zeros(1).sharding),
+    }[kind]
+    target = {**raw, "params": {**raw["params"], "xy": leaf}}
+    restored = checkpoints.restore_checkpoint(GDA / "two_processes_tree", target)["params"]["xy"]
+    assert isinstance(restored, jax.Array) == (kind in ("jax", "abstract"))
+    assert restored.dtype == (jnp.bfloat16 if kind == "abstract" else np.float32)
+    np.testing.assert_array_equal(np.asarray(restored, np.float32), whole)
+
+
+@pytest.mark.parametrize("target", [None, np.zeros((8, 4)), jnp.zeros((8, 4))], ids=["no target", "numpy", "jax"])
+def test_one_array_of_several_processes(target: Any) -> None:
+    """A single such array as the whole tree restores, which Flax itself cannot."""
+    restored = checkpoints.restore_checkpoint(GDA / "two_processes_leaf", target)
+    assert isinstance(restored, jax.Array) == isinstance(target, jax.Array)
+    saved = json.loads((GDA / "two_processes_leaf" / "expected.json").read_text())
+    assert np.asarray(restored).tobytes() == base64.b64decode(next(iter(saved.values()))["data"])
 
 
 def test_mlcommons_idiom(save: Save, flag: bool, tmp_path: Path) -> None:
