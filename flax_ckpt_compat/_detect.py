@@ -16,6 +16,7 @@ _TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
 _AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
 _ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
+_RANDOM_KEYS = ("jax_random_key", "np_random_key")  # the tree inside an item of Orbax's random key handlers
 _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 # What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
@@ -44,10 +45,12 @@ class Found:
     Attributes:
         path: the checkpoint.
         items: name → tree; a checkpoint that is one tree has the single item ''.
+        unknown: names of directories beside the items that are none.
     """
 
     path: str
     items: dict[str, Item]
+    unknown: tuple[str, ...] = ()
 
     @property
     def trees(self) -> dict[str, Item]:
@@ -135,14 +138,17 @@ def detect(path: str) -> Found:
         )
     if os.path.isdir(path):
         names = set(os.listdir(path))
-        items = {"": Item(Format.ORBAX, path)} if _is_tree(path, names) else _items(path, names)
+        if _is_tree(path, names):
+            return Found(path, {"": Item(Format.ORBAX, path)})
+        items = _items(path, names)
         if not items:
             raise UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; "
                 "restore it with the orbax_checkpointer that wrote it.",
                 path=path,
             )
-        return Found(path, items)
+        unknown = sorted(name for name in names - items.keys() if os.path.isdir(os.path.join(path, name)))
+        return Found(path, items, tuple(unknown))
     return Found(path, {"": Item(Format.MSGPACK, path)})
 
 
@@ -176,8 +182,11 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
         if not os.path.isdir(child):
             continue
         inside = set(os.listdir(child))
+        keys = sorted(inside.intersection(_RANDOM_KEYS))
         if _is_tree(child, inside):
             items[name] = Item(Format.ORBAX, child)
+        elif keys:
+            items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
         elif len(inside - {"commit_success.txt"}) == 1 and inside.intersection(_JSON_FILES):
             items[name] = Item(None, os.path.join(child, *inside.intersection(_JSON_FILES)))
     return items

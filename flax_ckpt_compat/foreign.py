@@ -73,6 +73,7 @@ class _Pending:
         self.checkpointer, self.path = checkpointer, path
         self._written, self._on_commit = written, on_commit
         self._own_wait = getattr(checkpointer, "wait_until_finished", None)
+        self._replaced: dict[str, Any] = {}
         self._ended = threading.Event()
 
     def watch(self) -> None:
@@ -80,6 +81,8 @@ class _Pending:
         _finish_at_exit()
         with _lock:
             _pending.append(self)
+            own = vars(self.checkpointer)
+            self._replaced = {name: own[name] for name in own if name == "wait_until_finished"}
             self.checkpointer.wait_until_finished = self._wait
         threading.Thread(target=self._poll, name="flax_ckpt_compat-commit", daemon=True).start()
 
@@ -109,8 +112,14 @@ class _Pending:
             self._ended.set()
             if self in _pending:
                 _pending.remove(self)
-                del self.checkpointer.wait_until_finished
+                self._give_back()
             return True
+
+    def _give_back(self) -> None:
+        own = vars(self.checkpointer)
+        if own.get("wait_until_finished") == self._wait:
+            del own["wait_until_finished"]
+            own.update(self._replaced)
 
     def _poll(self) -> None:
         sign = os.path.join(self._written, _COMMIT_FILE)

@@ -123,6 +123,8 @@ class _Restore:
         if self._checkpointer is not None and os.path.isdir(path):
             return self._through_checkpointer(path)
         found = _detect.detect(path)
+        if found.unknown:
+            _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
         if self._target is None and len(found.trees) != 1:
             return {name: self._item(item, None) for name, item in found.items.items()}
         if len(found.trees) > 1 and isinstance(self._target, Mapping) and self._target.keys() <= found.items.keys():

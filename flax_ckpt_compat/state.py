@@ -61,7 +61,7 @@ def _state_dict(target: Any) -> Any:
     try:
         return serialization.to_state_dict(target)
     except ValueError as error:
-        raise UnsupportedLeafError(f"cannot save the tree: {error}") from error
+        raise UnsupportedLeafError(f"the tree has no state dict: {error}") from error
 
 
 def _describe(original: Any, state: Any, path: Path) -> Node:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
@@ -147,6 +148,28 @@ def test_several_items(tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, ZEROS)
 
 
+def test_items_of_other_handlers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Arrays and random keys (their raw data) are items, too; a directory of another kind is named in a warning."""
+    key, args = jax.random.key(3), ocp.args
+    items = {"arr": args.ArraySave(np.arange(3)), "key": args.JaxRandomKeySave(key), "state": args.PyTreeSave(TREE)}
+    with ocp.CheckpointManager(tmp_path) as made:
+        made.save(1, args=args.Composite(**items))
+    (tmp_path / "1" / "odd").mkdir()
+    expected = {"arr": np.arange(3), "key": {"checkpoint": np.asarray(jax.random.key_data(key))}, "state": TREE}
+    same(checkpoints.restore_checkpoint(tmp_path, None), expected)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "flax_ckpt_compat"]
+    assert warning.endswith("left out: odd")
+    same(checkpoints.restore_checkpoint(tmp_path, ZEROS))  # the one called state is meant
+
+
+def test_v1_checkpointables(tmp_path: Path) -> None:
+    """Several trees of Orbax v1 are a mapping of them."""
+    ocp_v1.save_checkpointables(tmp_path / "x", {"model": TREE, "ema": ZEROS})
+    same(checkpoints.restore_checkpoint(tmp_path / "x", None), {"ema": ZEROS, "model": TREE})
+    same(checkpoints.restore_checkpoint(tmp_path / "x", {"ema": TREE}), {"ema": ZEROS})
+    same(checkpoints.restore_checkpoint(tmp_path / "x" / "model", None))
+
+
 def test_one_tree_and_notes(tmp_path: Path) -> None:
     """One pytree item beside JSON items is just that tree, also when a target is given."""
     with ocp.CheckpointManager(tmp_path) as made:
@@ -196,7 +219,8 @@ def test_nothing_to_restore(there: str, tmp_path: Path, caplog: pytest.LogCaptur
     target = {"x": 1}
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         assert checkpoints.restore_checkpoint(path, target) is target
-    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "flax_ckpt_compat"]
+    assert str(path) in warning
     assert checkpoints.restore_checkpoint(path, None) is None
     with config.override(must_exist=True), pytest.raises(FileNotFoundError, match="nothing to restore"):
         checkpoints.restore_checkpoint(path, target)

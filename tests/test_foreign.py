@@ -177,6 +177,24 @@ def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_the_checkpointer_is_left_as_it_was(tmp_path: Path) -> None:
+    """A wait_until_finished that the user has put on the object is there again after the save, and was used."""
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    waits = []
+    original = checkpointer.wait_until_finished
+
+    def counted() -> None:
+        waits.append(1)
+        original()
+
+    checkpointer.wait_until_finished = counted
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    before = len(waits)
+    checkpointer.wait_until_finished()
+    assert len(waits) == before + 1 and checkpointer.wait_until_finished is counted
+    checkpointer.close()
+
+
 def test_a_commit_is_cleaned_up_without_waiting(tmp_path: Path) -> None:
     """Retention runs after the commit also where nobody calls wait_until_finished."""
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())

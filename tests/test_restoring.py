@@ -18,7 +18,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError
-from tests.support.samples import SAMPLES, fingerprint
+from tests.support.samples import SAMPLES, fingerprint, train_state_sample
 from tests.support.saves import run_python, use_flag
 
 Save = Callable[..., str]
@@ -69,6 +69,16 @@ def test_abstract_targets(save: Save, flag: bool, tmp_path: Path) -> None:
     assert type(restored["a"]) is np.ndarray
     assert isinstance(restored["b"], jax.Array) == flag and restored["b"].tolist() == [0, 1]
     assert type(restored["n"]) is int
+
+
+def test_targets_of_eval_shape(flag: bool, tmp_path: Path) -> None:
+    """A whole abstract tree is a target: containers are rebuilt, values are as stored, nothing stays abstract."""
+    tree = train_state_sample()
+    checkpoints.save_checkpoint(tmp_path, {"state": tree, "key": jax.random.key(1), "n": 3}, 1)
+    target = jax.eval_shape(lambda: {"state": train_state_sample(), "key": jax.random.key(0), "n": 0})
+    restored = checkpoints.restore_checkpoint(tmp_path, target)
+    assert fingerprint(restored["state"].opt_state) == fingerprint(tree.opt_state)
+    assert fingerprint(restored["key"]) == fingerprint(jax.random.key(1)) and restored["n"] == 3
 
 
 def test_python_leaves_keep_their_type(save: Save, flag: bool, tmp_path: Path) -> None:
