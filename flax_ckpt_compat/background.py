@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -75,7 +76,9 @@ def settle(directory: str) -> None:
         Exception: what the first failed one failed with.
     """
     for future in _unseen(directory):
-        future.exception()
+        # futures.wait() would wait for ever for one that its pool's shutdown cancelled.
+        with suppress(CancelledError):
+            future.exception()
     raise_failures(directory)
 
 
@@ -94,10 +97,10 @@ def _unseen(directory: str) -> list[Future[Any]]:
 
 def _seen(future: Future[Any]) -> None:
     with _lock:
-        for directory, futures in list(_saves.items()):
-            if future in futures:
-                futures.remove(future)
-                if not futures:
+        for directory, saves in list(_saves.items()):
+            if future in saves:
+                saves.remove(future)
+                if not saves:
                     del _saves[directory]
 
 
@@ -115,8 +118,8 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _log_failures() -> None:
     # The interpreter has joined all pools before it comes here.
-    for directory, futures in _saves.items():
-        for future in futures:
+    for directory, saves in _saves.items():
+        for future in saves:
             error = future.exception() if future.done() and not future.cancelled() else None
             if error is not None:
                 _log.error("A background save of a checkpoint into %s failed: %r", directory, error, exc_info=error)

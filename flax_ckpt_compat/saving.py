@@ -15,7 +15,7 @@ from flax_ckpt_compat import _listing, background, config, foreign, retention, s
 from flax_ckpt_compat._core import files, steps
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.errors import CheckpointError, StepError, UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, box_of, map_leaves, show_path
 from flax_ckpt_compat._listing import Place
 from flax_ckpt_compat._routing import backend_for
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
@@ -83,9 +83,9 @@ def save(
     foreign.settle(orbax_checkpointer, where.directory)
     background.settle(where.directory)
     kept, every = steps.check_keep(keep), steps.check_every(keep_every_n_steps)
-    request = Request(where, name, step, kept, bool(overwrite), every, start)
     if not overwrite:
-        retention.check_overwrite(where, request.name, step)
+        retention.check_overwrite(where, name, step)
+    request = Request(where, name, step, kept, bool(overwrite), every, start)
     if orbax_checkpointer:
         _prepare_directory(where)
         foreign.save(orbax_checkpointer, request.path, target, on_commit=lambda: _committed(request))
@@ -183,8 +183,21 @@ def _frozen(leaf: Any) -> Any:
     if isinstance(leaf, KeyData):
         return KeyData(leaf.impl, _frozen(leaf.data))
     if isinstance(leaf, jax.Array):
-        return HostCopy(np.array(jax.device_get(leaf), order="C"), leaf.sharding)
+        return _host_copy(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _host_copy(array: jax.Array) -> HostCopy:
+    if array.is_fully_replicated:
+        return HostCopy.whole(np.array(array.addressable_data(0), order="C"), array.sharding)
+    array.copy_to_host_async()
+    # Replicas hold the same values, so one of them is enough.
+    shards = tuple(
+        Shard(box_of(shard.index, array.shape), np.array(shard.data, order="C"))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    )
+    return HostCopy(array.shape, array.dtype, shards, array.sharding)
 
 
 def _sorted(tree: Node) -> Node:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,19 @@ def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeyp
     assert names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
 
 
+def test_a_cancelled_save_raises_once(flag: bool, tmp_path: Path, gate: Gate) -> None:
+    """A save that its pool never ran is a failure like any other, and the next save works again."""
+    manager = ours.AsyncManager()
+    manager.executor.submit(gate.open.wait)
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    manager.executor.shutdown(wait=False, cancel_futures=True)
+    gate.open.set()
+    with pytest.raises(futures.CancelledError):
+        ours.save_checkpoint(tmp_path, tree(2), 2)
+    ours.save_checkpoint(tmp_path, tree(2), 2)
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
 class Pool:
     """A user's own manager, which keeps no future."""
 
@@ -254,7 +268,7 @@ def test_a_failure_is_logged_at_exit(flag: bool, tmp_path: Path) -> None:
 
 
 FORK = """
-import os, sys, threading
+import os, signal, sys, threading
 import flax_ckpt_compat.checkpoints as checkpoints
 from flax_ckpt_compat import background
 hold = threading.Event()
@@ -262,6 +276,7 @@ manager = checkpoints.AsyncManager()
 background.start(manager, sys.argv[1], hold.wait)
 child = os.fork()
 if not child:
+    signal.alarm(20)
     background.settle(sys.argv[1])  # the parent's threads, which would end the save, are not here
     os._exit(7)
 hold.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import errors as flax_errors
 from flax.training import checkpoints as flax_checkpoints
@@ -314,6 +315,34 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
     monkeypatch.setattr(files, "discard", too_late)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
     assert names(tmp_path) == ["checkpoint_3"]
+
+
+CHECKPOINTERS: dict[str, Any] = {
+    "PyTree": ocp.PyTreeCheckpointer,
+    "Standard": ocp.StandardCheckpointer,
+    "Async": lambda: ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTERS)
+def test_the_rules_hold_around_orbaxs_own_checkpointers(flag: bool, tmp_path: Path, kind: str) -> None:
+    """Whoever passes one gets its files under our names, overwrite rules and retention, once it has finished."""
+    checkpointer = CHECKPOINTERS[kind]()
+
+    def finish() -> None:
+        if hasattr(checkpointer, "wait_until_finished"):
+            checkpointer.wait_until_finished()
+
+    for step in (1, 2, 3):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=2, orbax_checkpointer=checkpointer)
+    finish()
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"]
+    for step in (3, 1):
+        with pytest.raises(errors.InvalidCheckpointError):
+            ours.save_checkpoint(tmp_path, tree(step), step, orbax_checkpointer=checkpointer)
+    ours.save_checkpoint(tmp_path, tree(2.5), 2, overwrite=True, orbax_checkpointer=checkpointer)
+    finish()
+    assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_2"], 2.5)
 
 
 # Rules 9 and 10
