@@ -83,9 +83,10 @@ def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None
                     _raw_round(series, system, data, directory)
                 else:
                     _round(series, system, tree, target, directory)
-        for workload_system in SYSTEMS if workload.kind == "large" else ():
-            with _settled_directory(workdir, workload.nbytes) as directory:
-                _background_round(series, workload_system, tree, target, directory)
+        for system in _in_turn(workload, number) if workload.kind == "large" else ():
+            if isinstance(system, Checkpoints):
+                with _settled_directory(workdir, workload.nbytes) as directory:
+                    _background_round(series, system, tree, target, directory)
     return series
 
 
