@@ -7,6 +7,11 @@ from typing import Any
 
 import flax
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no reason for a test to fail.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])

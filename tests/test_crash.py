@@ -113,7 +113,7 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str) -
     ``same`` overwrites one step again and again: the old or the new is there, whole. ``mixed`` lets files replace
     directories and back. ``in two steps`` is a file system that cannot exchange two names atomically.
     """
-    run_python(KILLS, tmp_path, mode, 4, len(mode), 0.06 if "orbax" in mode else 0.02, PYTHONWARNINGS="ignore")
+    run_python(KILLS, tmp_path, mode, 5, len(mode), 0.06 if "orbax" in mode else 0.02, PYTHONWARNINGS="ignore")
 
 
 HELD = """

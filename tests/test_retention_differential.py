@@ -76,7 +76,8 @@ def compare(calls: list[dict[str, Any]], flag: bool) -> None:
         shutil.rmtree(folder)
 
 
-bounded = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The flag is the same for all examples of one test.
+bounded = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @bounded

@@ -62,6 +62,9 @@ def start_python(code: str, *arguments: Any, **environment: str) -> subprocess.P
 def run_python(code: str, *arguments: Any, **environment: str) -> tuple[str, str]:
     """What a program in a fresh interpreter wrote to stdout and stderr; it must end without an error."""
     process = start_python(code, *arguments, **environment)
-    out, err = process.communicate(timeout=120)
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 0, err
     return out, err
