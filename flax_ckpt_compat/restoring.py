@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.errors import (
     ShapeMismatchError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._routing import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -138,16 +138,29 @@ class _Restore:
             return self._tree(reader.tree, target, reader, item.path)
 
     def _tree(self, stored: Node, target: Any, reader: Reader | foreign.Reader, path: str) -> Any:
-        lists = reader.format is Format.MSGPACK
         if target is None:
+            lists = reader.format is Format.MSGPACK
             sources = map_leaves(lambda _, leaf: matching.Stored(leaf, None), stored)
             filled = _fill(sources, self._read(sources, reader), lists)
             as_stored = self._settings.structure == "stored"
             return placing.as_stored(filled) if as_stored else placing.as_state(filled, lists=lists)
-        wanted = state.describe(target)
         custom = state.nodes_with_own_rules(target)
-        match = matching.match(stored, wanted, lenient=self._lenient, takes_anything=custom.__contains__)
+        try:
+            return self._into(target, stored, reader, path, custom)
+        except CheckpointError:
+            raise
+        except Exception:  # rules of other people's types may fail in any way
+            if not custom:
+                raise
+        # Those rules do not know this structure: leaf by leaf, so that what is missing is told or kept.
+        return self._into(target, stored, reader, path, set())
+
+    def _into(self, target: Any, stored: Node, reader: Reader | foreign.Reader, path: str, custom: set[Path]) -> Any:
+        match = matching.match(
+            stored, state.describe(target), lenient=self._lenient, takes_anything=custom.__contains__
+        )
         self._judge(match, stored, path)
+        lists = reader.format is Format.MSGPACK
         return state.rebuild(target, _fill(match.sources, self._read(match.sources, reader), lists))
 
     def _judge(self, match: matching.Match, stored: Node, path: str) -> None:

@@ -1,6 +1,8 @@
 """Where checkpoint and target differ: every policy of the behaviour contract, on both formats and both writers."""
 
+import contextlib
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import optax
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 from flax.training import train_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
@@ -258,3 +262,54 @@ def test_the_default_agrees_with_legacy_flax(tmp_path: Path) -> None:
             theirs = flax_checkpoints.restore_checkpoint(tmp_path, target)
             ours = checkpoints.restore_checkpoint(tmp_path, target)
             assert fingerprint(ours) == fingerprint(theirs), target
+
+
+NODES = st.recursive(
+    st.one_of(st.integers(0, 9), st.integers(0, 3).map(np.zeros), st.none()),
+    lambda inner: st.one_of(
+        # In sorted order, which Orbax's format gives back.
+        st.dictionaries(st.sampled_from("ab"), inner, max_size=2).map(lambda node: dict(sorted(node.items()))),
+        st.lists(inner, max_size=2),
+        st.lists(inner, max_size=2).map(tuple),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        st.tuples(inner, inner).map(lambda pair: Fields(*pair)),
+        inner.map(Serialized),
+        st.dictionaries(st.sampled_from("ab"), inner, max_size=2).map(
+            lambda node: flax.core.freeze(dict(sorted(node.items())))
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(stored=NODES, target=NODES)
+def test_whatever_legacy_flax_restores_we_restore_alike(stored: Any, target: Any) -> None:
+    """For random pairs of trees: where legacy Flax gives a result, ours is the same; where it fails, ours may raise."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "f"
+        file.write_bytes(flax.serialization.to_bytes(stored))
+        try:
+            with use_flag(False):
+                theirs = flax_checkpoints.restore_checkpoint(file, target)
+        except Exception:
+            with contextlib.suppress(checkpoints.CheckpointError):
+                checkpoints.restore_checkpoint(file, target)
+            return
+        assert fingerprint(checkpoints.restore_checkpoint(file, target)) == fingerprint(theirs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(stored=NODES, target=NODES, lenient=st.booleans())
+def test_both_formats_restore_alike(stored: Any, target: Any, lenient: bool) -> None:
+    """For random pairs of trees both formats give the same result or the same kind of error."""
+    outcomes = []
+    for value in (False, True):
+        with tempfile.TemporaryDirectory() as folder, use_flag(value):
+            path = checkpoints.save_checkpoint(folder, stored, 1)
+            try:
+                restored = checkpoints.restore_checkpoint(path, target, orbax_transforms={} if lenient else None)
+                outcomes.append(fingerprint(restored))
+            except checkpoints.CheckpointError as error:
+                outcomes.append((type(error).__name__, getattr(error, "missing", None)))
+    assert outcomes[0] == outcomes[1]
