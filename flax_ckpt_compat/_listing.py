@@ -73,7 +73,7 @@ def complete_steps(where: Place, names: list[str] | None = None, *, quiet: bool 
         missing = what_is_missing(where.path(name))
         if missing is None:
             complete.append(name)
-        else:
+        elif os.path.lexists(where.path(name)):  # else another process has just evicted it
             broken.append(f"{name} ({missing})")
     if broken and not quiet:
         _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))

@@ -172,3 +172,30 @@ def test_processes_save_different_prefixes_into_one_directory(flag: bool, tmp_pa
     for prefix in ("a_", "b_", "a_b_"):
         restored = ours.restore_checkpoint(tmp_path, None, prefix=prefix)
         np.testing.assert_array_equal(restored["w"], np.full(3, 11))
+
+
+SAME = """
+import os, sys
+import flax, numpy as np
+from flax_ckpt_compat import checkpoints
+flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "True")
+children = []
+for mine in range(3):
+    child = os.fork()
+    if not child:
+        for step in range(15):
+            tree = {"w": np.full(3000, step), "mine": mine}
+            checkpoints.save_checkpoint(sys.argv[1], tree, step, keep=2, overwrite=True)
+        os._exit(0)
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+"""
+
+
+def test_processes_save_the_same_steps(flag: bool, tmp_path: Path) -> None:
+    """Scripts that forget to save from one process only still get whole checkpoints, without an error or a warning."""
+    _, err = run_python(SAME, tmp_path, flag, PYTHONWARNINGS="ignore")
+    assert "incomplete" not in err
+    assert names(tmp_path) == ["checkpoint_13", "checkpoint_14"]
+    for step in (13, 14):
+        np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None, step)["w"], np.full(3000, step))

@@ -163,6 +163,21 @@ def test_publish_when_another_process_publishes_first(
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("second", ["c_1"])
 
 
+def test_publish_when_another_process_evicts_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that vanishes while it is being replaced is no error."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", "directory")
+    make(tmp_path / "c_1", "old", "directory")
+
+    def too_late(_: str, target: str) -> bool:
+        files.discard(target)
+        return False
+
+    monkeypatch.setattr(files, "_exchange", too_late)
+    files.publish(temporary, str(tmp_path / "c_1"))
+    assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
+
+
 def test_without_exchange_a_crash_between_the_renames_is_mended(
     tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

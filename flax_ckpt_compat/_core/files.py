@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX, ORBAX_TEMPORARY
@@ -134,14 +135,19 @@ def publish(temporary: str, final: str) -> None:
                 raise
             replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
             sync_directory(directory)
-            _delete(replaced)
+            if replaced is not None:
+                _delete(replaced)
         sync_directory(directory)
 
 
-def _replace_in_two_steps(temporary: str, final: str) -> str:
+def _replace_in_two_steps(temporary: str, final: str) -> str | None:
     """Replaces where the system cannot exchange names, and returns where the old one is; `recover` mends a crash."""
     aside = temporary_path(final, "old")
-    os.rename(final, aside)
+    try:
+        os.rename(final, aside)
+    except FileNotFoundError:  # another process has just evicted it
+        os.rename(temporary, final)
+        return None
     try:
         os.rename(temporary, final)
     except BaseException:
@@ -186,6 +192,21 @@ def make_directory(path: str) -> None:
         os.makedirs(path, exist_ok=True)
         for new in missing:
             sync_directory(os.path.dirname(new))
+
+
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Asks the kernel to begin writing a range of a file to disk, without waiting; only a hint, errors mean nothing."""
+    function = _sync_file_range()
+    if function is not None and length:
+        function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), 2)  # SYNC_FILE_RANGE_WRITE
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    try:
+        return ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError):
+        return None
 
 
 def sync_directory(path: str) -> None:
