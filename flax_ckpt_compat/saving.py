@@ -123,7 +123,8 @@ def _write_and_commit(request: Request, backend: Backend, tree: Node, options: W
     _prepare_directory(request.where)
     temporary = files.temporary_path(request.path)
     try:
-        with files.translated(request.path):
+        # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
+        with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, tree, options)
         files.publish(temporary, request.path)
     except BaseException:

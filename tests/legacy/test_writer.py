@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, markers
+from flax_ckpt_compat.legacy import BACKEND, markers, writer
 from hypothesis import given, settings
 
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -63,7 +63,7 @@ def test_jax_arrays(save, dtype):
 def test_host_copy(save):
     """A copy that was made for a background save is stored as the array it was made of."""
     array = jnp.arange(3.0)
-    assert save({"a": HostCopy(np.asarray(array), array.sharding)}).read_bytes() == flax.serialization.to_bytes(
+    assert save({"a": HostCopy.whole(np.asarray(array), array.sharding)}).read_bytes() == flax.serialization.to_bytes(
         {"a": array}
     )
 
@@ -125,19 +125,28 @@ def test_deep_tree(scratch):
 
 def test_short_writes(save, load, monkeypatch):
     """A system that takes less than it is given still gets everything."""
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:1009]))
-    tree = {"a": np.arange(50000), "b": "x" * 3000}
+    write = os.write  # takes part of the first piece, as writev may
+    monkeypatch.setattr(os, "writev", lambda fd, pieces: write(fd, pieces[0][:1009]))
+    tree = {"a": np.arange(50000), "b": "x" * 3000, "c": np.arange(9000)}
+    assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
+
+
+def test_batches(save, monkeypatch):
+    """Arrays that cross the ends of batches, and more pieces than one call takes, come out whole."""
+    monkeypatch.setattr(writer, "_BATCH", 4096)
+    monkeypatch.setattr(writer, "_COPY_BELOW", 16)
+    monkeypatch.setattr(writer, "_MAX_PIECES", 7)
+    tree = {str(n): np.arange(n * 37 % 3000, dtype=np.uint16) for n in range(300)} | {"text": "y" * 9000}
     assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
 
 
 def test_full_disk(scratch, monkeypatch):
     """A full disk is a StorageError that names the file and keeps the system's error."""
 
-    def refuse(fd, data):
+    def refuse(fd, pieces):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", refuse)
+    monkeypatch.setattr(os, "writev", refuse)
     path = str(scratch())
     with pytest.raises(StorageError, match="No space left") as caught:
         BACKEND.write(path, Branch({"a": np.zeros(3)}), WriteOptions())
