@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import cast
 
-from flax_ckpt_compat._core.backend import Backend, Format
+from flax_ckpt_compat._core.backend import Backend, Format, Reader
 
-_BACKENDS = {
-    Format.MSGPACK: "flax_ckpt_compat.legacy:BACKEND",
-    Format.ORBAX: "flax_ckpt_compat.orbax_backend:BACKEND",
-}
+_LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
 
 
+@functools.cache
 def backend_for(format: Format) -> Backend:
     """The backend that reads and writes a format."""
-    module, _, name = _BACKENDS[format].partition(":")
-    return cast(Backend, getattr(importlib.import_module(module), name))
+    if format is Format.MSGPACK:
+        return cast(Backend, importlib.import_module(_LEGACY).BACKEND)
+    # Directories of Orbax before 0.5.16 hold a msgpack file.
+    return cast(Backend, importlib.import_module(_ORBAX).OrbaxBackend(_open_msgpack))
+
+
+def _open_msgpack(path: str) -> Reader:
+    return backend_for(Format.MSGPACK).open(path)

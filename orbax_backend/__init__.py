@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax_ckpt_compat._core.backend import Backend, Format, Reader, WriteOptions
 from flax_ckpt_compat._core.tree import Node
 
+from .aggregate import OpenMsgpack
 from .plan import make_plan
 from .reader import open_checkpoint
 from .writer import write_plan
@@ -16,6 +17,10 @@ class OrbaxBackend:
     """Flat Orbax PyTree directories: what `orbax.checkpoint.PyTreeCheckpointer` writes."""
 
     format = Format.ORBAX
+
+    def __init__(self, open_msgpack: OpenMsgpack | None = None) -> None:
+        """Takes what opens the msgpack file in directories of old releases; without it, they are refused."""
+        self._open_msgpack = open_msgpack
 
     def check(self, tree: Node) -> None:
         """Raises before anything is written if an Orbax directory cannot hold the tree.
@@ -40,13 +45,13 @@ class OrbaxBackend:
         write_plan(path, make_plan(tree), options)
 
     def open(self, path: str) -> Reader:
-        """Opens a directory with a `_METADATA` file without reading array data.
+        """Opens a directory of any release of Orbax without reading array data.
 
         Raises:
-            IncompleteCheckpointError, UnrecognizedFormatError: it has no `_METADATA`.
+            IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
             CorruptCheckpointError: it does not decode.
         """
-        return open_checkpoint(path)
+        return open_checkpoint(path, self._open_msgpack)
 
 
 BACKEND: Backend = OrbaxBackend()

@@ -7,9 +7,10 @@ from typing import Any
 
 from flax_ckpt_compat._core.tree import Branch, Container, Path, show_path
 
+from .json_files import corrupt
 from .marks import Marks
 from .metadata import METADATA, SEQUENCE_KEY
-from .structure import LeafEntry, Structure, corrupt
+from .structure import LeafEntry, Structure
 
 
 def build_tree(structure: Structure, leaves: list[Any]) -> Any:

@@ -66,9 +66,25 @@ def open_index(path: str, use_ocdbt: bool) -> Index:
     return _Dumped(path, _dump_entries(path, dump)) if dump is not None else _Listed(path)
 
 
+def holds_array(path: str) -> bool:
+    """Whether the database in ``path`` has an array called ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
+    index = open_index(path, use_ocdbt=True)
+    return any(index.find(f"checkpoint/{name}") is not None for name in (".zarray", "zarr.json"))
+
+
+def process_databases(path: str) -> list[str]:
+    """The databases of single processes, which the last act of a save merges into one."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return [name for name in names if name.startswith("ocdbt.process_")]
+
+
+def stays_inside(relative: str) -> bool:
+    """Whether a relative path leads to something below the directory it is relative to."""
+    return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
+
+
 def _without_manifest(path: str) -> CheckpointError:
-    # Each process writes a database of its own; the last act of a save merges them into one.
-    if any(name.startswith("ocdbt.process_") for name in os.listdir(path)):
+    if process_databases(path):
         return IncompleteCheckpointError(
             f"{path}: the file {MANIFEST} is missing though the databases of single processes are there; "
             f"the save was not finished, or the file was lost: restore it from a copy",
@@ -80,7 +96,8 @@ def _without_manifest(path: str) -> CheckpointError:
     )
 
 
-def _ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
+def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
+    """How TensorStore opens the database in ``path``, at the keys that start with ``prefix``."""
     base = {"driver": "file", "path": os.path.join(path, "")}
     return {"driver": "ocdbt", "base": base, "path": prefix}
 
@@ -125,7 +142,7 @@ class _Dumped:
         return _read_small(self._path, place) if isinstance(place, Extent) else place
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        return _ocdbt_spec(self._path, prefix)
+        return ocdbt_spec(self._path, prefix)
 
 
 class _Listed:
@@ -134,7 +151,7 @@ class _Listed:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._store = ts.KvStore.open(_ocdbt_spec(path, "")).result()
+            self._store = ts.KvStore.open(ocdbt_spec(path, "")).result()
             self._keys = frozenset(self._store.list().result())
         except (ValueError, OSError) as error:
             raise _undecodable(path, error) from error
@@ -149,7 +166,7 @@ class _Listed:
             raise _undecodable(self._path, error) from error
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        return _ocdbt_spec(self._path, prefix)
+        return ocdbt_spec(self._path, prefix)
 
 
 def _read_small(path: str, extent: Extent) -> bytes:
@@ -235,7 +252,7 @@ def _extent(path: str, location: str) -> Extent:
 
 def _refuse_escape(relative: str, path: str) -> None:
     """Nothing outside the checkpoint's directory is ever read, whatever the checkpoint says."""
-    if relative.startswith("/") or "\0" in relative or ".." in relative.split("/"):
+    if not stays_inside(relative):
         raise CorruptCheckpointError(
             f"{path}: it refers to {relative!r}, which lies outside its directory; it was tampered with: do not use it",
             path=path,

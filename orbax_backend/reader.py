@@ -7,24 +7,27 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
 
+from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
 from .assemble import build_tree
 from .decode import Decoder, make_decoder
 from .fetch import Fetcher, Job
 from .index import Index, open_index
+from .items import implementation
 from .leaves import JAX_ARRAY, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
 from .names import key_prefix
-from .structure import LeafEntry, Structure, read_structure
+from .nested import Nested
+from .structure import UNKNOWN, LeafEntry, Structure, read_structure
 from .zarr import ArrayInfo, parse_array_metadata
 
 _EMPTY: dict[str, Callable[[], Node]] = {
@@ -34,6 +37,7 @@ _EMPTY: dict[str, Callable[[], Node]] = {
     "Tuple": lambda: Branch({}, Container.TUPLE),
     "NamedTuple": lambda: Branch({}, Container.NAMEDTUPLE),
 }
+_ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
 
@@ -56,6 +60,7 @@ class OrbaxReader:
         self._structure = structure
         self._index = index
         self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
+        self._aggregate = structure.aggregate
         self._parse = functools.lru_cache(maxsize=None)(parse_array_metadata)
         try:
             self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
@@ -65,33 +70,44 @@ class OrbaxReader:
     def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         """The values of these handles; see `flax_ckpt_compat._core.backend.Reader.read`."""
         jobs = [handle.where.job for handle in handles if isinstance(handle.where, _Where)]
+        inner = [handle.where for handle in handles if isinstance(handle.where, LeafHandle)]
         arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
-        return [self._decode(h.where, next(arrays)) if isinstance(h.where, _Where) else h.where for h in handles]
+        aggregated = iter(self._aggregate.read(inner) if self._aggregate is not None else ())
+        return [self._value(handle.where, arrays, aggregated) for handle in handles]
 
     def close(self) -> None:
-        """Nothing stays open between reads."""
+        """Closes the msgpack file of old releases; nothing else stays open between reads."""
+        if self._aggregate is not None:
+            self._aggregate.close()
+
+    def _value(self, where: Any, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
+        if isinstance(where, _Where):
+            return self._decode(where, next(arrays))
+        return next(aggregated) if isinstance(where, LeafHandle) else where
 
     def _node(self, entry: LeafEntry) -> Node:
-        shown = show_path(entry.path)
+        # A value in the msgpack file overrides the arrays, as in real Orbax.
+        inner = self._aggregate.value(entry.path) if self._aggregate is not None else None
+        if inner is not None:
+            return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
         if entry.value_type in _EMPTY:
             return _EMPTY[entry.value_type]()
+        shown = show_path(entry.path)
         if entry.skipped:
-            raise UnrecognizedFormatError(
-                f"{self.path}: the value of the leaf {shown!r} is in the msgpack file 'checkpoint' of an old release "
-                f"of Orbax, which is not read yet; expected it among the arrays",
-                path=self.path,
-                leaf=shown,
-            )
+            raise self._corrupt(shown, f"its value should be in the msgpack file {AGGREGATE!r}, which lacks it")
         mark = (self._structure.marks.leaves.get(entry.name) if self._structure.marks else None) or LeafMark()
-        if entry.value_type == STRING:
+        if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._is_text(entry)):
             text = self._structure.text(entry)
             return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
         return self._array_handle(entry, mark, shown)
 
+    def _is_text(self, entry: LeafEntry) -> bool:
+        return self._structure.strings is not None and self._metadata_of(entry) is None
+
     def _array_handle(self, entry: LeafEntry, mark: LeafMark, shown: str) -> LeafHandle:
         info = self._array_info(entry, shown)
         try:
-            decoder = make_decoder(entry.value_type, info, mark, self._structure.key_impls.get(entry.name))
+            decoder = make_decoder(entry.value_type, info, mark, self._key_impl(entry, info))
         except ValueError as error:
             raise self._corrupt(shown, str(error)) from error
         shape, dtype = decoder.shape, decoder.dtype
@@ -113,16 +129,40 @@ class OrbaxReader:
         sharding = self._structure.shardings.get(entry.name)
         return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, sharding)
 
+    def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
+        impl = self._structure.key_impls.get(entry.name)
+        if impl is not None or not self._structure.is_typed_key:
+            return impl
+        impl, guessed = implementation(info.shape[-1] if info.shape else 0)
+        if guessed:
+            warnings.warn(
+                f"{self.path}: the files of this PRNG key do not name its implementation; {impl!r} is taken, which "
+                f"'unsafe_rbg' looks like: for that one wrap jax.random.key_data anew",
+                stacklevel=2,
+            )
+        return impl
+
     def _array_info(self, entry: LeafEntry, shown: str) -> ArrayInfo:
-        file = "zarr.json" if self._structure.zarr3 else ".zarray"
-        key = key_prefix(entry.name) + file
-        text = self._index.get(key) if self._index is not None else None
-        if text is None:
+        found = self._metadata_of(entry)
+        if found is None:
+            key = key_prefix(entry.name) + _ARRAY_FILES[self._structure.zarr3]
             raise self._corrupt(shown, f"its metadata {key!r} is missing")
+        key, text, zarr3 = found
         try:
-            return self._parse(text, self._structure.zarr3)
+            return self._parse(text, zarr3)
         except ValueError as error:
             raise self._corrupt(shown, f"{key!r}: {error}") from error
+
+    def _metadata_of(self, entry: LeafEntry) -> tuple[str, bytes, bool] | None:
+        """Key and text of the metadata of an array, and whether it is of zarr v3."""
+        if self._index is None:
+            return None
+        for zarr3 in (self._structure.zarr3, not self._structure.zarr3):
+            key = key_prefix(entry.name) + _ARRAY_FILES[zarr3]
+            text = self._index.get(key)
+            if text is not None:
+                return key, text, zarr3
+        return None
 
     def _corrupt(self, shown: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -132,20 +172,36 @@ class OrbaxReader:
         )
 
 
-def open_checkpoint(path: str) -> OrbaxReader:
+def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> OrbaxReader:
     """Opens a directory without reading array data.
+
+    Args:
+        path: of the directory.
+        open_msgpack: opens the msgpack file that old releases of Orbax wrote.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: it is no such directory.
         CorruptCheckpointError: it does not decode.
     """
-    structure = read_structure(path)
-    has_arrays = any(not e.skipped and e.value_type != STRING for e in structure.entries)
-    index = open_index(path, structure.use_ocdbt) if has_arrays else None
-    reader = OrbaxReader(path, index, structure)
+    aggregate = open_aggregate(path, open_msgpack)
+    try:
+        structure = read_structure(path, aggregate)
+        reader = OrbaxReader(path, _index_of(path, structure), structure)
+    except BaseException:
+        if aggregate is not None:
+            aggregate.close()
+        raise
     _warn_of_lost_keys(reader, structure)
     _warn_of_shared_names(path, structure)
     return reader
+
+
+def _index_of(path: str, structure: Structure) -> Index | None:
+    names = [e.name for e in structure.entries if not e.skipped and e.value_type != STRING]
+    if not names:
+        return None
+    index = open_index(path, structure.use_ocdbt)
+    return Nested(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
 
 
 def _warn_of_shared_names(path: str, structure: Structure) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import json
 import os
-import warnings
+import re
 from typing import Any
 
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -17,19 +16,24 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from .files import storage_errors
-from .index import MANIFEST
+from .aggregate import AGGREGATE, Aggregate, Keys
+from .index import MANIFEST, holds_array, process_databases, stays_inside
+from .items import ARRAY, holds_array_folder, is_single_array, is_typed_key
+from .json_files import corrupt, read_json
+from .leaves import STRING
 from .marks import Marks, parse_marks
 from .metadata import ARRAY_METADATAS, DICT_KEY, METADATA, SEQUENCE_KEY, SHARDING, STEP_METADATA, STRINGS
 from .names import pointer_tokens, stored_name
+from .saved_shardings import read_shardings
 
-Keys = tuple[tuple[str, int], ...]
-_ARRAY_HANDLER = "ArrayCheckpointHandler"
+# Of a leaf of which only the name is known: it is an array or a text.
+UNKNOWN = "unknown"
+_DATABASE_FILE = re.compile("[0-9a-f]{32}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafEntry:
-    """One entry of ``_METADATA``.
+    """One leaf or empty node of the stored tree, as ``_METADATA`` or, without one, the msgpack file has it.
 
     Attributes:
         keys: its key path, each name with Orbax's key type.
@@ -62,6 +66,8 @@ class Structure:
         shardings: JSON text by name.
         key_impls: PRNG implementation, or None for plain arrays, by the name of every array that the files list.
         is_single_array: it is the item of one array, without a tree.
+        is_typed_key: that array is the data of a typed PRNG key.
+        aggregate: the msgpack file that old releases wrote, or None.
     """
 
     path: str
@@ -74,6 +80,8 @@ class Structure:
     shardings: dict[str, str]
     key_impls: dict[str, str | None]
     is_single_array: bool
+    is_typed_key: bool
+    aggregate: Aggregate | None
 
     def text(self, entry: LeafEntry) -> str:
         """The text of a string leaf.
@@ -96,49 +104,90 @@ class Structure:
         )
 
 
-def read_structure(path: str) -> Structure:
+def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
     """Reads the JSON files of the directory ``path``; all but ``_METADATA`` may be absent.
 
+    Args:
+        path: of the directory.
+        aggregate: its msgpack file, which holds the structure where there is no ``_METADATA``.
+
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: there is no ``_METADATA``.
+        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: nothing holds the structure.
         CorruptCheckpointError: a file does not decode.
     """
-    metadata = _read_json(path, METADATA)
-    if metadata is None:
-        raise _without_metadata(path)
+    metadata = read_json(path, METADATA)
     file = os.path.join(path, METADATA)
-    tree = metadata.get("tree_metadata")
-    if not isinstance(tree, dict):
-        raise corrupt(file, "it has no object tree_metadata")
-    use_ocdbt = metadata.get("use_ocdbt")
-    entries = [_parse_entry(file, key, value) for key, value in tree.items()]
+    use_ocdbt = (metadata or {}).get("use_ocdbt")
+    if not isinstance(use_ocdbt, bool):
+        # Releases before 0.11.31 did not say it (history of Orbax).
+        use_ocdbt = _holds_database(path)
+    entries = _parse_entries(file, metadata) if metadata is not None else _entries_without(path, aggregate, use_ocdbt)
+    has_array = [entry.keys for entry in entries] == [((ARRAY, DICT_KEY),)] and aggregate is None
     return Structure(
         path=path,
         entries=entries,
-        # Releases before 0.11.31 did not say it (history of Orbax).
-        use_ocdbt=use_ocdbt if isinstance(use_ocdbt, bool) else os.path.exists(os.path.join(path, MANIFEST)),
-        zarr3=metadata.get("use_zarr3") is True,
-        fills_missing=metadata.get("store_array_data_equal_to_fill_value") is not True,
-        marks=parse_marks(metadata.get("custom_metadata"), file),
-        strings=_read_json(path, STRINGS),
-        shardings=_read_shardings(path),
+        use_ocdbt=use_ocdbt,
+        zarr3=(metadata or {}).get("use_zarr3") is True,
+        fills_missing=(metadata or {}).get("store_array_data_equal_to_fill_value") is not True,
+        marks=parse_marks((metadata or {}).get("custom_metadata"), file),
+        strings=_read_strings(path, entries),
+        shardings=read_shardings(path, {entry.name for entry in entries}),
         key_impls=_read_key_impls(path),
-        is_single_array=_is_single_array(path, entries),
+        is_single_array=has_array and (metadata is None or is_single_array(path, use_ocdbt)),
+        is_typed_key=has_array and is_typed_key(path),
+        aggregate=aggregate,
     )
+
+
+def _holds_database(path: str) -> bool:
+    """Whether arrays are in a database: its manifest is there, or, if that was lost, its other parts."""
+    if os.path.exists(os.path.join(path, MANIFEST)):
+        return True
+    nodes = os.path.join(path, "d")
+    names = os.listdir(nodes) if os.path.isdir(nodes) else []
+    return any(_DATABASE_FILE.fullmatch(name) for name in names) or bool(process_databases(path))
+
+
+def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
+    tree = metadata.get("tree_metadata")
+    if not isinstance(tree, dict):
+        raise corrupt(file, "it has no object tree_metadata")
+    return [_parse_entry(file, key, value) for key, value in tree.items()]
+
+
+def _entries_without(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
+    """The entries of a directory without ``_METADATA``: of the msgpack file, or the one of a single array."""
+    if aggregate is not None:
+        return [_entry(keys, leaf) for keys, leaf in aggregate.leaves.items()]
+    try:
+        if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
+            return [_entry(((ARRAY, DICT_KEY),), None)]
+    except CorruptCheckpointError as error:
+        raise _without_metadata(path) from error
+    raise _without_metadata(path)
+
+
+def _entry(keys: Keys, leaf: LeafHandle | str | None) -> LeafEntry:
+    """An entry for a leaf of the msgpack file."""
+    path = tuple(name for name, _ in keys)
+    return LeafEntry(keys, path, stored_name(path), leaf if isinstance(leaf, str) else UNKNOWN, leaf is not None, False)
 
 
 def _without_metadata(path: str) -> Exception:
     if not os.path.isdir(path):
         return CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
     names = sorted(os.listdir(path))
-    ours = {MANIFEST, "checkpoint", STEP_METADATA, SHARDING, STRINGS, "d"} & set(names)
+    ours = {MANIFEST, STEP_METADATA, SHARDING, STRINGS, "d"} & set(names)
     if not ours:
         return UnrecognizedFormatError(
-            f"{path}: expected an Orbax checkpoint with a file {METADATA}, found {names[:8]}; check the path", path=path
+            f"{path}: expected an Orbax checkpoint with a file {METADATA} or, of a release before 0.5, {AGGREGATE}, "
+            f"found {names[:8]}; check the path",
+            path=path,
         )
     return IncompleteCheckpointError(
-        f"{path}: the file {METADATA} is missing, which holds the structure of the tree (found {names[:8]}); "
-        f"the save was not finished, or it is of a release that did not write one",
+        f"{path}: neither the file {METADATA} nor, of a release before 0.5, the file {AGGREGATE} is there, which hold "
+        f"the structure of the tree (found {names[:8]}); the save was not finished, or the file was lost: restore it "
+        f"from a copy",
         path=path,
     )
 
@@ -158,22 +207,6 @@ def _parse_entry(file: str, key: str, entry: Any) -> LeafEntry:
     return LeafEntry(keys, path, stored_name(path), value_type, bool(skipped), has_write_shape)
 
 
-def _read_shardings(path: str) -> dict[str, str]:
-    try:
-        stored = _read_json(path, SHARDING) or {}
-    except CorruptCheckpointError as error:
-        warnings.warn(f"{error}; restoring without saved shardings", stacklevel=2)
-        return {}
-    return {_sharding_name(key): text for key, text in stored.items() if isinstance(text, str)}
-
-
-def _sharding_name(key: str) -> str:
-    try:
-        return base64.urlsafe_b64decode(key).decode()
-    except ValueError:
-        return key
-
-
 def _read_key_impls(path: str) -> dict[str, str | None]:
     """Every process lists all arrays, so any one file is enough."""
     directory = os.path.join(path, ARRAY_METADATAS)
@@ -181,7 +214,7 @@ def _read_key_impls(path: str) -> dict[str, str | None]:
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
         file = os.path.join(directory, name)
         try:
-            for one in (_read_json(directory, name) or {})["array_metadatas"]:
+            for one in (read_json(directory, name) or {})["array_metadatas"]:
                 array = one["array_metadata"]
                 impl = (array.get("ext_metadata") or {}).get("random_key_impl")
                 impls[str(array["param_name"])] = impl if isinstance(impl, str) else None
@@ -190,44 +223,17 @@ def _read_key_impls(path: str) -> dict[str, str | None]:
     return impls
 
 
-def _is_single_array(path: str, entries: list[LeafEntry]) -> bool:
-    """Whether the directory, or the step above it, says that it was saved as one array.
+def _read_strings(path: str, entries: list[LeafEntry]) -> dict[str, Any] | None:
+    """All texts of the checkpoint.
 
-    Without that word it cannot be told from the tree ``{"checkpoint": array}``.
+    Orbax 0.3.5 wrote them to the directory of the first text, called as if it were an array's (measured).
     """
-    if [entry.keys for entry in entries] != [(("checkpoint", DICT_KEY),)]:
-        return False
-    own = _handlers(path)
-    if own is None:
-        step, item = os.path.split(path.rstrip("/"))
-        items = _handlers(step)
-        own = items.get(item) if isinstance(items, dict) else None
-    return isinstance(own, str) and own.endswith("." + _ARRAY_HANDLER)
-
-
-def _handlers(path: str) -> Any:
-    try:
-        return (_read_json(path, STEP_METADATA) or {}).get("item_handlers")
-    except CorruptCheckpointError:
-        return None
-
-
-def _read_json(path: str, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file, or None if there is no file."""
-    file = os.path.join(path, name)
-    if not os.path.isfile(file):
-        return None
-    with storage_errors(file, "read"), open(file, "rb") as opened:
-        text = opened.read()
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise corrupt(file, f"it is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
-    return value
-
-
-def corrupt(file: str, what: str) -> CorruptCheckpointError:
-    """The error for a JSON file that does not decode."""
-    return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)
+    strings = read_json(path, STRINGS)
+    if strings is not None:
+        return strings
+    for entry in entries:
+        if entry.value_type in (STRING, UNKNOWN) and not entry.skipped and stays_inside(entry.name):
+            strings = read_json(os.path.join(path, entry.name), STRINGS)
+            if strings is not None:
+                return strings
+    return None

@@ -166,7 +166,7 @@ def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zar
         (lambda path: path.mkdir(), UnrecognizedFormatError),
         (lambda path: (path.mkdir(), (path / "photo.png").touch()), UnrecognizedFormatError),
         (lambda path: (path.mkdir(), (path / "manifest.ocdbt").touch()), IncompleteCheckpointError),
-        (lambda path: (path.mkdir(), (path / "checkpoint").touch()), IncompleteCheckpointError),
+        (lambda path: (path.mkdir(), (path / "checkpoint").touch()), CorruptCheckpointError),
     ],
 )
 def test_what_is_no_checkpoint_is_called_that(tmp_path: Path, make: Any, error: type[Exception]) -> None:
@@ -182,7 +182,7 @@ def test_values_of_old_releases_in_msgpack_are_not_taken_for_arrays(tmp_path: Pa
     metadata = json.loads((path / "_METADATA").read_text())
     metadata["tree_metadata"]["('a',)"]["value_metadata"]["skip_deserialize"] = True
     change_metadata(path, tree_metadata=metadata["tree_metadata"])
-    with pytest.raises(UnrecognizedFormatError, match="'checkpoint'"):
+    with pytest.raises(CorruptCheckpointError, match="'checkpoint'"):
         load(path)
 
 

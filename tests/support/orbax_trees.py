@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax_ckpt_compat.orbax_backend import BACKEND
 
-from flax_ckpt_compat._core.backend import LeafHandle, WriteOptions
+from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
+from flax_ckpt_compat._routing import backend_for
+
+BACKEND = backend_for(Format.ORBAX)
 
 
 def branches(tree: Any) -> Node:

@@ -1,0 +1,92 @@
+"""The msgpack file ``checkpoint`` that Orbax wrote until 0.5.15: the tree, and the values of some of its leaves.
+
+It mirrors the tree; a leaf is its value, or a text that says that the value is stored elsewhere. What that text
+names is not looked at, because real Orbax does not either (format of releases 0.1 to 0.5, measured).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import UnrecognizedFormatError
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
+
+from .metadata import DICT_KEY, SEQUENCE_KEY
+
+AGGREGATE = "checkpoint"
+# The second one is of releases up to 0.0.22 (history of Orbax).
+_ELSEWHERE = ("PLACEHOLDER://", "AGGREGATED://")
+_EMPTY = {Container.DICT: "Dict", Container.LIST: "List", Container.TUPLE: "Tuple"}
+
+Keys = tuple[tuple[str, int], ...]
+OpenMsgpack = Callable[[str], Reader]
+
+
+class Aggregate:
+    """The file, open.
+
+    Attributes:
+        file: its path.
+        leaves: every leaf by its keys, in stored order: a handle of the msgpack file, None where the value is
+            stored elsewhere, or the name of Orbax's marker of an empty node.
+    """
+
+    def __init__(self, file: str, reader: Reader) -> None:
+        self.file = file
+        self._reader = reader
+        self.leaves: dict[Keys, LeafHandle | str | None] = {}
+        self._collect(reader.tree, ())
+        self._values = {_names(keys): leaf for keys, leaf in self.leaves.items() if isinstance(leaf, LeafHandle)}
+
+    def value(self, path: Path) -> LeafHandle | None:
+        """The handle of the leaf, if the file has its value."""
+        return self._values.get(path)
+
+    def read(self, handles: list[LeafHandle]) -> list[Any]:
+        """The values of these handles."""
+        return self._reader.read(handles)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._reader.close()
+
+    def _collect(self, node: Node, keys: Keys) -> None:
+        if isinstance(node, Branch) and node.children:
+            kind = SEQUENCE_KEY if node.container.is_sequence else DICT_KEY
+            for name, child in node.children.items():
+                self._collect(child, (*keys, (name, kind)))
+        elif isinstance(node, Branch):
+            self.leaves[keys] = _EMPTY.get(node.container, "Dict")
+        elif node is None:
+            self.leaves[keys] = "None"
+        else:
+            self.leaves[keys] = None if _is_elsewhere(node) else node
+
+
+def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | None:
+    """Opens the file of the checkpoint directory ``path``; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: it does not decode.
+    """
+    file = os.path.join(path, AGGREGATE)
+    if not os.path.isfile(file):
+        return None
+    if open_msgpack is None:
+        raise UnrecognizedFormatError(
+            f"{file}: values of this checkpoint are in a msgpack file, for which no reader was given; "
+            f"open it with flax_ckpt_compat.checkpoints.restore_checkpoint",
+            path=file,
+        )
+    return Aggregate(file, open_msgpack(file))
+
+
+def _is_elsewhere(leaf: LeafHandle) -> bool:
+    return leaf.kind is LeafKind.STR and str(leaf.read()).startswith(_ELSEWHERE)
+
+
+def _names(keys: Keys) -> Path:
+    return tuple(name for name, _ in keys)

@@ -1,0 +1,37 @@
+"""Reading the JSON files of a checkpoint, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+
+from .files import storage_errors
+
+
+def read_json(path: str, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file of the directory ``path``, or None if there is no file.
+
+    Raises:
+        CorruptCheckpointError: it does not decode.
+        StorageError: the file system refused.
+    """
+    file = os.path.join(path, name)
+    if not os.path.isfile(file):
+        return None
+    with storage_errors(file, "read"), open(file, "rb") as opened:
+        text = opened.read()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(file, f"it is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
+    return value
+
+
+def corrupt(file: str, what: str) -> CorruptCheckpointError:
+    """The error for a file that does not decode."""
+    return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)
