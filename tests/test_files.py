@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core import files, processes, steps
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
 
@@ -40,14 +40,14 @@ def read(path: str | Path) -> str:
 def temporary_of(pid: int, path: Path, role: str = "new", start: int | None = None) -> str:
     """The temporary path that a process with this id would choose."""
     mine = files.temporary_path(str(path), role)
-    own = f"-{os.getpid()}-{files._start_of(os.getpid())}-"
+    own = f"-{os.getpid()}-{processes.start_of(os.getpid())}-"
     assert own in mine
-    return mine.replace(own, f"-{pid}-{max(1, files._start_of(pid)) if start is None else start}-")
+    return mine.replace(own, f"-{pid}-{max(1, processes.start_of(pid)) if start is None else start}-")
 
 
 def of_other_machine(path: str) -> str:
     """Renames a temporary so that another machine seems to have made it."""
-    name = os.path.basename(path).replace(files._machine(), "0" * 12)
+    name = os.path.basename(path).replace(processes.machine(), "0" * 12)
     moved = os.path.join(os.path.dirname(path), name)
     os.rename(path, moved)
     return moved
@@ -219,6 +219,16 @@ def test_reclaim_removes_the_dead_and_spares_the_living(tmp_path: Path, kind: st
         make(path, "x", kind)
     assert sorted(files.reclaim(str(tmp_path))) == sorted(os.path.basename(path) for path in goes)
     assert names(tmp_path) == sorted(os.path.basename(path) for path in stays)
+
+
+def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
+    """A killed writer whose parent never collects it does not hold its leftovers for ever."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        leftover = temporary_of(process.pid, tmp_path / "c_1")
+        make(leftover, "x", "file")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert files.reclaim(str(tmp_path)) == [os.path.basename(leftover)]
 
 
 @pytest.mark.parametrize(("age", "left"), [(DAY / 2, 1), (2 * DAY, 0)])

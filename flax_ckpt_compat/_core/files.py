@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import hashlib
 import itertools
 import logging
 import os
-import platform
 import re
 import shutil
 import sys
@@ -22,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from flax_ckpt_compat._core import processes
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX, ORBAX_TEMPORARY
 
@@ -45,7 +44,7 @@ _counter = itertools.count()
 def temporary_path(path: str, role: str = "new") -> str:
     """A path beside ``path`` for this writer alone; `reclaim` knows it by its name."""
     directory, name = os.path.split(path)
-    tag = f".{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{next(_counter)}{role}"
+    tag = f".{processes.machine()}-{os.getpid()}-{processes.start_of(os.getpid())}-{next(_counter)}{role}"
     tail = tag + ORBAX_TEMPORARY + ARRAYS_POSTFIX
     encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
     if len(encoded) > room and role == "old":  # its whole name is needed to put it back
@@ -244,8 +243,8 @@ def _delete(path: str) -> None:
 
 
 def _is_alive(match: re.Match[str], path: str) -> bool:
-    if match["machine"] == _machine():
-        return _start_of(int(match["pid"])) == int(match["start"])
+    if match["machine"] == processes.machine():
+        return processes.start_of(int(match["pid"])) == int(match["start"])
     return time.time() - _last_change(path) < _PATIENCE[match["role"]]
 
 
@@ -258,42 +257,6 @@ def _last_change(path: str) -> float:
             for entry in (folder, *(os.path.join(folder, file) for file in files)):
                 newest = max(newest, os.lstat(entry).st_mtime)
     return newest
-
-
-@functools.cache
-def _machine() -> str:
-    """A name for the set of processes whose pids we can look up: this boot, host and pid namespace."""
-    parts = [platform.node()]
-    for source in ("/proc/sys/kernel/random/boot_id",):
-        try:
-            with open(source) as file:
-                parts.append(file.read().strip())
-        except OSError:
-            parts.append("")
-    try:
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    except OSError:
-        parts.append("")
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-def _start_of(pid: int) -> int:
-    """When a process started, in the kernel's ticks; 0 where that is unknown but it lives, -1 where it does not."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command in parentheses may hold blanks; field 22 counts from after it.
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        pass
-    if sys.platform.startswith("linux") and os.path.isdir("/proc/self"):
-        return -1
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return -1
-    except OSError:
-        pass
-    return 0
 
 
 def _exchange(first: str, second: str) -> bool:
