@@ -91,7 +91,9 @@ def is_orbax_directory(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     names = set(os.listdir(path))
-    return _is_tree(path, names) or bool(names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS)) and _items(path, names))
+    return _is_tree(path, names) or bool(
+        names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS, *_RANDOM_KEYS)) and _items(path, names)
+    )
 
 
 def is_doubtful(path: str) -> bool:

@@ -160,6 +160,8 @@ def test_items_of_other_handlers(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "flax_ckpt_compat"]
     assert warning.endswith("left out: odd")
     same(checkpoints.restore_checkpoint(tmp_path, ZEROS))  # the one called state is meant
+    for name in ("arr", "key", "state"):
+        same(checkpoints.restore_checkpoint(tmp_path / "1" / name, None), expected[name])
 
 
 def test_v1_checkpointables(tmp_path: Path) -> None:
