@@ -16,7 +16,9 @@ _TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
 _AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
 _ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
+_PARTS = ("d", "_sharding", "_strings.json", "array_metadatas")  # what else a tree consists of
 _RANDOM_KEYS = ("jax_random_key", "np_random_key")  # the tree inside an item of Orbax's random key handlers
+_ARRAY_METADATA = (".zarray", "zarr.json")
 _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 # What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
@@ -81,7 +83,11 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
         if _ITEMS_MARKERS[0] in names and not names & {"_METADATA", _AGGREGATE}:
             return "_METADATA is missing"
         return None
-    if _items(path, names) or names.issuperset(_FINISHED):
+    if _items(path, names) or _json_file(path, names):
+        return None
+    if _lost_its_tree(path, names):
+        return f"there are arrays, but no _METADATA and no msgpack file '{_AGGREGATE}', which say where they belong"
+    if names.issuperset(_FINISHED):
         return None
     return "none of _METADATA, manifest.ocdbt or item directories is in it"
 
@@ -91,9 +97,17 @@ def is_orbax_directory(path: str) -> bool:
     if not os.path.isdir(path):
         return False
     names = set(os.listdir(path))
-    return _is_tree(path, names) or bool(
-        names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS, *_RANDOM_KEYS)) and _items(path, names)
-    )
+    if _is_tree(path, names) or _json_file(path, names):
+        return True
+    items = _items(path, names)
+    named = names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS, *_RANDOM_KEYS))
+    return bool(items and (named or _only_orbax_has(items))) or _lost_its_tree(path, names)
+
+
+def _only_orbax_has(items: dict[str, Item]) -> bool:
+    """True for a tree beside a JSON or key item: before 0.5.11 nothing else marked a composite of any names."""
+    kinds = {os.path.basename(item.path) in _RANDOM_KEYS or item.format for item in items.values()}
+    return True in kinds or kinds == {None, Format.ORBAX}
 
 
 def is_doubtful(path: str) -> bool:
@@ -142,7 +156,8 @@ def detect(path: str) -> Found:
         names = set(os.listdir(path))
         if _is_tree(path, names):
             return Found(path, {"": Item(Format.ORBAX, path)})
-        items = _items(path, names)
+        note = _json_file(path, names)
+        items = {"": Item(None, note)} if note else _items(path, names)
         if not items:
             raise UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; "
@@ -157,15 +172,34 @@ def detect(path: str) -> Found:
 def _looks_begun(path: str) -> bool:
     names = os.listdir(path)
     markers = (*_TREE_MARKERS, *_ITEMS_MARKERS)
-    return not names or any(
-        name in markers or steps.ORBAX_TEMPORARY in name or name.startswith("ocdbt.process_") for name in names
-    )
+    begun = any(name in markers or steps.ORBAX_TEMPORARY in name for name in names)
+    return not names or begun or _lost_its_tree(path, set(names))
 
 
 def _is_tree(path: str, names: set[str]) -> bool:
     if names.intersection(_TREE_MARKERS):
         return True
-    return _AGGREGATE in names and _holds_msgpack_tree(os.path.join(path, _AGGREGATE))
+    child = os.path.join(path, _AGGREGATE)
+    # Orbax's handler of single arrays calls its array by the same name.
+    return _AGGREGATE in names and (_holds_msgpack_tree(child) or _is_array(child))
+
+
+def _is_array(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in _ARRAY_METADATA)
+
+
+def _lost_its_tree(path: str, names: set[str]) -> bool:
+    """True for the parts of a tree, or folders of single arrays, without the file that says what belongs where."""
+    if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
+        return True
+    return any(_is_array(os.path.join(path, name)) for name in names if not name.endswith(steps.ARRAYS_POSTFIX))
+
+
+def _json_file(path: str, names: set[str]) -> str | None:
+    """The one file of a JSON item that was saved as a checkpoint of its own."""
+    rest = names.difference(_FINISHED)
+    file = os.path.join(path, *rest)
+    return file if len(rest) == 1 and rest.intersection(_JSON_FILES) and os.path.isfile(file) else None
 
 
 def _holds_msgpack_tree(path: str) -> bool:

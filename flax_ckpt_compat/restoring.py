@@ -125,6 +125,8 @@ class _Restore:
         found = _detect.detect(path)
         if found.unknown:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
+        if found.items.keys() == {""}:
+            return self._item(found.items[""], self._target)
         if self._target is None and len(found.trees) != 1:
             return {name: self._item(item, None) for name, item in found.items.items()}
         if len(found.trees) > 1 and isinstance(self._target, Mapping) and self._target.keys() <= found.items.keys():
