@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-from flax_ckpt_compat.errors import UnrecognizedFormatError
+from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
 
@@ -311,6 +311,18 @@ def test_a_damaged_orbax_directory(lost: str, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(path, ZEROS)
     with pytest.raises(CheckpointError, match="checkpoint_1"):
         checkpoints.restore_checkpoint(tmp_path, ZEROS, step=1)
+
+
+def test_a_directory_that_lost_its_head(tmp_path: Path) -> None:
+    """Without _METADATA and manifest a directory is incomplete: passed over as the latest, an error by name."""
+    with use_flag(True):
+        for step in (1, 2):
+            path = Path(checkpoints.save_checkpoint(tmp_path, {"a": np.ones(2), "s": "x"}, step, keep=5))
+    (path / "_METADATA").unlink()
+    (path / "manifest.ocdbt").unlink()
+    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
+    with pytest.raises(IncompleteCheckpointError, match="no _METADATA"):
+        checkpoints.restore_checkpoint(tmp_path, None, step=2)
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])

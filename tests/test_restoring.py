@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config
@@ -79,6 +80,26 @@ def test_targets_of_eval_shape(flag: bool, tmp_path: Path) -> None:
     restored = checkpoints.restore_checkpoint(tmp_path, target)
     assert fingerprint(restored["state"].opt_state) == fingerprint(tree.opt_state)
     assert fingerprint(restored["key"]) == fingerprint(jax.random.key(1)) and restored["n"] == 3
+
+
+class Model(nnx.Module):
+    """A layer with weights, running averages and random numbers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_nnx_idioms(flag: bool, tmp_path: Path) -> None:
+    """The state of a module restores into that of an abstract one, and as a pure dict without a target."""
+    state = nnx.split(Model(nnx.Rngs(0)))[1]
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(1))))
+    checkpoints.save_checkpoint(tmp_path / "state", state, 1)
+    merged = nnx.merge(graph, checkpoints.restore_checkpoint(tmp_path / "state", abstract))
+    assert fingerprint(nnx.split(merged)[1]) == fingerprint(state)
+    checkpoints.save_checkpoint(tmp_path / "pure", nnx.to_pure_dict(state), 1)
+    nnx.replace_by_pure_dict(abstract, checkpoints.restore_checkpoint(tmp_path / "pure", None))
+    assert fingerprint(abstract) == fingerprint(state)
 
 
 def test_python_leaves_keep_their_type(save: Save, flag: bool, tmp_path: Path) -> None:
