@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import monitoring
 
-from flax_ckpt_compat import _detect, _listing, background, config, foreign, matching, placing, state
+from flax_ckpt_compat import _detect, _listing, background, config, foreign, kinds, matching, placing, state
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import (
@@ -193,8 +193,9 @@ class _Restore:
         placed = {}
         for index, (handle, target) in enumerate(wanted):
             on_device = reader.format is Format.ORBAX or handle.distributed
-            placed[id(handle)] = placing.place(values[index], handle, target, cast=cast, on_device=on_device)
-            values[index] = None  # nothing but the result holds the bytes any longer
+            value, settled = kinds.settle(values[index], handle, target)
+            placed[id(handle)] = placing.place(value, settled, target, cast=cast, on_device=on_device)
+            values[index] = value = None  # nothing but the result holds the bytes any longer
         return placed
 
     def _through_checkpointer(self, path: str) -> Any:

@@ -12,8 +12,9 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.tree import KeyData
 
-from .leaves import SCALAR
+from .leaves import NP_ARRAY, SCALAR
 from .marks import LeafMark
+from .structure import UNKNOWN
 from .zarr import ArrayInfo
 
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
@@ -110,6 +111,30 @@ def _marked_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[
     if info.dtype == np.uint8 and info.shape and info.shape[-1] == dtype.itemsize:
         return info.shape[:-1], dtype
     raise ValueError(f"the type mark says {dtype.name}, but {info.dtype.name}{list(info.shape)} is stored")
+
+
+def kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[LeafKind]]:
+    """What a leaf that others wrote comes back as, and what else it may have been.
+
+    Orbax stores Python numbers and numpy scalars alike as 0-d arrays, and until 0.4.2 0-d arrays just so, too.
+    Python's numbers have 64 bits there, bools one byte (0.1.8 to 0.12.8, measured).
+
+    Args:
+        value_type: Orbax's name of its type, or `UNKNOWN`.
+        info: its stored array.
+    """
+    if value_type not in (SCALAR, NP_ARRAY, UNKNOWN) or info.shape != ():
+        return LeafKind.ARRAY, frozenset()
+    python = _SCALAR_KINDS.get(info.dtype.kind, LeafKind.FLOAT)
+    as_python = info.dtype.kind == "b" or (info.dtype.kind in "iuf" and info.dtype.itemsize == 8)
+    scalars = frozenset([python, LeafKind.NUMPY_SCALAR])
+    if value_type == SCALAR:
+        kind = python if as_python else LeafKind.NUMPY_SCALAR
+        return kind, scalars - {kind}
+    if value_type == NP_ARRAY or not as_python:
+        # StandardCheckpointHandler stores numpy scalars as arrays.
+        return LeafKind.ARRAY, frozenset([LeafKind.NUMPY_SCALAR])
+    return python, frozenset([LeafKind.ARRAY, LeafKind.NUMPY_SCALAR])
 
 
 def _kind(value_type: str, info: ArrayInfo) -> LeafKind:

@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
 
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
 from .assemble import build_tree
-from .decode import Decoder, make_decoder
+from .decode import Decoder, kinds_of, make_decoder
 from .fetch import Fetcher, Job
 from .index import Index, open_index
 from .items import implementation
@@ -106,6 +106,10 @@ class OrbaxReader:
 
     def _array_handle(self, entry: LeafEntry, mark: LeafMark, shown: str) -> LeafHandle:
         info = self._array_info(entry, shown)
+        may_be: frozenset[LeafKind] = frozenset()
+        if self._structure.marks is None:
+            kind, may_be = kinds_of(self._value_type(entry), info)
+            mark = LeafMark(kind if kind is not LeafKind.ARRAY else None)
         try:
             decoder = make_decoder(entry.value_type, info, mark, self._key_impl(entry, info))
         except ValueError as error:
@@ -117,7 +121,14 @@ class OrbaxReader:
             dtype = np.dtype(decoder.text)
         typed = decoder.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
         where = _Where(Job(entry.name, info, shown), decoder)
-        return self._handle(entry, decoder.kind, shape, dtype if typed else None, decoder.nbytes, where)
+        handle = self._handle(entry, decoder.kind, shape, dtype if typed else None, decoder.nbytes, where)
+        handle.may_be = may_be
+        return handle
+
+    def _value_type(self, entry: LeafEntry) -> str:
+        # From 0.4.0 on a sharding is stored of just the jax arrays.
+        is_jax_array = entry.value_type == UNKNOWN and entry.name in self._structure.shardings
+        return JAX_ARRAY if is_jax_array else entry.value_type
 
     def _decode(self, where: _Where, array: Any) -> Any:
         try:

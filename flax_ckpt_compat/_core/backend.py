@@ -51,6 +51,7 @@ class LeafHandle:
         reader: whose `read` understands `where`.
         where: private to the backend.
         sharding: the sharding as saved, in Orbax's JSON text, or None.
+        may_be: other kinds that the writer's release stored in just this way; a target's leaf of one of them decides.
         distributed: saved from several processes into a folder of its own beside the msgpack file (Flax's ``_gda``).
     """
 
@@ -64,6 +65,7 @@ class LeafHandle:
     where: Any
     sharding: str | None = None
     distributed: bool = False
+    may_be: frozenset[LeafKind] = frozenset()
 
     def read(self) -> Any:
         """The value, in host memory that the caller owns and may write to."""
