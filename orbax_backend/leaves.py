@@ -12,9 +12,10 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import HostCopy, KeyData
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of
 
 from .marks import LeafMark
+from .sharding import shard_shape
 from .zarr import typestr
 
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
@@ -32,6 +33,7 @@ class Stored:
         source: the array as the user has it (numpy or jax), or the text of a string leaf.
         mark: what the format does not keep, or None.
         sharding: the jax sharding that it had, or None.
+        part: shape of what is written at once: of one shard, or of the whole array.
     """
 
     value_type: str
@@ -40,15 +42,43 @@ class Stored:
     source: Any
     mark: LeafMark | None = None
     sharding: Any = None
+    part: tuple[int, ...] = dataclasses.field(init=False)
 
-    def host(self) -> np.ndarray[Any, Any]:
-        """The array to store, in host memory and C order, with the stored dtype and shape."""
-        array = np.asarray(self.source, order="C")
-        if array.dtype == self.dtype and array.shape == self.shape:
+    def __post_init__(self) -> None:
+        self.part = shard_shape(self.shape, self.sharding)
+
+    def shards(self) -> list[Shard]:
+        """What to store, each distinct shard once, in host memory and C order, with the stored dtype.
+
+        Replicas are left out, and no shard is copied where the host can see a device's memory.
+        """
+        if self.part == self.shape:
+            return [Shard(tuple(slice(0, length) for length in self.shape), self._stored_form(_whole(self.source)))]
+        return [Shard(shard.index, self._stored_form(shard.data)) for shard in host_shards(self.source)]
+
+    def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if array.dtype == self.dtype:
             return array
+        # Only dtypes that jax does not have are stored with an axis more, and those are in one piece.
+        shape = array.shape if array.ndim == len(self.shape) else self.shape
         if array.nbytes == 0:
-            return np.empty(self.shape, self.dtype)
-        return array.reshape(-1).view(self.dtype).reshape(self.shape)
+            return np.empty(shape, self.dtype)
+        return array.reshape(-1).view(self.dtype).reshape(shape)
+
+
+def host_shards(source: Any) -> tuple[Shard, ...]:
+    """Each distinct shard of a ``jax.Array`` or `HostCopy` once, in host memory."""
+    if isinstance(source, HostCopy):
+        return source.shards
+    return tuple(
+        Shard(box_of(shard.index, source.shape), np.asarray(shard.data, order="C"))
+        for shard in source.addressable_shards
+        if shard.replica_id == 0
+    )
+
+
+def _whole(source: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(source.data if isinstance(source, HostCopy) else source, order="C")
 
 
 def encode(leaf: Any, shown: str) -> Stored:
@@ -72,7 +102,7 @@ def encode(leaf: Any, shown: str) -> Stored:
         # Orbax turns only jax.Array leaves back into typed keys.
         return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl))
     if isinstance(leaf, HostCopy):
-        return dataclasses.replace(_array(leaf.data, JAX_ARRAY, shown), sharding=leaf.sharding)
+        return dataclasses.replace(_array(leaf, JAX_ARRAY, shown), sharding=leaf.sharding)
     if is_jax_array(leaf):
         return _jax_array(leaf, shown)
     raise _unsupported(shown, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")

@@ -35,7 +35,7 @@ def _tree_entry(entry: Entry) -> dict[str, Any]:
         return {"key_metadata": keys, "value_metadata": {"value_type": entry.marker, "skip_deserialize": True}}
     value: dict[str, Any] = {"value_type": stored.value_type, "skip_deserialize": False}
     if stored.value_type == JAX_ARRAY:
-        value["write_shape"] = stored.shape
+        value["write_shape"] = stored.part
     return {"key_metadata": keys, "value_metadata": value}
 
 
@@ -56,8 +56,8 @@ def _array_metadata(name: str, stored: Stored, compressed: bool) -> dict[str, An
     return {
         "array_metadata": {
             "param_name": name,
-            "write_shape": stored.shape,
-            "chunk_shape": chunk_shape(stored.shape, stored.dtype.itemsize, compressed),
+            "write_shape": stored.part,
+            "chunk_shape": chunk_shape(stored.shape, stored.part, stored.dtype.itemsize, compressed),
             "ext_metadata": {"random_key_impl": impl} if impl else None,
         }
     }

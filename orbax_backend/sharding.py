@@ -6,6 +6,8 @@ import json
 import sys
 from typing import Any
 
+from flax_ckpt_compat._core.tree import box_of
+
 
 class ShardingTexts:
     """Turns shardings into text, each distinct one once."""
@@ -58,3 +60,27 @@ def _named(sharding: Any) -> dict[str, Any]:
 
 def _device_ids(devices: Any) -> Any:
     return [_device_ids(one) for one in devices] if isinstance(devices, list) else {"id": devices.id}
+
+
+def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
+    """The shape of every shard; that of the whole array where the shards are no even grid.
+
+    Args:
+        shape: of the whole array.
+        sharding: a jax.sharding.Sharding, or None.
+    """
+    if sharding is None or sharding.is_fully_replicated or 0 in shape:
+        return shape
+    try:
+        part = tuple(sharding.shard_shape(shape))
+    except ValueError:
+        return shape
+    even = not any(length % piece for length, piece in zip(shape, part, strict=True))
+    boxes = (box_of(index, shape) for index in sharding.devices_indices_map(shape).values())
+    return part if even and all(_is_cell(box, part) for box in boxes) else shape
+
+
+def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
+    return all(
+        side.start % piece == 0 and side.stop - side.start == piece for side, piece in zip(box, part, strict=True)
+    )

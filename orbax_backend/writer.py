@@ -9,10 +9,12 @@ import re
 import time
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError
+from flax_ckpt_compat._core.tree import Shard
 
 from . import metadata
 from .files import make_directory, sync_directory, write_file, write_json
@@ -134,41 +136,48 @@ class _Database:
 
     def put(self, name: str, stored: Stored, compressor: dict[str, Any] | None) -> None:
         """Adds one array; its memory must not change before `commit`."""
-        array = stored.host()
-        used = compressor if array.nbytes >= _COMPRESS_FROM_BYTES else None
-        if used is not None or array.nbytes >= _DRIVER_FROM_BYTES:
-            self._put_by_driver(name, array, stored.dtype, used)
+        shards = stored.shards()
+        largest = max((shard.data.nbytes for shard in shards), default=0)
+        used = compressor if largest >= _COMPRESS_FROM_BYTES else None
+        if used is not None or largest >= _DRIVER_FROM_BYTES:
+            self._put_by_driver(name, stored, shards, used)
             return
         prefix = key_prefix(name)
-        self._store[prefix + ".zarray"] = _zarray(stored.shape, stored.dtype)
-        if array.size:
-            self._store[prefix + (".".join(["0"] * array.ndim) or "0")] = array.tobytes()
+        self._store[prefix + ".zarray"] = _zarray(stored.shape, stored.part, stored.dtype)
+        for shard in shards if largest else ():
+            cell = [str(side.start // length) for side, length in zip(shard.index, stored.part, strict=True)]
+            self._store[prefix + (".".join(cell) or "0")] = shard.data.tobytes()
 
-    def _put_by_driver(self, name: str, array: Any, dtype: Any, compressor: dict[str, Any] | None) -> None:
+    def _put_by_driver(self, name: str, stored: Stored, shards: list[Shard], compressor: dict[str, Any] | None) -> None:
         spec = {
             "driver": "zarr",
             "kvstore": {**self._spec, "path": key_prefix(name)},
-            "metadata": dump_zarray(array.shape, dtype, compressor),
+            "metadata": dump_zarray(stored.shape, stored.part, stored.dtype, compressor),
             "create": True,
             # A reader cannot tell a chunk of zeros that was left out from one that was lost.
             "store_data_equal_to_fill_value": True,
         }
-        # TensorStore swaps the bytes of a foreign order itself.
-        native = array if dtype.isnative else array.byteswap().view(dtype.newbyteorder())
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
-        self._pending.append((opened, native))
+        self._pending.append((opened, shards))
 
     def commit(self) -> None:
         """Writes everything and syncs it."""
-        copies = [
-            opened.result().write(array, can_reference_source_data_indefinitely=True).copy
-            for opened, array in self._pending
-        ]
+        copies = []
+        for opened, shards in self._pending:
+            array = opened.result()
+            for shard in shards:
+                written = array[shard.index].write(_native(shard.data), can_reference_source_data_indefinitely=True)
+                copies.append(written.copy)
         for copied in copies:
             copied.result()
         self._transaction.commit_sync()
 
 
+def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """TensorStore takes the machine's byte order, and swaps to a foreign one itself."""
+    return array if array.dtype.isnative else array.byteswap().view(array.dtype.newbyteorder())
+
+
 @functools.lru_cache(maxsize=4096)
-def _zarray(shape: tuple[int, ...], dtype: Any) -> bytes:
-    return json.dumps(dump_zarray(shape, dtype, None), separators=(",", ":")).encode()
+def _zarray(shape: tuple[int, ...], part: tuple[int, ...], dtype: Any) -> bytes:
+    return json.dumps(dump_zarray(shape, part, dtype, None), separators=(",", ":")).encode()

@@ -123,24 +123,39 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if dtype.name in _NAMED and dtype.isnative else None
 
 
-def chunk_shape(shape: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
+def chunk_shape(shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
     """How an array is cut into chunks.
 
-    Plain arrays are one chunk, which is read straight into its place. Compressed ones are cut along their
+    Plain parts are one chunk each, which is read straight into its place. Compressed ones are cut along their
     first axes, so that several threads work on one, and because blosc takes no more than 2 GiB.
+
+    Args:
+        shape: of the whole array.
+        part: shape of what is written at once, one shard or the whole; no chunk reaches over two of them.
+        itemsize: in bytes.
+        compressed: with a codec.
     """
     # A chunk cannot have an empty side, so an array without elements has chunks that it never stores.
-    chunks = [max(1, length) for length in shape]
+    chunks = [max(1, length) for length in part]
     for axis in range(len(chunks) if compressed else 0):
         parts = -(-math.prod(chunks) * itemsize // _COMPRESSED_CHUNK_BYTES)
-        chunks[axis] = max(1, chunks[axis] // parts)
+        wanted = max(1, chunks[axis] // parts)
+        chunks[axis] = wanted if part[axis] == shape[axis] else _divisor(chunks[axis], wanted)
     return chunks
 
 
-def dump_zarray(shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None) -> dict[str, Any]:
-    """The ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes."""
+def _divisor(length: int, wanted: int) -> int:
+    """The largest divisor up to ``wanted``, or the length itself where all of those are far smaller."""
+    found = next(side for side in range(wanted, 0, -1) if length % side == 0 or side * 8 < wanted)
+    return found if length % found == 0 else length
+
+
+def dump_zarray(
+    shape: tuple[int, ...], part: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes; for the arguments see `chunk_shape`."""
     return {
-        "chunks": chunk_shape(shape, dtype.itemsize, compressor is not None),
+        "chunks": chunk_shape(shape, part, dtype.itemsize, compressor is not None),
         "compressor": compressor,
         "dimension_separator": ".",
         "dtype": typestr(dtype),

@@ -59,17 +59,54 @@ class KeyData:
     data: Any
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """A box of an array, on the host.
+
+    Attributes:
+        index: where it lies in the whole array: start and stop on every axis, without steps.
+        data: its values, C order.
+    """
+
+    index: tuple[slice, ...]
+    data: np.ndarray[Any, Any]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class HostCopy:
     """A ``jax.Array`` copied to the host when a background save began, so that donating it does no harm.
 
     Attributes:
-        data: its values, C order.
+        shape, dtype: of the whole array.
+        shards: each distinct shard once; together they cover the array.
         sharding: the ``jax.sharding.Sharding`` that it had.
     """
 
-    data: np.ndarray[Any, Any]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    shards: tuple[Shard, ...]
     sharding: Any
+
+    @classmethod
+    def whole(cls, data: np.ndarray[Any, Any], sharding: Any) -> HostCopy:
+        """A copy in one piece."""
+        index = tuple(slice(0, length) for length in data.shape)
+        return cls(data.shape, data.dtype, (Shard(index, data),), sharding)
+
+    @property
+    def data(self) -> np.ndarray[Any, Any]:
+        """The values in one piece, put together anew unless they are in one."""
+        if len(self.shards) == 1:
+            return self.shards[0].data
+        gathered = np.empty(self.shape, self.dtype)
+        for shard in self.shards:
+            gathered[shard.index] = shard.data
+        return gathered
+
+
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """An index without steps, such as jax's (which leaves out what is whole), as start and stop on every axis."""
+    return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
 
 
 def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
