@@ -1,0 +1,113 @@
+"""Checkpoints of real releases from flax 0.3.6 and orbax-checkpoint 0.1.8 on: each restores to what was saved."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints
+from tests.support import corpus
+
+COLLIDING = ("a/b.c", "a.b/c")
+CASES = corpus.cases()
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where archives are unpacked to."""
+    return tmp_path_factory.mktemp("corpus")
+
+
+def read_case(case: corpus.Case, unpacked: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The path to restore, the expected entries, and what is known about the case."""
+    directory = corpus.unpack(case.release, unpacked) / case.name
+    meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+    expected = json.loads((directory / "expected.json").read_text(encoding="utf-8"))
+    return directory / "ckpt" / meta["ckpts"][0], expected, meta
+
+
+def restore(case: corpus.Case, path: Path, target: Any = None) -> Any:
+    """Restores; two leaves of one stored name are the one thing that old releases lost with a warning due."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        restored = checkpoints.restore_checkpoint(path, target)
+    told = [str(warning.message) for warning in caught if "only one value" in str(warning.message)]
+    assert len(told) == ("collide" in case.name and bool(case.orbax)) and len(caught) == len(told)
+    return restored
+
+
+def assert_equal(case: corpus.Case, expected: dict[str, Any], restored: Any, *, with_target: bool) -> None:
+    """Asserts that all leaves and no others are there, as they were saved."""
+    got = dict(corpus.flatten(restored))
+    assert got.keys() == expected.keys()
+    wrong = {path: corpus.difference(case, path, entry, got[path], with_target=with_target)
+             for path, entry in expected.items()}  # fmt: skip
+    if "collide" in case.name and case.orbax:
+        # One value was lost when it was saved, whichever; restore warned about it.
+        assert None in [wrong.pop(path) for path in COLLIDING]
+        assert len({got[path].tobytes() for path in COLLIDING}) == 1
+    assert not {path: what for path, what in wrong.items() if what}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_without_target(case: corpus.Case, unpacked: Path) -> None:
+    """Value, dtype, shape and type of every leaf are the saved ones."""
+    path, expected, meta = read_case(case, unpacked)
+    restored = restore(case, path)
+    if meta["target"] == "json":
+        assert restored == meta["json_item"]
+        return
+    if case.name == "orbax_v1/save_checkpointables":
+        assert restored.keys() == {"metadata", "state"}
+        restored = restored["state"]
+    if case.name == "orbax_prng/handler":
+        assert restored.pop("npkey")["0"] == "MT19937"
+    assert_equal(case, expected, restored, with_target=False)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.family != "orbax_json"], ids=str)
+def test_with_target(case: corpus.Case, unpacked: Path) -> None:
+    """The same with a target of the saved types and other values."""
+    path, expected, _ = read_case(case, unpacked)
+    if case.name == "orbax_v1/save_checkpointables":
+        path /= next(name for name in ("state", "pytree") if (path / name).is_dir())
+    target: Any = {}
+    for name, entry in expected.items():
+        *above, last = [name] if "slashkey" in case.name else name.split("/")
+        node = target
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = other_value(entry)
+    assert_equal(case, expected, restore(case, path, target.get("", target)), with_target=True)
+
+
+def other_value(entry: dict[str, Any]) -> Any:
+    """Something of the type that was saved, but of another value."""
+    value = corpus.expected_value(entry)
+    if entry["kind"] == "jax":
+        return jnp.zeros_like(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.type(0) if isinstance(value, np.generic) else np.zeros_like(value)
+    return value if value is None or isinstance(value, dict) or entry["kind"] == "prng_key" else type(value)()
+
+
+MANAGED = [case for case in CASES if case.family == "orbax_manager"]
+
+
+@pytest.mark.parametrize("case", MANAGED, ids=str)
+def test_roots_and_steps_of_managers(case: corpus.Case, unpacked: Path) -> None:
+    """A manager's root restores as its latest step, or the one asked for: its one tree, whatever else is saved."""
+    path, expected, meta = read_case(case, unpacked)
+    root = path.parents[1]
+    for restored in (restore(case, root), checkpoints.restore_checkpoint(root, None, meta["step"])):
+        assert_equal(case, expected, restored, with_target=False)
+    if (path.parent / "metadata").is_dir():
+        assert checkpoints.restore_checkpoint(path.parent / "metadata", None) == meta["json_item"]
+    older = [int(step.name.rpartition("_")[2]) for step in root.iterdir() if step.name[-1:].isdigit()]
+    assert len(older) > 1
+    for step in set(older) - {meta["step"]}:
+        assert checkpoints.restore_checkpoint(root, None, step)["n"] != expected["n"]["value"]
