@@ -106,18 +106,19 @@ def _save_ourselves(request: Request, target: Any, async_manager: Any, sort_keys
     tree = state.describe(target)
     tree = map_leaves(lambda path, leaf: _host_local(path, leaf, request), tree)
     tree = state.take_keys_apart(_sorted(tree) if sort_keys and backend.format is Format.MSGPACK else tree)
-    backend.check(tree)
+    prepared = backend.prepare(map_leaves(lambda _, leaf: _frozen(leaf), tree) if async_manager else tree)
     options = WriteOptions(compression=config.current().compression)
-    if not async_manager:
-        _write_and_commit(request, backend, tree, options)
+
+    def task() -> None:
+        _write_and_commit(request, backend, prepared, options)
+
+    if async_manager:
+        background.start(async_manager, request.where.directory, task)
     else:
-        frozen = map_leaves(lambda _, leaf: _frozen(leaf), tree)
-        background.start(
-            async_manager, request.where.directory, lambda: _write_and_commit(request, backend, frozen, options)
-        )
+        task()
 
 
-def _write_and_commit(request: Request, backend: Backend, tree: Node, options: WriteOptions) -> None:
+def _write_and_commit(request: Request, backend: Backend, prepared: Any, options: WriteOptions) -> None:
     if backend.format is Format.MSGPACK:
         monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
     _prepare_directory(request.where)
@@ -125,7 +126,7 @@ def _write_and_commit(request: Request, backend: Backend, tree: Node, options: W
     try:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
-            backend.write(temporary, tree, options)
+            backend.write(temporary, prepared, options)
         files.publish(temporary, request.path)
     except BaseException:
         _forget(temporary)

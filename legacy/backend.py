@@ -15,17 +15,18 @@ class MsgpackBackend:
 
     format = Format.MSGPACK
 
-    def check(self, tree: Node) -> None:
+    def prepare(self, tree: Node) -> Node:
         """Raises `UnsupportedLeafError`, naming the key path, if a msgpack file cannot hold the tree.
 
         Strings that the reader would take for a reference to an array of a ``_gda`` folder are refused
         here; `write` stores them, so that whoever writes such a folder can check first and then replace.
         """
         check_tree(tree)
+        return tree
 
-    def write(self, path: str, tree: Node, options: WriteOptions) -> None:  # noqa: ARG002 - no options in this format
+    def write(self, path: str, prepared: Node, options: WriteOptions) -> None:  # noqa: ARG002 - none in this format
         """Writes and syncs the file ``path``, which must not exist yet; see `Backend.write`."""
-        write_tree(path, tree)
+        write_tree(path, prepared)
 
     def open(self, path: str) -> Reader:
         """Opens a msgpack checkpoint; reads its structure and skips over array data."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core.backend import Backend, Format, Reader, WriteOptions
+from flax_ckpt_compat._core.memory import collection_paused
 from flax_ckpt_compat._core.tree import Node
 
 from .aggregate import OpenMsgpack
-from .plan import make_plan
+from .plan import Plan, make_plan
 from .reader import open_checkpoint
 from .writer import write_plan
 
@@ -22,27 +23,28 @@ class OrbaxBackend:
         """Takes what opens the msgpack file in directories of old releases; without it, they are refused."""
         self._open_msgpack = open_msgpack
 
-    def check(self, tree: Node) -> None:
-        """Raises before anything is written if an Orbax directory cannot hold the tree.
+    def prepare(self, tree: Node) -> Plan:
+        """Decides how every leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
-        make_plan(tree)
+        with collection_paused():
+            return make_plan(tree)
 
-    def write(self, path: str, tree: Node, options: WriteOptions) -> None:
+    def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
         """Writes the whole checkpoint as a new directory and syncs it to disk.
 
         Args:
             path: absolute path of the directory to create; its parent exists.
-            tree: see `flax_ckpt_compat._core.backend.Backend.write`.
+            prepared: of `prepare`.
             options: ``compression`` is None, ``zstd``, ``gzip``, ``zlib`` or ``blosc``.
 
         Raises:
-            UnsupportedLeafError, NameCollisionError, SettingError: before anything is written.
+            SettingError: before anything is written.
             StorageError: the file system refused.
         """
-        write_plan(path, make_plan(tree), options)
+        write_plan(path, prepared, options)
 
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.
@@ -51,7 +53,8 @@ class OrbaxBackend:
             IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
             CorruptCheckpointError: it does not decode.
         """
-        return open_checkpoint(path, self._open_msgpack)
+        with collection_paused():
+            return open_checkpoint(path, self._open_msgpack)
 
 
 BACKEND: Backend = OrbaxBackend()

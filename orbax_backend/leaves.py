@@ -102,7 +102,7 @@ def encode(leaf: Any, shown: str) -> Stored:
         # Orbax turns only jax.Array leaves back into typed keys.
         return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl))
     if isinstance(leaf, HostCopy):
-        return dataclasses.replace(_array(leaf, JAX_ARRAY, shown), sharding=leaf.sharding)
+        return _array(leaf, JAX_ARRAY, shown, leaf.sharding)
     if is_jax_array(leaf):
         return _jax_array(leaf, shown)
     raise _unsupported(shown, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
@@ -178,21 +178,21 @@ def _jax_array(leaf: Any, shown: str) -> Stored:
         )
     if not isinstance(leaf.dtype, np.dtype):
         raise _unsupported(shown, f"a jax.Array of the extended dtype {leaf.dtype}")
-    return dataclasses.replace(_array(leaf, JAX_ARRAY, shown), sharding=leaf.sharding)
+    return _array(leaf, JAX_ARRAY, shown, leaf.sharding)
 
 
-def _array(array: Any, value_type: str, shown: str) -> Stored:
+def _array(array: Any, value_type: str, shown: str, sharding: Any = None) -> Stored:
     if isinstance(array, np.ma.MaskedArray):
         raise _unsupported(shown, "a masked array")
     dtype, shape = np.dtype(array.dtype), tuple(array.shape)
     if typestr(dtype) is not None:
-        return Stored(value_type, dtype, shape, array)
+        return Stored(value_type, dtype, shape, array, None, sharding)
     _refuse_unstorable(dtype, shown)
     mark = LeafMark(dtype=dtype_name(dtype))
     view = _integers_as_wide(dtype)
     if view is None:
-        return Stored(value_type, _BYTE, (*shape, dtype.itemsize), array, mark)
-    return Stored(value_type, view, shape, array, mark)
+        return Stored(value_type, _BYTE, (*shape, dtype.itemsize), array, mark, sharding)
+    return Stored(value_type, view, shape, array, mark, sharding)
 
 
 def _integers_as_wide(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -6,7 +6,10 @@ import functools
 import json
 import os
 import re
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError
+from flax_ckpt_compat._core.memory import collection_paused
 from flax_ckpt_compat._core.tree import Shard
 
 from . import metadata
@@ -57,8 +61,12 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
     compressor = _compressor(options.compression)
     started_ns = time.time_ns()
     make_directory(path)
-    _write_arrays(path, metadata.arrays(plan), compressor)
-    _write_json_files(path, plan, started_ns, compressor is not None)
+    database = _begin_arrays(path, metadata.arrays(plan), compressor)
+    try:
+        _write_json_files(path, plan, compressor is not None)
+    finally:
+        _end_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
+    write_json(os.path.join(path, metadata.STEP_METADATA), metadata.step_metadata(started_ns))
     sync_directory(path)
     # Last, because it says that everything else is there.
     write_file(os.path.join(path, metadata.COMMITTED), b"Checkpoint commit was successful")
@@ -73,39 +81,61 @@ def _compressor(name: str | None) -> dict[str, Any] | None:
     return _COMPRESSORS[name]
 
 
-def _write_json_files(path: str, plan: Plan, started_ns: int, compressed: bool) -> None:
-    array_metadatas = metadata.array_metadatas(plan, compressed)
+def _write_json_files(path: str, plan: Plan, compressed: bool) -> None:
+    with collection_paused():
+        array_metadatas = metadata.array_metadatas(plan, compressed)
+        shardings, tree = metadata.shardings(plan), metadata.tree_metadata(plan)
     if array_metadatas["array_metadatas"]:
         directory = os.path.join(path, metadata.ARRAY_METADATAS)
         make_directory(directory)
         write_json(os.path.join(directory, "process_0"), array_metadatas)
         sync_directory(directory)
-        write_json(os.path.join(path, metadata.SHARDING), metadata.shardings(plan))
+        write_json(os.path.join(path, metadata.SHARDING), shardings)
     if plan.strings:
         write_json(os.path.join(path, metadata.STRINGS), plan.strings)
-    write_json(os.path.join(path, metadata.METADATA), metadata.tree_metadata(plan))
-    write_json(os.path.join(path, metadata.STEP_METADATA), metadata.step_metadata(started_ns))
+    write_json(os.path.join(path, metadata.METADATA), tree)
 
 
-def _write_arrays(path: str, arrays: list[tuple[str, Stored]], compressor: dict[str, Any] | None) -> None:
-    """All arrays in one transaction on one new database."""
+def _begin_arrays(path: str, arrays: list[tuple[str, Stored]], compressor: dict[str, Any] | None) -> _Database | None:
+    """All arrays in one transaction on one new database, whose commit is under way; None without arrays."""
     if not arrays:
+        return None
+    _begin_transfers(arrays)
+    with _storage_errors(path):
+        database = _Database(path)
+        for name, stored in arrays:
+            database.put(name, stored, compressor)
+        database.begin_commit()
+    return database
+
+
+def _end_arrays(path: str, database: _Database | None) -> None:
+    if database is not None:
+        with _storage_errors(path):
+            database.end_commit()
+        sync_directory(os.path.join(path, "d"))
+
+
+def _begin_transfers(arrays: list[tuple[str, Stored]]) -> None:
+    """Starts all copies from accelerators; on the CPU there is nothing to copy, and asking takes its time."""
+    jax = sys.modules.get("jax")
+    if jax is None or jax.default_backend() == "cpu":
         return
-    database = _Database(path)
     for _, stored in arrays:
         if hasattr(stored.source, "copy_to_host_async"):
             stored.source.copy_to_host_async()
+
+
+@contextmanager
+def _storage_errors(path: str) -> Iterator[None]:
     try:
-        for name, stored in arrays:
-            database.put(name, stored, compressor)
-        database.commit()
+        yield
     except (ValueError, OSError) as error:
         raise StorageError(
             f"the arrays of {path} could not be written: {error}; check the disk's space and permissions",
             path=path,
             errno=_errno(error),
         ) from error
-    sync_directory(os.path.join(path, "d"))
 
 
 def _errno(error: Exception) -> int | None:
@@ -133,6 +163,7 @@ class _Database:
         store = ts.KvStore.open(self._spec, context=self._context).result()
         self._store = store.with_transaction(self._transaction)
         self._pending: list[tuple[Any, Any]] = []
+        self._committed: Any = None
 
     def put(self, name: str, stored: Stored, compressor: dict[str, Any] | None) -> None:
         """Adds one array; its memory must not change before `commit`."""
@@ -160,8 +191,8 @@ class _Database:
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
         self._pending.append((opened, shards))
 
-    def commit(self) -> None:
-        """Writes everything and syncs it."""
+    def begin_commit(self) -> None:
+        """Hands everything to TensorStore, which goes on by itself."""
         copies = []
         for opened, shards in self._pending:
             array = opened.result()
@@ -170,7 +201,11 @@ class _Database:
                 copies.append(written.copy)
         for copied in copies:
             copied.result()
-        self._transaction.commit_sync()
+        self._committed = self._transaction.commit_async()
+
+    def end_commit(self) -> None:
+        """Waits until everything is written and synced."""
+        self._committed.result()
 
 
 def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -113,29 +113,35 @@ class Backend(Protocol):
     """One format.
 
     The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
-    directory, 1) `check`, 2) `write`, 3) the caller publishes the temporary under its final name.
+    directory, 1) `prepare`, 2) `write`, 3) the caller publishes the temporary under its final name.
     The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
     number of times, 3) `Reader.close`.
     """
 
     format: Format
 
-    def check(self, tree: Node) -> None:
-        """Raises before anything is written if this format cannot hold the tree.
+    def prepare(self, tree: Node) -> Any:
+        """Decides how a tree is stored, or raises, before anything is written; copies no array data.
+
+        Args:
+            tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
+                bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`,
+                whose data is one of the arrays.
+
+        Returns:
+            What `write` takes.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
         ...
 
-    def write(self, path: str, tree: Node, options: WriteOptions) -> None:
+    def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
         """Writes the whole checkpoint to ``path``, which does not exist yet, and syncs it to disk.
 
         Args:
             path: absolute path of the temporary file or directory to create; the parent exists.
-            tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
-                bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`,
-                whose data is one of the arrays.
+            prepared: of this backend's `prepare`.
             options: see `WriteOptions`.
         """
         ...

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 # jax on the CPU takes over host memory without a copy only where it is aligned like this.
 ALIGNMENT = 64
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keeps Python's cyclic garbage collector off while very many objects are made, all of which stay.
+
+    They would set off full collections, each of which walks everything that jax holds: a third of the time of
+    saving 5,000 leaves. For short stretches of computing only, never around file access.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

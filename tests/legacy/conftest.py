@@ -40,8 +40,7 @@ def save(scratch: Callable[[], Path]) -> Callable[[Any], Path]:
 
     def write(tree: Any) -> Path:
         path, branches = scratch(), to_branches(tree)
-        BACKEND.check(branches)
-        BACKEND.write(str(path), branches, WriteOptions())
+        BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions())
         return path
 
     return write

@@ -51,14 +51,14 @@ _REFUSED = {
 def test_refused_with_path(leaf):
     """The error names the leaf by its key path."""
     with pytest.raises(UnsupportedLeafError, match="params/x") as caught:
-        BACKEND.check(Branch({"a": 1, "params": Branch({"x": leaf})}))
+        BACKEND.prepare(Branch({"a": 1, "params": Branch({"x": leaf})}))
     assert caught.value.leaf.startswith("params/x")
 
 
 def test_bare_leaf():
     """A bare leaf is named as the root."""
     with pytest.raises(UnsupportedLeafError, match="<root>"):
-        BACKEND.check(object())
+        BACKEND.prepare(object())
 
 
 def test_donated_array():
@@ -66,7 +66,7 @@ def test_donated_array():
     array = jnp.zeros(3)
     array.delete()
     with pytest.raises(UnsupportedLeafError, match=r"a: .*deleted or donated"):
-        BACKEND.check(Branch({"a": array}))
+        BACKEND.prepare(Branch({"a": array}))
 
 
 def test_too_deep():
@@ -75,4 +75,4 @@ def test_too_deep():
     for _ in range(markers.MAX_DEPTH):
         tree = Branch({"a": tree})
     with pytest.raises(UnsupportedLeafError, match="deeper"):
-        BACKEND.check(tree)
+        BACKEND.prepare(tree)

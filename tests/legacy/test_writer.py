@@ -116,8 +116,7 @@ def test_deep_tree(scratch):
     path, plain, branches = scratch(), 7, 7
     for _ in range(markers.MAX_DEPTH - 1):
         plain, branches = {"a": plain}, Branch({"a": branches})
-    BACKEND.check(branches)
-    BACKEND.write(str(path), branches, WriteOptions())
+    BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions())
     assert path.read_bytes() == msgpack.packb(plain)
     ((names, leaf),) = iter_leaves(BACKEND.open(str(path)).tree)
     assert (len(names), leaf.read()) == (markers.MAX_DEPTH - 1, 7)

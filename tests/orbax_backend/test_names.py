@@ -77,7 +77,7 @@ def test_a_deleted_array_is_refused() -> None:
     array = jnp.ones(3)
     array.delete()
     with pytest.raises(UnsupportedLeafError, match="deleted"):
-        BACKEND.check(Branch({"a": array}))
+        BACKEND.prepare(Branch({"a": array}))
 
 
 def test_a_traced_array_is_refused() -> None:
@@ -85,7 +85,7 @@ def test_a_traced_array_is_refused() -> None:
 
     def save_inside(x: Any) -> Any:
         with pytest.raises(UnsupportedLeafError, match="tracing"):
-            BACKEND.check(Branch({"a": x}))
+            BACKEND.prepare(Branch({"a": x}))
         return x
 
     jax.jit(save_inside)(jnp.ones(3))
@@ -94,7 +94,7 @@ def test_a_traced_array_is_refused() -> None:
 def test_half_a_surrogate_pair_is_refused_as_a_name() -> None:
     """It has no UTF-8 form."""
     with pytest.raises(UnsupportedLeafError, match="surrogate"):
-        BACKEND.check(branches({"a\ud800": 1}))
+        BACKEND.prepare(branches({"a\ud800": 1}))
 
 
 def test_texts_lie_where_real_orbax_looks(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_large_compressed_arrays_are_cut_into_chunks(tmp_path: Path, compression
 def test_an_unknown_compression_is_refused_before_writing(tmp_path: Path) -> None:
     """The error lists the codecs, and nothing was created."""
     with pytest.raises(SettingError, match="zstd"):
-        BACKEND.write(str(tmp_path / "c"), Branch({}), WriteOptions("lzma"))
+        BACKEND.write(str(tmp_path / "c"), BACKEND.prepare(Branch({})), WriteOptions("lzma"))
     assert not (tmp_path / "c").exists()
 
 

@@ -34,8 +34,7 @@ def branches(tree: Any) -> Node:
 def save(path: Any, tree: Any, compression: str | None = None) -> str:
     """Writes a plain tree with our writer and returns the path as text."""
     node = branches(tree)
-    BACKEND.check(node)
-    BACKEND.write(str(path), node, WriteOptions(compression))
+    BACKEND.write(str(path), BACKEND.prepare(node), WriteOptions(compression))
     return str(path)
 
 
