@@ -18,6 +18,8 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, map_leaves, show_path
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
+# Up to jax 0.4.30, key_impl gives these short names as text, and wrap_key_data does not know them.
+_IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
 
 
 def describe(target: Any) -> Node:
@@ -174,7 +176,8 @@ def is_prng_key(leaf: Any) -> bool:
 
 
 def _key_data(leaf: Any) -> KeyData:
-    return KeyData(str(jax.random.key_impl(leaf)), jax.random.key_data(leaf))
+    name = str(jax.random.key_impl(leaf))
+    return KeyData(_IMPLEMENTATIONS.get(name, name), jax.random.key_data(leaf))
 
 
 def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:

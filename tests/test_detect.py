@@ -11,13 +11,13 @@ import jax
 import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from flax import serialization
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
+from tests.support.peers import ocp_v1
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints
+from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, fingerprint, train_state_sample
 from tests.support.saves import run_python, use_flag
 
@@ -79,18 +79,22 @@ def test_targets_of_eval_shape(flag: bool, tmp_path: Path) -> None:
     assert fingerprint(restored["key"]) == fingerprint(jax.random.key(1)) and restored["n"] == 3
 
 
-class Model(nnx.Module):
+def model(seed: int) -> Any:
     """A layer with weights, running averages and random numbers."""
+    # A module only where there is nnx.
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    class Model(nnx.Module):
+        def __init__(self, rngs: Any):
+            self.linear, self.norm = nnx.Linear(2, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    return Model(nnx.Rngs(seed))
 
 
 def test_nnx_idioms(flag: bool, tmp_path: Path) -> None:
     """The state of a module restores into that of an abstract one, and as a pure dict without a target."""
-    state = nnx.split(Model(nnx.Rngs(0)))[1]
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(1))))
+    state = nnx.split(model(0))[1]
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: model(1)))
     checkpoints.save_checkpoint(tmp_path / "state", state, 1)
     merged = nnx.merge(graph, checkpoints.restore_checkpoint(tmp_path / "state", abstract))
     assert fingerprint(nnx.split(merged)[1]) == fingerprint(state)

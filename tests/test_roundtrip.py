@@ -8,7 +8,6 @@ import flax
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
+from tests.support.peers import ocp_v1
 from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
 from tests.support.saves import use_flag
 from tests.support.trees import keys, leaves

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import BACKEND
@@ -20,6 +19,7 @@ from flax_ckpt_compat.orbax_backend import BACKEND
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.orbax_trees import handles, load, on_host
+from tests.support.peers import ocp_v1
 from tests.support.trees import fingerprint
 
 ROOT = Path(__file__).parents[2]

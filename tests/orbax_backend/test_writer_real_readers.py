@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
-import orbax.checkpoint.experimental.v1 as ocp_v1
 import pytest
 
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData
 from tests.support.orbax_trees import branches, on_host, save
+from tests.support.peers import ocp_v1
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint
 
 READERS = {

@@ -27,7 +27,8 @@ def branches(tree: Any) -> Node:
         children = {str(index): branches(value) for index, value in enumerate(tree)}
         return Branch(children, Container.LIST if isinstance(tree, list) else Container.TUPLE)
     if isinstance(tree, jax.Array) and jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key):
-        return KeyData(str(jax.random.key_impl(tree)), jax.random.key_data(tree))
+        name = str(jax.random.key_impl(tree))
+        return KeyData({"fry": "threefry2x32", "urbg": "unsafe_rbg"}.get(name, name), jax.random.key_data(tree))
     return tree
 
 

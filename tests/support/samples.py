@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-from flax import core, nnx, serialization
+from flax import core, serialization
 from flax.training import train_state
 
+from tests.support.peers import nnx
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill
 
 
