@@ -115,6 +115,15 @@ def is_doubtful(path: str) -> bool:
     return not set(os.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
 
 
+def is_unfinished(path: str) -> bool:
+    """True for a directory that is one checkpoint of which Orbax wrote no more than the beginning.
+
+    Temporaries of whole checkpoints do not count: they lie in directories of checkpoints.
+    """
+    begun = tuple(item + steps.ORBAX_TEMPORARY for item in USUAL_ITEMS)
+    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in os.listdir(path))
+
+
 def step_directories(path: str, prefix: str) -> dict[float, str]:
     """Step → path of the complete steps of an Orbax CheckpointManager's root; empty where it is none.
 

@@ -11,19 +11,15 @@ from typing import Any
 
 from jax import monitoring
 
-from flax_ckpt_compat import _detect, _listing, background, config, foreign, kinds, matching, placing, state
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat import _detect, _listing, background, config, foreign, kinds, matching, opening, placing, state
 from flax_ckpt_compat._core.backend import Format, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
     MissingLeavesError,
     ShapeMismatchError,
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
-from flax_ckpt_compat._routing import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -52,63 +48,12 @@ def restore(
     for directory in {where.directory, os.path.dirname(os.path.abspath(ckpt_dir))}:
         foreign.settle(orbax_checkpointer, directory)
         background.raise_failures(directory)
-    path = locate(ckpt_dir, step, prefix)
+    path = opening.locate(ckpt_dir, step, prefix)
     if path is None:
         return target
     restored = _Restore(target, orbax_checkpointer, lenient=orbax_transforms is not None).checkpoint(path)
     monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
     return restored
-
-
-def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
-    """The path of the checkpoint that a caller means, or None where there is nothing to restore.
-
-    Raises:
-        CheckpointNotFoundError: an explicit step that does not exist, or nothing at all and ``must_exist``.
-    """
-    where = _listing.place(ckpt_dir, prefix)
-    root = os.path.abspath(ckpt_dir)
-    if step is not None:
-        return _step_path(root, where, steps.step_text(step))
-    if not os.path.lexists(root):
-        _nothing(f"{ckpt_dir} does not exist")
-        return None
-    if not os.path.isdir(root):
-        return root
-    # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
-    # wherever the directory has no marker that only Orbax writes.
-    if _detect.is_orbax_directory(root) and not _detect.is_doubtful(root):
-        return root
-    name = _listing.newest(where)
-    if name is not None:
-        return where.path(name)
-    managed = _detect.step_directories(root, prefix)
-    if managed:
-        return managed[max(managed)]
-    if _detect.is_orbax_directory(root):
-        return root
-    _nothing(f"{ckpt_dir} holds no checkpoint with the prefix {prefix!r}")
-    return None
-
-
-def _step_path(root: str, where: _listing.Place, text: str) -> str:
-    path = where.path(where.prefix + text)
-    if os.path.lexists(path):
-        return path
-    number = steps.parse_step(text)
-    managed = _detect.step_directories(root, where.prefix) if os.path.isdir(root) else {}
-    if number in managed:
-        return managed[number]
-    there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]
-    there += [f"{step:g}" for step in sorted(managed)]
-    known = f"the steps there are: {', '.join(there)}" if there else "there are no checkpoints of that prefix"
-    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
-
-
-def _nothing(why: str) -> None:
-    if config.current().must_exist:
-        raise CheckpointNotFoundError(f"nothing to restore: {why}")
-    _log.warning("Nothing to restore: %s; the target is returned unchanged", why)
 
 
 class _Restore:
@@ -122,26 +67,23 @@ class _Restore:
         """Restores a checkpoint of one tree or several."""
         if self._checkpointer is not None and os.path.isdir(path):
             return self._through_checkpointer(path)
-        found = _detect.detect(path)
-        if found.unknown:
-            _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
-        if found.items.keys() == {""}:
-            return self._item(found.items[""], self._target)
-        if self._target is None and len(found.trees) != 1:
-            return {name: self._item(item, None) for name, item in found.items.items()}
-        if len(found.trees) > 1 and isinstance(self._target, Mapping) and self._target.keys() <= found.items.keys():
-            return {name: self._item(found.items[name], part) for name, part in self._target.items()}
-        return self._item(_main_item(found), self._target)
+        with closing(opening.Opened(path)) as opened:
+            if self._target is None:
+                values = {name: self._item(opened, name, None) for name in opened.parts}
+                return values if opened.is_mapping else next(iter(values.values()))
+            is_mapping = len(opened.trees) > 1 and isinstance(self._target, Mapping)
+            if is_mapping and self._target.keys() <= opened.items.keys():
+                return {name: self._item(opened, name, part) for name, part in self._target.items()}
+            return self._item(opened, "" if "" in opened.items else _main_item(opened), self._target)
 
-    def _item(self, item: _detect.Item, target: Any) -> Any:
-        if item.format is None:
-            return _read_json(item.path)
-        with closing(_open(item)) as reader:
-            return self._tree(reader.tree, target, reader, item.path)
+    def _item(self, opened: opening.Opened, name: str, target: Any) -> Any:
+        reader = opened.reader(name)
+        # A target says nothing about a JSON item, which is restored as it is.
+        return self._tree(reader.tree, target if name in opened.trees else None, reader, opened.items[name].path)
 
     def _tree(self, stored: Node, target: Any, reader: Reader | foreign.Reader, path: str) -> Any:
         if target is None:
-            lists = reader.format is Format.MSGPACK
+            lists = opening.gives_lists(reader)
             sources = map_leaves(lambda _, leaf: matching.Stored(leaf, None), stored)
             filled = _fill(sources, self._read(sources, reader), lists)
             as_stored = self._settings.structure == "stored"
@@ -162,7 +104,7 @@ class _Restore:
             stored, state.describe(target), lenient=self._lenient, takes_anything=custom.__contains__
         )
         self._judge(match, stored, path)
-        lists = reader.format is Format.MSGPACK
+        lists = opening.gives_lists(reader)
         return state.rebuild(target, _fill(match.sources, self._read(match.sources, reader), lists))
 
     def _judge(self, match: matching.Match, stored: Node, path: str) -> None:
@@ -200,8 +142,8 @@ class _Restore:
 
     def _through_checkpointer(self, path: str) -> Any:
         try:
-            item = _main_item(_detect.detect(path))
-            with closing(_open(item)) as reader:
+            with closing(opening.Opened(path)) as opened:
+                reader = opened.reader(_main_item(opened))
                 return self._tree(
                     reader.tree, self._target, foreign.Reader(self._checkpointer, path, reader.tree), path
                 )
@@ -210,43 +152,17 @@ class _Restore:
             return self._tree(tree, self._target, foreign.Reader(self._checkpointer, path, tree), path)
 
 
-def _open(item: _detect.Item) -> Reader:
-    assert item.format is not None
-    try:
-        return backend_for(item.format).open(item.path)
-    except CorruptCheckpointError as error:
-        look = _detect.looks_like(item.path) if item.format is Format.MSGPACK else None
-        if look is None:
-            raise
-        raise UnrecognizedFormatError(
-            f"{item.path} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
-            "directory.",
-            path=item.path,
-        ) from error
-
-
-def _main_item(found: _detect.Found) -> _detect.Item:
-    trees = found.trees
-    if len(trees) == 1:
-        return next(iter(trees.values()))
+def _main_item(opened: opening.Opened) -> str:
+    if len(opened.trees) == 1:
+        return next(iter(opened.trees))
     for name in _detect.USUAL_ITEMS:
-        if name in trees:
-            return trees[name]
+        if name in opened.trees:
+            return name
     raise CheckpointError(
-        f"{found.path} holds several trees ({', '.join(found.items)}) and the target is not a dict of them; restore "
-        f"one by its own path, such as {os.path.join(found.path, next(iter(found.items)))}.",
-        path=found.path,
+        f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
+        f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
+        path=opened.path,
     )
-
-
-def _read_json(path: str) -> Any:
-    import json
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path} is not valid JSON: {error}", path=path) from error
 
 
 def _stored(sources: Any) -> Iterator[matching.Stored]:

@@ -1,0 +1,184 @@
+"""Which checkpoint a caller means, and that checkpoint opened: the way in of every restore and every view."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+from flax_ckpt_compat import _detect, _listing, config
+from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
+from flax_ckpt_compat._routing import backend_for
+
+_log = logging.getLogger("flax_ckpt_compat")
+_JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
+
+
+def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
+    """The path of the checkpoint that a caller means, or None, with a warning, where there is nothing to restore.
+
+    Raises:
+        CheckpointNotFoundError: an explicit step that does not exist, or nothing at all and ``must_exist``.
+    """
+    path, why = find(ckpt_dir, step, prefix)
+    if path is None:
+        if config.current().must_exist:
+            raise CheckpointNotFoundError(f"nothing to restore: {why}")
+        _log.warning("Nothing to restore: %s; the target is returned unchanged", why)
+    return path
+
+
+def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
+    """The path of the checkpoint that a caller means, or None and the reason.
+
+    Raises:
+        CheckpointNotFoundError: an explicit step that does not exist.
+    """
+    where = _listing.place(ckpt_dir, prefix)
+    root = os.path.abspath(ckpt_dir)
+    if step is not None:
+        return _step_path(root, where, steps.step_text(step)), ""
+    if not _exists(root):
+        return None, f"{ckpt_dir} does not exist"
+    # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
+    # wherever the directory has no marker that only Orbax writes.
+    if not os.path.isdir(root) or (_detect.is_orbax_directory(root) and not _detect.is_doubtful(root)):
+        return root, ""
+    name = _listing.newest(where)
+    if name is not None:
+        return where.path(name), ""
+    managed = _detect.step_directories(root, prefix)
+    if managed:
+        return managed[max(managed)], ""
+    if _detect.is_orbax_directory(root) or _detect.is_unfinished(root):
+        return root, ""
+    return None, f"{ckpt_dir} holds no checkpoint with the prefix {prefix!r}"
+
+
+def _exists(path: str) -> bool:
+    """Whether it is there, once what a dead writer set aside is back in its place."""
+    if not os.path.lexists(path):
+        _listing.names_in(_listing.place(os.path.dirname(path), ""))
+    return os.path.lexists(path)
+
+
+def _step_path(root: str, where: _listing.Place, text: str) -> str:
+    path = where.path(where.prefix + text)
+    if _exists(path):
+        return path
+    number = steps.parse_step(text)
+    managed = _detect.step_directories(root, where.prefix) if os.path.isdir(root) else {}
+    if number in managed:
+        return managed[number]
+    there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]
+    there += [f"{step:g}" for step in sorted(managed)]
+    known = f"the steps there are: {', '.join(there)}" if there else "there are no checkpoints of that prefix"
+    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
+
+
+class Opened:
+    """A checkpoint of one tree or several, each of which is opened when it is first asked for.
+
+    Attributes:
+        path: of the checkpoint.
+        items: name → where it lies; a checkpoint that is one tree has the single item ''.
+        trees: those items that are no JSON.
+    """
+
+    def __init__(self, path: str):
+        found = _detect.detect(path)
+        self.path, self.items, self.trees = path, found.items, found.trees
+        self._readers: dict[str, Reader] = {}
+        self._open = ExitStack()
+        if found.unknown:
+            _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """The items that make up the restored value: all of them, or the only tree."""
+        return list(self.trees if len(self.trees) == 1 else self.items)
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether the restored value is a mapping of item name → item."""
+        return len(self.parts) > 1 or (not self.trees and "" not in self.items)
+
+    def reader(self, item: str) -> Reader:
+        """The open item of this name.
+
+        Raises:
+            UnrecognizedFormatError, CorruptCheckpointError: it does not decode.
+        """
+        if item not in self._readers:
+            self._readers[item] = self._open.enter_context(closing(open_item(self.items[item])))
+        return self._readers[item]
+
+    def close(self) -> None:
+        """Closes all items."""
+        self._open.close()
+
+
+def open_item(item: _detect.Item) -> Reader:
+    """Opens one tree, or one JSON item.
+
+    Raises:
+        UnrecognizedFormatError: a file of something else.
+        CorruptCheckpointError: it does not decode.
+    """
+    if item.format is None:
+        return JsonReader(item.path)
+    try:
+        return backend_for(item.format).open(item.path)
+    except CorruptCheckpointError as error:
+        look = _detect.looks_like(item.path) if item.format is Format.MSGPACK else None
+        if look is None:
+            raise
+        raise UnrecognizedFormatError(
+            f"{item.path} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
+            "directory.",
+            path=item.path,
+        ) from error
+
+
+class JsonReader:
+    """A JSON item of an Orbax directory, whose values are there since the opening."""
+
+    format = Format.ORBAX
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            with files.translated(path), open(path, encoding="utf-8") as file:
+                self.tree: Node = self._node(json.load(file), ())
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(
+                f"{path} is not valid JSON: {error}; restore the file from a copy", path=path
+            ) from error
+
+    def _node(self, value: Any, path: Path) -> Node:
+        if isinstance(value, Mapping):
+            return Branch({name: self._node(child, (*path, name)) for name, child in value.items()})
+        if isinstance(value, list):
+            children = {str(index): self._node(child, (*path, str(index))) for index, child in enumerate(value)}
+            return Branch(children, Container.LIST)
+        if value is None:
+            return None
+        return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, "/".join(path), self, value)
+
+    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
+        """The values of these handles."""
+        return [handle.where for handle in handles]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def gives_lists(reader: Any) -> bool:
+    """Whether stored lists are restored as lists: Flax stores none, so in these places they are the caller's own."""
+    return reader.format is Format.MSGPACK or isinstance(reader, JsonReader)
