@@ -1,4 +1,4 @@
-"""Scalars of which the checkpoint does not say whether they were Python numbers, numpy scalars or 0-d arrays."""
+"""Leaves of which the checkpoint does not say what they were: Python number, numpy scalar or array; key or its data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_ckpt_compat import state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.tree import show_path
 
 _PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
 
@@ -23,8 +26,13 @@ def settle(value: Any, handle: LeafHandle, target: Any) -> tuple[Any, LeafHandle
 
     Returns:
         The same number, and its handle with the kind that was settled on.
+
+    Raises:
+        CorruptCheckpointError: it may be the data of a typed PRNG key, and the target's leaf is no plain array.
     """
     kind = _kind_of(target) if handle.may_be else None
+    if LeafKind.PRNG_KEY in handle.may_be and (kind is not LeafKind.ARRAY or state.is_prng_key(target)):
+        raise _doubtful_key(handle)
     if kind not in handle.may_be:
         return value, handle
     array = np.asarray(value)
@@ -38,3 +46,14 @@ def _kind_of(target: Any) -> LeafKind | None:
     if isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         return LeafKind.ARRAY
     return _PYTHON.get(type(target))
+
+
+def _doubtful_key(handle: LeafHandle) -> CorruptCheckpointError:
+    leaf = show_path(handle.path)
+    return CorruptCheckpointError(
+        f"{handle.reader.path}: the leaf {leaf!r} may be a typed PRNG key or its raw data, which the lost files "
+        f"array_metadatas/process_* would tell; restore them from a copy, or give a uint32 array as the target's leaf, "
+        f"which gets the raw data, and wrap it with jax.random.wrap_key_data if it was a key",
+        path=handle.reader.path,
+        leaf=leaf,
+    )
