@@ -24,6 +24,7 @@ _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 _STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
 _DEFAULT_PREFIX = "checkpoint_"
+_CHUNK = re.compile(r"\d+(\.\d+)*")  # of a zarr array of version 2
 _FIRST_BYTES = 512
 
 
@@ -86,7 +87,8 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
     if _items(path, names) or _json_file(path, names):
         return None
     if _lost_its_tree(path, names):
-        return f"there are arrays, but no _METADATA and no msgpack file '{_AGGREGATE}', which say where they belong"
+        what = f"_METADATA or a msgpack file '{_AGGREGATE}', which say where arrays belong, or the .zarray of an array"
+        return f"there are arrays, but {what}, is missing"
     if names.issuperset(_FINISHED):
         return None
     return "none of _METADATA, manifest.ocdbt or item directories is in it"
@@ -200,6 +202,9 @@ def _is_array(path: str) -> bool:
 def _lost_its_tree(path: str, names: set[str]) -> bool:
     """True for the parts of a tree, or folders of single arrays, without the file that says what belongs where."""
     if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
+        return True
+    chunks = os.path.join(path, _AGGREGATE)  # of an array item that lost the metadata of its one array
+    if _AGGREGATE in names and os.path.isdir(chunks) and any(map(_CHUNK.fullmatch, os.listdir(chunks))):
         return True
     return any(_is_array(os.path.join(path, name)) for name in names if not name.endswith(steps.ARRAYS_POSTFIX))
 
