@@ -24,6 +24,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from tests.support.orbax_trees import change_metadata, load, on_host, save
+from tests.support.peers import pytree_handler
 from tests.support.trees import fingerprint
 
 TREE = {
@@ -38,8 +39,7 @@ TREE = {
 
 
 def _real(**options: Any) -> Callable[[Path, Any], Any]:
-    handler = ocp.PyTreeCheckpointHandler(**options)
-    return lambda path, tree: ocp.Checkpointer(handler).save(path, args=ocp.args.PyTreeSave(tree))
+    return lambda path, tree: ocp.Checkpointer(pytree_handler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
 
 
 WRITERS: dict[str, Callable[[Path, Any], Any]] = {

@@ -19,7 +19,7 @@ from flax_ckpt_compat.orbax_backend import BACKEND
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.orbax_trees import handles, load, on_host
-from tests.support.peers import ocp_v1
+from tests.support.peers import ocp_v1, pytree_handler
 from tests.support.trees import fingerprint
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ SHARDED = Path(__file__).with_name("sharded_save.py")
 
 def _pytree(**options: Any) -> Callable[[Path, Any], Path]:
     def write(path: Path, tree: Any) -> Path:
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
+        ocp.Checkpointer(pytree_handler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
         return path
 
     return write

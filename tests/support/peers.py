@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 
@@ -16,12 +18,23 @@ class _Missing:
         self._why = why
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "pytest")):  # pytest looks for these in all that a module has
+            raise AttributeError(name)
         pytest.skip(self._why)
 
 
 def version(distribution: str) -> tuple[int, ...]:
     """The installed release of a package, as numbers."""
     return tuple(int(part) for part in importlib.metadata.version(distribution).split(".")[:3])
+
+
+def pytree_handler(**options: Any) -> Any:
+    """Orbax's handler of trees; the test is skipped if this release has not all of the options."""
+    lacking = options.keys() - inspect.signature(ocp.PyTreeCheckpointHandler).parameters.keys()
+    if lacking:
+        release = importlib.metadata.version("orbax-checkpoint")
+        pytest.skip(f"orbax-checkpoint {release} has no option {', '.join(lacking)} of its handler")
+    return ocp.PyTreeCheckpointHandler(**options)
 
 
 def _module(name: str, distribution: str) -> Any:
