@@ -87,8 +87,8 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
     if _items(path, names) or _json_file(path, names):
         return None
     if _lost_its_tree(path, names):
-        what = f"_METADATA or a msgpack file '{_AGGREGATE}', which say where arrays belong, or the .zarray of an array"
-        return f"there are arrays, but {what}, is missing"
+        structure = f"no _METADATA and no msgpack file '{_AGGREGATE}', which say where they belong"
+        return f"there are arrays, but {structure}, nor the .zarray of a single one"
     if names.issuperset(_FINISHED):
         return None
     return "none of _METADATA, manifest.ocdbt or item directories is in it"
