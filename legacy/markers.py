@@ -7,6 +7,8 @@ from __future__ import annotations
 EXT_ARRAY = 1
 EXT_COMPLEX = 2
 EXT_NUMPY_SCALAR = 3
+# Only in the files that Orbax up to 0.5.15 put into its directories: a tuple, as one msgpack array.
+EXT_TUPLE = 4
 
 # Flax splits larger arrays into a map of flat pieces with exactly these keys.
 MAX_CHUNK_SIZE = 2**30

@@ -169,10 +169,10 @@ class _Parser:
         if 0x80 <= tag <= 0x9F or 0xDC <= tag <= 0xDF:
             return self._container(tag, path, in_list)
         if tag in _EXT_WIDTHS:
-            return self._extension(tag, path)
+            return self._extension(tag, path, in_list)
         return self._native(tag, path)
 
-    def _extension(self, tag: int, path: Path) -> LeafHandle:
+    def _extension(self, tag: int, path: Path, in_list: bool) -> Node:
         window = self._window
         data, at = window.data, window.at
         width = _EXT_WIDTHS[tag]
@@ -184,7 +184,19 @@ class _Parser:
         if code == markers.EXT_COMPLEX:
             value = parse_complex(window, length)
             return LeafHandle(path, LeafKind.COMPLEX, (), None, 16, "/".join(path), self._reader, value)
+        if code == markers.EXT_TUPLE:
+            return self._tuple(length, path, in_list)
         raise window.corrupt(f"extension code {code}, which no release of Flax writes, in {show_path(path)}")
+
+    def _tuple(self, length: int, path: Path, in_list: bool) -> Branch:
+        window = self._window
+        window.claim(length)
+        tag = window.data[window.at]
+        if not (0x90 <= tag <= 0x9F or tag in (0xDC, 0xDD)):
+            raise window.corrupt(f"a tuple in {show_path(path)} that is no msgpack array (0x{tag:02x})")
+        branch = self._container(tag, path, in_list)
+        branch.container = Container.TUPLE
+        return branch
 
     def _array(self, start: int, code: int, length: int, path: Path) -> LeafHandle:
         window = self._window

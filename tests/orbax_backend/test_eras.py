@@ -1,0 +1,249 @@
+"""Layouts of old releases, made from what the current Orbax writes and from the format as it is written down.
+
+The current Orbax still reads most of them and is the judge there.
+"""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+from flax_ckpt_compat.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from tests.support.orbax_trees import handles, load
+from tests.support.trees import fingerprint
+
+ARRAYS = {"a": {"b": np.arange(6.0).reshape(2, 3)}, "l": [np.int32([1, 2]), np.arange(3, dtype=np.uint8)]}
+
+
+def placeholders(tree: Any, path: tuple[str, ...] = ()) -> Any:
+    """The msgpack tree of a checkpoint whose values are all stored elsewhere."""
+    if isinstance(tree, dict):
+        return {name: placeholders(child, (*path, name)) for name, child in tree.items()}
+    if isinstance(tree, list):
+        return [placeholders(child, (*path, str(index))) for index, child in enumerate(tree)]
+    return tree if tree is None else "PLACEHOLDER://" + ".".join(path)
+
+
+def array_ext(array: np.ndarray[Any, Any]) -> msgpack.ExtType:
+    """An array as Flax and Orbax put it into msgpack files: ext code 1 of (shape, dtype name, bytes)."""
+    return msgpack.ExtType(1, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
+
+
+def old(path: Path, tree: Any, packed: Any = None, *, ocdbt: bool = True) -> Path:
+    """A checkpoint as releases before 0.4.3 wrote it: a msgpack file, and no ``_METADATA``."""
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)).save(path, tree)
+    keep = {"d", "manifest.ocdbt", "_strings.json", "_sharding"}
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", "array_metadatas"):
+        file = path / name
+        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+    assert not ocdbt or keep & {file.name for file in path.iterdir()}
+    (path / "checkpoint").write_bytes(msgpack.packb(placeholders(tree) if packed is None else packed))
+    return path
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_structure_from_the_msgpack_file(tmp_path: Path, ocdbt: bool) -> None:
+    """Without ``_METADATA`` the tree is that of the msgpack file, as for real Orbax."""
+    path = old(tmp_path / "c", ARRAYS, ocdbt=ocdbt)
+    assert fingerprint(load(path)) == fingerprint(ARRAYS)
+    assert fingerprint(ocp.PyTreeCheckpointer().restore(path)) == fingerprint(ARRAYS)
+
+
+@pytest.mark.parametrize("prefix", ["PLACEHOLDER://", "AGGREGATED://"])
+def test_the_text_of_placeholders_is_ignored(tmp_path: Path, prefix: str) -> None:
+    """A placeholder stands for its own key path, whatever it names, in the words of every release."""
+    path = old(tmp_path / "c", {"x": np.arange(3)}, {"x": prefix + "foo"})
+    assert load(path)["x"].tolist() == [0, 1, 2] == ocp.PyTreeCheckpointer().restore(path)["x"].tolist()
+
+
+def test_values_in_the_msgpack_file_win(tmp_path: Path) -> None:
+    """They override the arrays, with ``_METADATA`` or without one, as for real Orbax."""
+    nines = np.full(3, 9.0)
+    for path in (tmp_path / "with", tmp_path / "without"):
+        tree = {"a": np.zeros(3), "b": np.ones(2)}
+        ocp.PyTreeCheckpointer().save(path, tree)
+        (path / "checkpoint").write_bytes(msgpack.packb({"a": array_ext(nines), "b": "PLACEHOLDER://b"}))
+        if path.name == "without":
+            (path / "_METADATA").unlink()
+        assert fingerprint(load(path)) == fingerprint({"a": nines, "b": np.ones(2)})
+        assert fingerprint(ocp.PyTreeCheckpointer().restore(path)) == fingerprint({"a": nines, "b": np.ones(2)})
+
+
+def test_everything_that_the_msgpack_file_holds(tmp_path: Path) -> None:
+    """Numbers, texts, bytes, empties, and the extension codes of arrays, complex numbers, scalars and tuples."""
+    scalar = msgpack.ExtType(3, msgpack.packb(((), "float32", np.float32(1.5).tobytes())))
+    both = msgpack.ExtType(4, msgpack.packb((1, msgpack.ExtType(4, msgpack.packb((array_ext(np.arange(2)), 2.5))))))
+    packed = {
+        "a": array_ext(np.arange(4, dtype=np.int16).reshape(2, 2)), "c": msgpack.ExtType(2, msgpack.packb((1.0, 2.0))),
+        "s": scalar, "t": both, "n": None, "d": {}, "l": [], "i": 3, "f": 1.5, "b": True, "text": "é", "raw": b"\0\1",
+    }  # fmt: skip
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb(packed))
+    expected = packed | {
+        "a": np.arange(4, dtype=np.int16).reshape(2, 2), "c": 1 + 2j, "s": np.float32(1.5),
+        "t": [1, [np.arange(2), 2.5]],
+    }  # fmt: skip
+    assert fingerprint(load(tmp_path)) == fingerprint(expected)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x01", b"\x91", b"\xdd\xff\xff\xff\xff"])
+def test_damaged_tuples(tmp_path: Path, payload: bytes) -> None:
+    """A tuple that is no array, or longer than the file, is damage."""
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb({"t": msgpack.ExtType(4, payload)}))
+    with pytest.raises(CorruptCheckpointError, match="checkpoint"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("folder", [None, "b", "é.0"])
+def test_texts_of_old_releases(tmp_path: Path, folder: str | None) -> None:
+    """Texts lie beside the database, or, as 0.3.5 wrote them, in the directory of the first of them."""
+    tree = {"a": np.arange(2), "b": "", "é": ["two"]}
+    path = old(tmp_path / "c", tree)
+    if folder:
+        (path / folder).mkdir()
+        (path / "_strings.json").rename(path / folder / "_strings.json")
+    assert fingerprint(load(path)) == fingerprint(tree)
+    (path / (folder or ".") / "_strings.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match="'b'"):
+        load(path)
+
+
+def test_shardings_by_plain_name(tmp_path: Path) -> None:
+    """Till 0.4.1 the keys of ``_sharding`` are the names themselves, even ones that are valid base64 of others."""
+    tree = {"abcd": jnp.arange(3.0), "x": {"y": jnp.ones(2)}}
+    path = old(tmp_path / "c", tree)
+    encoded = handles(path)
+    text = json.loads((path / "_sharding").read_text())["YWJjZA=="]
+    assert encoded["abcd"].sharding == text
+    (path / "_sharding").write_text(json.dumps({"abcd": text, "x.y": text}))
+    assert {name: handle.sharding for name, handle in handles(path).items()} == {"abcd": text, "x/y": text}
+
+
+def test_databases_below_the_database(tmp_path: Path) -> None:
+    """Releases 0.1 to 0.4.1 put the array ``sl/ash`` as ``ash`` into a database in the directory ``sl``."""
+    path = old(tmp_path / "c", {"pl": np.arange(2.0)}, {"pl": "PLACEHOLDER://", "sl/ash": "PLACEHOLDER://"})
+    for folder, name in (("sl", "ash"),):
+        base = {"driver": "file", "path": f"{path / folder}/"}
+        ts.open(
+            {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": name}},
+            create=True, dtype=np.float32, shape=[400],
+        ).result().write(np.arange(400, dtype=np.float32)).result()  # fmt: skip
+    assert fingerprint(load(path)) == fingerprint({"pl": np.arange(2.0), "sl/ash": np.arange(400, dtype=np.float32)})
+    for file in (path / "sl" / "d").iterdir():
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CorruptCheckpointError):
+            load(path)
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc", "a/../../out"])
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_names_lead_nowhere_else(tmp_path: Path, name: str, ocdbt: bool) -> None:
+    """A name in the msgpack file never leads out of the directory."""
+    victim = tmp_path / "out"
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)).save(victim, {"x": np.arange(3)})
+    (victim / "x").rename(tmp_path / "moved")
+    shutil.rmtree(victim)
+    (tmp_path / "moved").rename(victim)
+    (victim / "_strings.json").write_text(json.dumps({"..": {"out": "secret"}}))
+    path = old(tmp_path / "c", {"a": np.arange(2)}, {"a": "PLACEHOLDER://", name: "PLACEHOLDER://"}, ocdbt=ocdbt)
+    with pytest.raises(CheckpointError):
+        load(path)
+
+
+def test_a_lost_value_of_the_msgpack_file(tmp_path: Path) -> None:
+    """A leaf that ``_METADATA`` says is in the msgpack file, and is not, is an error that names the file."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "c", {"a": np.arange(3)})
+    metadata = json.loads((tmp_path / "c" / "_METADATA").read_text())
+    metadata["tree_metadata"]["('a',)"]["value_metadata"]["skip_deserialize"] = True
+    (tmp_path / "c" / "_METADATA").write_text(json.dumps(metadata))
+    for packed in (None, {}, {"a": "PLACEHOLDER://a"}):
+        if packed is not None:
+            (tmp_path / "c" / "checkpoint").write_bytes(msgpack.packb(packed))
+        with pytest.raises(CorruptCheckpointError, match="'checkpoint'"):
+            load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("lost", ["manifest.ocdbt", "d", "checkpoint"])
+def test_old_directories_that_lost_a_part(tmp_path: Path, lost: str) -> None:
+    """What is gone is named; loose leaves are never looked for where a database was."""
+    path = old(tmp_path / "c", ARRAYS | {"big": np.random.default_rng(0).random(500)})
+    shutil.rmtree(path / lost) if (path / lost).is_dir() else (path / lost).unlink()
+    with pytest.raises((CorruptCheckpointError, IncompleteCheckpointError), match=lost):
+        load(path)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("note", [None, '{"typed": true}', '{"typed": false}', "{}"])
+def test_key_items(tmp_path: Path, width: int, note: str | None) -> None:
+    """The note beside the data of a key item decides; without it nothing is given out as raw data."""
+    data = np.arange(width, dtype=np.uint32)
+    handler = ocp.Checkpointer(ocp.ArrayCheckpointHandler())
+    handler.save(tmp_path / "key" / "jax_random_key", args=ocp.args.ArraySave(data))
+    if note is not None:
+        (tmp_path / "key" / "jax_random_key_metadata").mkdir()
+        (tmp_path / "key" / "jax_random_key_metadata" / "metadata").write_text(note)
+    path = tmp_path / "key" / "jax_random_key"
+    if note in (None, "{}"):
+        with pytest.raises(CorruptCheckpointError, match="jax_random_key_metadata"):
+            load(path)
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        restored = load(path)
+    typed = "true" in note
+    assert ["unsafe_rbg" in str(w.message) for w in caught] == [True] * (typed and width == 4)
+    implementation = {2: "threefry2x32", 4: "rbg"}[width]
+    assert fingerprint(restored) == (("key", implementation, fingerprint(data)) if typed else fingerprint(data))
+
+
+@pytest.mark.parametrize(
+    "codec", [None, {"id": "gzip"}, {"id": "zlib"}, {"id": "bz2"}, {"id": "blosc"}, {"id": "zstd"}]
+)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_any_zarr_v2(tmp_path: Path, codec: dict[str, Any] | None, order: str) -> None:
+    """Every compressor of zarr v2, both orders, chunks that do not divide the shape, loose files."""
+    array = np.arange(35, dtype=np.int32).reshape(5, 7)
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb({"a": "PLACEHOLDER://a"}))
+    ts.open(
+        {
+            "driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"},
+            "metadata": {"compressor": codec and {"id": codec}, "order": order, "chunks": [2, 3], "shape": [5, 7], "dtype": "<i4"},
+        },
+        create=True,
+    ).result().write(array).result()  # fmt: skip
+    assert fingerprint(load(tmp_path)) == fingerprint({"a": array})
+
+
+INNER = [{"name": "bytes", "configuration": {"endian": "little"}}]
+CODECS = [
+    INNER,
+    [{"name": "transpose", "configuration": {"order": [1, 0]}}, *INNER, {"name": "gzip"}],
+    [*INNER, {"name": "blosc", "configuration": {"cname": "lz4"}}, {"name": "crc32c"}],
+    [{"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 1], "codecs": [*INNER, {"name": "zstd"}]}}],
+]
+
+
+@pytest.mark.parametrize("codecs", CODECS, ids=["plain", "transposed", "blosc", "sharded"])
+@pytest.mark.parametrize("separator", ["/", "."])
+def test_any_zarr_v3(tmp_path: Path, codecs: list[Any], separator: str) -> None:
+    """Codecs of zarr v3, shards cut into smaller chunks, both separators."""
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    metadata = {
+        "shape": [6, 4], "data_type": "float32", "codecs": codecs,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 2]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": separator}},
+    }  # fmt: skip
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb({"a": "PLACEHOLDER://a"}))
+    ts.open(
+        {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"}, "metadata": metadata}, create=True
+    ).result().write(array).result()
+    assert fingerprint(load(tmp_path)) == fingerprint({"a": array})
