@@ -235,7 +235,10 @@ def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
         e.name for e in structure.entries
         if e.value_type == JAX_ARRAY and e.has_write_shape and e.name not in structure.key_impls
     }  # fmt: skip
-    doubtful = [h.name for h in _handles(reader.tree) if h.name in unlisted and _may_be_key(h)]
+    handles = [h for h in _handles(reader.tree) if h.name in unlisted and _may_be_key(h)]
+    doubtful = [h.name for h in handles]
+    for handle in handles:
+        handle.may_be |= {LeafKind.PRNG_KEY}
     if doubtful:
         warnings.warn(
             f"{os.path.join(reader.path, ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it alone tells "
