@@ -19,7 +19,7 @@ import numpy as np
 
 from flax_ckpt_compat import state
 from flax_ckpt_compat._core import files
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
 
@@ -155,11 +155,15 @@ class Reader:
     def __init__(self, checkpointer: Any, path: str, tree: Node):
         self._checkpointer, self.path, self.tree = checkpointer, path, tree
 
-    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
-        """The values of these handles of the tree, in their order; arrays in host memory."""
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+        """The values of these handles of the tree, or parts of them, in their order; arrays in host memory."""
         restored = self._checkpointer.restore(self.path, **self._arguments())
         paths = {id(leaf): path for path, leaf in iter_leaves(self.tree)}
-        return [_own(_at(restored, paths[id(handle)]), handle) for handle in handles]
+
+        def value(handle: LeafHandle) -> Any:
+            return _own(_at(restored, paths[id(handle)]), handle)
+
+        return [one.cut(value(one.handle)) if isinstance(one, Part) else value(one) for one in handles]
 
     def _arguments(self) -> Mapping[str, Any]:
         """What makes the known handlers read arrays to the host, whatever devices they were saved from."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax_ckpt_compat import _detect, _listing, config
 from flax_ckpt_compat._core import files, steps
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part, Reader
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._routing import backend_for
@@ -171,9 +171,9 @@ class JsonReader:
             return None
         return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, "/".join(path), self, value)
 
-    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
-        """The values of these handles."""
-        return [handle.where for handle in handles]
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+        """The values of these handles; there are no arrays, so no parts."""
+        return [handle.where for handle in handles if isinstance(handle, LeafHandle)]
 
     def close(self) -> None:
         """Nothing is open."""

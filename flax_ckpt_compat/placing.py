@@ -8,45 +8,111 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat import state
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat import kinds, state
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import ShapeMismatchError
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, box_of, show_path
 
 
-def place(value: Any, handle: LeafHandle, target: Any, *, cast: bool, on_device: bool) -> Any:
-    """One restored leaf in its final form.
+class Wish:
+    """One stored leaf that was asked for.
 
-    Args:
-        value: what the backend read.
+    Attributes:
         handle: its handle.
-        target: the target's leaf, or None.
-        cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
-        on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
-
-    Raises:
-        ShapeMismatchError: the target's sharding cannot hold an array of the stored shape.
+        asked: what of it has to be read: all, or each distinct shard that a device of this process shall hold.
     """
-    if isinstance(value, KeyData):
-        return state.put_key_together(value, _sharding(target) if state.is_prng_key(target) else None)
-    if handle.kind is not LeafKind.ARRAY:
-        return value
-    dtype = getattr(target, "dtype", None)
-    if dtype is not None and not state.is_prng_key(target) and (cast or isinstance(target, jax.ShapeDtypeStruct)):
-        value = np.asarray(value).astype(dtype, copy=False)
-    sharding = _sharding(target) if on_device else None
-    if sharding is None or not _can_be_held(value.dtype, jax.dtypes.canonicalize_dtype(np.float64)):
-        return value
-    try:
-        return _on_devices(value, sharding)
-    except ValueError as error:
-        leaf = show_path(handle.path)
-        raise ShapeMismatchError(
-            f"{leaf}: the stored array of shape {value.shape} cannot be placed as the target says, {sharding}; "
-            "give the target's leaf a sharding that fits, or a numpy array, and place it afterwards.",
-            path=handle.reader.path,
+
+    __slots__ = ("_cast", "_sharding", "_target", "asked", "handle")
+
+    def __init__(self, handle: LeafHandle, target: Any, cast: bool, on_device: bool):
+        """Decides what has to be read.
+
+        Args:
+            handle: of the leaf.
+            target: the target's leaf, or None.
+            cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
+            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
+
+        Raises:
+            ShapeMismatchError: the target's sharding cannot hold an array of the stored shape.
+        """
+        self.handle, self._target = handle, target
+        self._cast = cast or isinstance(target, jax.ShapeDtypeStruct)
+        self._sharding = _sharding(target) if on_device else None
+        boxes = self._boxes() if handle.kind is LeafKind.ARRAY and not state.is_prng_key(target) else []
+        self.asked: list[LeafHandle | Part] = [Part(handle, box) for box in boxes] or [handle]
+
+    def grant(self, values: list[Any]) -> Any:
+        """The leaf in its final form.
+
+        Args:
+            values: what the backend read of what was asked.
+        """
+        if isinstance(self.asked[0], Part):
+            return self._sharded(values)
+        value, handle = kinds.settle(values[0], self.handle, self._target)
+        if isinstance(value, KeyData):
+            sharding = _sharding(self._target) if state.is_prng_key(self._target) else None
+            return state.put_key_together(value, sharding)
+        if handle.kind is not LeafKind.ARRAY:
+            return value
+        value = np.asarray(value).astype(self._dtype(value.dtype), copy=False)
+        if self._sharding is None or not _is_held(value.dtype):
+            return value
+        try:
+            return _on_devices(value, self._sharding)
+        except ValueError as error:
+            raise self._misfit() from error
+
+    def _dtype(self, stored: Any) -> Any:
+        wanted = getattr(self._target, "dtype", None) if self._cast and not state.is_prng_key(self._target) else None
+        return stored if wanted is None else wanted
+
+    def _boxes(self) -> list[tuple[slice, ...]]:
+        """The distinct shards, if there are several and jax can hold them."""
+        shape, sharding = self.handle.shape, self._sharding
+        if (
+            sharding is None
+            or sharding.is_fully_replicated
+            or 0 in shape
+            or not _is_held(self._dtype(self.handle.dtype))
+        ):
+            return []
+        try:
+            indices = sharding.addressable_devices_indices_map(shape).values()
+        except ValueError as error:
+            raise self._misfit() from error
+        boxes = {_key(box): box for box in (box_of(index, shape) for index in indices)}
+        return list(boxes.values())
+
+    def _sharded(self, values: list[Any]) -> jax.Array:
+        """An array of its shards; each value goes to all devices that hold its box."""
+        dtype, shape = self._dtype(self.handle.dtype), self.handle.shape
+        shards: dict[Any, np.ndarray[Any, Any]] = {
+            _key(part.index): value.astype(dtype, copy=False)
+            for part, value in zip(self.asked, values, strict=True)
+            if isinstance(part, Part)
+        }
+        sharding: Any = self._sharding
+
+        def shard(index: Any) -> np.ndarray[Any, Any]:
+            return shards[_key(box_of(index, shape))]
+
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    def _misfit(self) -> ShapeMismatchError:
+        leaf = show_path(self.handle.path)
+        return ShapeMismatchError(
+            f"{leaf}: the stored array of shape {self.handle.shape} cannot be placed as the target says, "
+            f"{self._sharding}; give the target's leaf a sharding that fits, or a numpy array, and place it "
+            f"afterwards.",
+            path=self.handle.reader.path,
             leaf=leaf,
-        ) from error
+        )
+
+
+def _key(box: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((side.start, side.stop) for side in box)  # slices have no hash
 
 
 def _sharding(target: Any) -> Any:
@@ -58,6 +124,10 @@ def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
         # The array is ours alone, so the CPU backend may take over its memory.
         return jax.device_put(value, sharding, may_alias=True)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _is_held(dtype: Any) -> bool:
+    return _can_be_held(np.dtype(dtype), jax.dtypes.canonicalize_dtype(np.float64))
 
 
 @functools.cache

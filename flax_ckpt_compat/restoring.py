@@ -11,7 +11,7 @@ from typing import Any
 
 from jax import monitoring
 
-from flax_ckpt_compat import _detect, _listing, background, config, foreign, kinds, matching, opening, placing, state
+from flax_ckpt_compat import _detect, _listing, background, config, foreign, matching, opening, placing, state
 from flax_ckpt_compat._core.backend import Format, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -44,16 +44,32 @@ def restore(
             "orbax_transforms with entries are not supported by this version; pass {} to keep the target's own values "
             "for leaves that the checkpoint lacks."
         )
-    where = _listing.place(ckpt_dir, prefix)
-    for directory in {where.directory, os.path.dirname(os.path.abspath(ckpt_dir))}:
-        foreign.settle(orbax_checkpointer, directory)
-        background.raise_failures(directory)
+    settle(ckpt_dir, prefix, orbax_checkpointer)
     path = opening.locate(ckpt_dir, step, prefix)
     if path is None:
         return target
     restored = _Restore(target, orbax_checkpointer, lenient=orbax_transforms is not None).checkpoint(path)
     monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
     return restored
+
+
+def settle(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
+    """Waits for background saves of real Orbax to where a restore will look, and raises what ours failed with."""
+    where = _listing.place(ckpt_dir, prefix)
+    for directory in {where.directory, os.path.dirname(os.path.abspath(ckpt_dir))}:
+        foreign.settle(orbax_checkpointer, directory)
+        background.raise_failures(directory)
+
+
+def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
+    """What a restore without a target gives.
+
+    Args:
+        chosen: item name → its tree of leaf handles, or a part of it.
+    """
+    restore = _Restore(None, None, lenient=False)
+    values = {name: restore.item(opened, name, None, node) for name, node in chosen.items()}
+    return values if opened.is_mapping else next(iter(values.values()))
 
 
 class _Restore:
@@ -69,17 +85,18 @@ class _Restore:
             return self._through_checkpointer(path)
         with closing(opening.Opened(path)) as opened:
             if self._target is None:
-                values = {name: self._item(opened, name, None) for name in opened.parts}
-                return values if opened.is_mapping else next(iter(values.values()))
+                return read_state(opened, {name: opened.reader(name).tree for name in opened.parts})
             is_mapping = len(opened.trees) > 1 and isinstance(self._target, Mapping)
             if is_mapping and self._target.keys() <= opened.items.keys():
-                return {name: self._item(opened, name, part) for name, part in self._target.items()}
-            return self._item(opened, "" if "" in opened.items else _main_item(opened), self._target)
+                return {name: self.item(opened, name, part) for name, part in self._target.items()}
+            return self.item(opened, "" if "" in opened.items else _main_item(opened), self._target)
 
-    def _item(self, opened: opening.Opened, name: str, target: Any) -> Any:
+    def item(self, opened: opening.Opened, name: str, target: Any, part: Node | None = None) -> Any:
+        """Restores one item, or a part of its tree."""
         reader = opened.reader(name)
         # A target says nothing about a JSON item, which is restored as it is.
-        return self._tree(reader.tree, target if name in opened.trees else None, reader, opened.items[name].path)
+        target = target if name in opened.trees else None
+        return self._tree(reader.tree if part is None else part, target, reader, opened.items[name].path)
 
     def _tree(self, stored: Node, target: Any, reader: Reader | foreign.Reader, path: str) -> Any:
         if target is None:
@@ -127,18 +144,18 @@ class _Restore:
 
     def _read(self, sources: Any, reader: Reader | foreign.Reader) -> dict[int, Any]:
         """Id of a leaf handle → its value in final form, for every stored leaf among the sources."""
-        wanted = [(handle, source.target) for source in _stored(sources) for handle in _handles(source.node)]
-        if not wanted:
-            return {}
-        values = reader.read([handle for handle, _ in wanted])
         cast = self._settings.dtype == "target"
-        placed = {}
-        for index, (handle, target) in enumerate(wanted):
-            on_device = reader.format is Format.ORBAX or handle.distributed
-            value, settled = kinds.settle(values[index], handle, target)
-            placed[id(handle)] = placing.place(value, settled, target, cast=cast, on_device=on_device)
-            values[index] = value = None  # nothing but the result holds the bytes any longer
-        return placed
+        wishes = [
+            placing.Wish(handle, source.target, cast, reader.format is Format.ORBAX or handle.distributed)
+            for source in _stored(sources)
+            for handle in _handles(source.node)
+        ]
+        if not wishes:
+            return {}
+        values = reader.read([one for wish in wishes for one in wish.asked])
+        values.reverse()
+        # Popped, so that nothing but the result holds the bytes any longer.
+        return {id(wish.handle): wish.grant([values.pop() for _ in wish.asked]) for wish in wishes}
 
     def _through_checkpointer(self, path: str) -> Any:
         try:

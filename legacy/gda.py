@@ -30,12 +30,14 @@ class FolderArray:
         folder: the zarr folder.
         shape: of the array.
         dtype: of the array, in native byte order.
+        index: the box of it that is to be read, or None for all.
     """
 
     checkpoint: str
     folder: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    index: tuple[slice, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,7 @@ def _described(checkpoint: str, folder: str, fields: Any) -> FolderArray:
 
 
 def read(array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
-    """The array's values, in fresh memory.
+    """The values of the array, or of the box of it, in fresh memory.
 
     Raises:
         CorruptCheckpointError: chunks are missing or do not decode.
@@ -95,7 +97,9 @@ def read(array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
     try:
         store = tensorstore.open(spec, open=True, read=True).result()
         _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
-        result = memory.empty(array.shape, array.dtype)
+        if array.index is not None:
+            store = store[array.index][tensorstore.d[:].translate_to[0]]
+        result = memory.empty(tuple(store.shape), array.dtype)
         tensorstore.array(result).write(store).result()
     except (ValueError, MemoryError, OSError, RuntimeError) as error:
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import KeyData, Node
 
-from . import gda
+from . import gda, parts
 from .parser import parse
 from .transfer import SMALL, Small, Span, fetch, fetch_small
 from .window import Window
@@ -52,8 +52,11 @@ class MsgpackReader:
         self._closer()
         self._fd = -1
 
-    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
         """See `Reader.read`. Only the bytes of these leaves are read."""
+        return parts.read(handles, self._read)
+
+    def _read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         values: list[Any] = [None] * len(handles)
         small: list[Small] = []
         spans: list[Span] = []

@@ -7,10 +7,10 @@ names is not looked at, because real Orbax does not either (format of releases 0
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part, Reader
 from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
@@ -45,8 +45,8 @@ class Aggregate:
         """The handle of the leaf, if the file has its value."""
         return self._values.get(path)
 
-    def read(self, handles: list[LeafHandle]) -> list[Any]:
-        """The values of these handles."""
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+        """The values of these handles and parts."""
         return self._reader.read(handles)
 
     def close(self) -> None:

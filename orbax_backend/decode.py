@@ -64,9 +64,11 @@ class Decoder:
         return typed[()] if self.kind is LeafKind.NUMPY_SCALAR else typed
 
     def _retyped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        # The shape is not that of the leaf where only a box of it was read.
+        shape = array.shape if len(self.shape) == array.ndim else array.shape[:-1]
         if array.size == 0:
-            return np.empty(self.shape, self.dtype)
-        return array.reshape(-1).view(self.dtype).reshape(self.shape)
+            return np.empty(shape, self.dtype)
+        return array.reshape(-1).view(self.dtype).reshape(shape)
 
 
 def make_decoder(value_type: str, info: ArrayInfo, mark: LeafMark, key_impl: str | None) -> Decoder:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,35 +15,19 @@ import tensorstore as ts
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 
+from . import grid, plain
+from .grid import Box
 from .index import Extent, Index, Place, Present
+from .jobs import Job, Request, by_chunk, show
 from .names import key_prefix
-from .zarr import ArrayInfo
+from .plain import Copy, Piece, in_threads
 
 _Array = np.ndarray[Any, Any]
-_THREADS = min(8, 2 * (os.cpu_count() or 1))
-_PIECE_BYTES = 16 << 20
+_CHUNKS_AT_ONCE = min(8, 2 * (os.cpu_count() or 1))
 # zstd, the best of the codecs at this, turns 4 bytes into at most 128 KiB.
 _MAX_RATIO = 1 << 16
 _CACHE_BYTES = 64 << 20
 _MAX_CHUNKS = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Job:
-    """One array to read: its stored name, metadata, and key path for messages."""
-
-    name: str
-    info: ArrayInfo
-    shown: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
-    """A range of a file, and the memory it goes to."""
-
-    job: Job
-    extent: Extent
-    target: memoryview
 
 
 class Fetcher:
@@ -63,57 +47,55 @@ class Fetcher:
             CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
             StorageError: the file system refused.
         """
-        by_driver: list[tuple[Job, _Array]] = []
-        pieces: list[_Piece] = []
-        arrays = []
         sizes: dict[str, int] = {}
-        for job in jobs:
-            places = self._locate(job, sizes)
-            if len(places) == 1 and job.info.is_one_raw_chunk and not isinstance(places[0], Present):
-                array = self._plain(job, places[0], pieces)
-            else:
-                array = self._empty(job)
-                if array.size:
-                    by_driver.append((job, array))
-            arrays.append(array)
-        opened = [(job, array, self._open(job)) for job, array in by_driver]
-        self._read_pieces(pieces)
-        self._copy(opened)
-        return arrays
+        requests = [self._request(job, sizes) for job in jobs]
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            if request.array.size:
+                groups.setdefault(request.job.name, []).append(request)
+        raw = [group for group in groups.values() if _is_plain(group)]
+        opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_plain(group)]
+        self._read_pieces([piece for group in raw for piece in _pieces(group)])
+        self._read_opened(opened)
+        return [request.array for request in requests]
 
-    def _plain(self, job: Job, place: bytes | Extent, pieces: list[_Piece]) -> _Array:
-        """An array whose bytes are known (then filled in) or lie in a file (then added to the pieces)."""
-        length = _stored_bytes(place)
-        if length != job.info.nbytes:
-            raise self._corrupt(job, f"its data has {length} bytes, expected {job.info.nbytes} for {_show(job.info)}")
-        array = self._empty(job)
-        target = memory.as_bytes(array)
-        if isinstance(place, Extent):
-            for start in range(0, length, _PIECE_BYTES):
-                part = target[start : start + _PIECE_BYTES]
-                pieces.append(_Piece(job, Extent(place.file, place.offset + start, len(part)), part))
-        else:
-            target[:] = place
-        return array
+    def _request(self, job: Job, sizes: dict[str, int]) -> Request:
+        chunks, complete = self._locate(job, sizes)
+        try:
+            return Request(job, memory.empty(job.shape, job.info.dtype), chunks, complete)
+        except (MemoryError, ValueError) as error:
+            raise self._corrupt(job, f"there is no memory for {show(job)}") from error
 
-    def _locate(self, job: Job, sizes: dict[str, int]) -> list[Place]:
+    def _locate(self, job: Job, sizes: dict[str, int]) -> tuple[list[tuple[Place, Box]], bool]:
         """Where all chunks lie; a missing one is an error unless the checkpoint's convention is to leave some out."""
-        prefix, places, stored = key_prefix(job.name), [], 0
+        prefix, found, stored, complete = key_prefix(job.name), [], 0, True
         may_lack = self._fills_missing and job.info.has_fill_value
         # Where chunks may be missing the first one does not end the walk over a hostile grid of 2**60.
-        for key in itertools.islice(job.info.chunk_keys(), _MAX_CHUNKS if may_lack else None):
-            place = self._index.find(prefix + key)
+        limit = _MAX_CHUNKS if may_lack else None
+        for cell, box in itertools.islice(grid.cells(job.region, job.info.chunks), limit):
+            key = prefix + job.info.chunk_key(cell)
+            place = self._index.find(key)
             if place is None and may_lack:
+                complete = False
                 continue
             if place is None:
-                raise self._corrupt(job, f"the chunk {prefix + key!r} is missing")
-            if isinstance(place, Extent):
-                self._check_inside(job, place, sizes)
-            places.append(place)
+                raise self._corrupt(job, f"the chunk {key!r} is missing")
+            self._check(job, place, sizes)
+            found.append((place, box))
             stored += _stored_bytes(place)
-        if not may_lack and job.info.nbytes > stored * _MAX_RATIO:
-            raise self._corrupt(job, f"{stored} stored bytes cannot hold {_show(job.info)}")
-        return places
+        if not may_lack and math.prod(job.shape) * job.info.dtype.itemsize > stored * _MAX_RATIO:
+            raise self._corrupt(job, f"{stored} stored bytes cannot hold {show(job)}")
+        # Beyond the limit nobody looked, so TensorStore has to.
+        return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
+
+    def _check(self, job: Job, place: Place, sizes: dict[str, int]) -> None:
+        if isinstance(place, Present):
+            return
+        length, expected = _stored_bytes(place), job.info.chunk_nbytes
+        if job.info.raw and length != expected:
+            raise self._corrupt(job, f"its data has {length} bytes, expected {expected} for {show(job)}")
+        if isinstance(place, Extent):
+            self._check_inside(job, place, sizes)
 
     def _check_inside(self, job: Job, extent: Extent, sizes: dict[str, int]) -> None:
         if extent.file not in sizes:
@@ -131,13 +113,7 @@ class Fetcher:
                 f"{extent.offset + extent.length}",
             )
 
-    def _empty(self, job: Job) -> _Array:
-        try:
-            return memory.empty(job.info.shape, job.info.dtype)
-        except (MemoryError, ValueError) as error:
-            raise self._corrupt(job, f"there is no memory for {_show(job.info)}") from error
-
-    def _read_pieces(self, pieces: list[_Piece]) -> None:
+    def _read_pieces(self, pieces: list[Piece]) -> None:
         if not pieces:
             return
         pieces.sort(key=lambda piece: (piece.extent.file, piece.extent.offset))
@@ -146,28 +122,28 @@ class Fetcher:
             for piece in pieces:
                 if piece.extent.file not in files:
                     files[piece.extent.file] = self._open_file(piece)
-            _in_threads(lambda piece: self._read_piece(files[piece.extent.file], piece), pieces)
+            in_threads(lambda piece: piece.read(lambda p, target: self._fill(files[p.extent.file], p, target)), pieces)
         finally:
             for fd in files.values():
                 os.close(fd)
 
-    def _open_file(self, piece: _Piece) -> int:
+    def _open_file(self, piece: Piece) -> int:
         try:
             return os.open(os.path.join(self._path, piece.extent.file), os.O_RDONLY)
         except FileNotFoundError as error:
-            raise self._corrupt(piece.job, f"the file {piece.extent.file} is missing") from error
+            raise self._corrupt(piece.owner, f"the file {piece.extent.file} is missing") from error
         except OSError as error:
             raise self._refused(piece.extent.file, error) from error
 
-    def _read_piece(self, fd: int, piece: _Piece) -> None:
+    def _fill(self, fd: int, piece: Piece, target: memoryview) -> None:
         done = 0
         while done < piece.extent.length:
             try:
-                count = os.preadv(fd, [piece.target[done:]], piece.extent.offset + done)
+                count = os.preadv(fd, [target[done:]], piece.extent.offset + done)
             except OSError as error:
                 raise self._refused(piece.extent.file, error) from error
             if not count:
-                raise self._corrupt(piece.job, f"the file {piece.extent.file} ends too early")
+                raise self._corrupt(piece.owner, f"the file {piece.extent.file} ends too early")
             done += count
 
     def _open(self, job: Job) -> Any:
@@ -179,19 +155,28 @@ class Fetcher:
         with _Translated(self, job):
             return ts.open(spec, open=True, read=True, context=self._context)
 
-    def _copy(self, opened: list[tuple[Job, _Array, Any]]) -> None:
-        copies = []
-        for job, array, future in opened:
+    def _read_opened(self, opened: list[tuple[list[Request], Any]]) -> None:
+        """Boxes of several arrays, through TensorStore."""
+        started: list[tuple[Request, Any]] = []
+        shared: list[tuple[list[Request], Any]] = []
+        for group, future in opened:
+            job = group[0].job
             with _Translated(self, job):
                 store = future.result()
                 if store.shape != job.info.shape:
                     raise ValueError(f"the shape {store.shape} was expected to be {job.info.shape}")
-                copies.append((job, array, _start_copy(array, store)))
-        for job, array, copy in copies:
-            with _Translated(self, job):
-                copy.result()
-            if not array.dtype.isnative:
-                array.view(array.dtype.newbyteorder()).byteswap(inplace=True)
+                if _share_chunks(group):
+                    shared.append((group, store))
+                else:
+                    started += [(request, _start_copy(request, store)) for request in group]
+        for request, copied in started:
+            with _Translated(self, request.job):
+                copied.result()
+            if not request.array.dtype.isnative:
+                request.array.view(request.array.dtype.newbyteorder()).byteswap(inplace=True)
+        for group, store in shared:
+            with _Translated(self, group[0].job):
+                _read_by_chunk(group, store)
 
     def _corrupt(self, job: Job, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -224,35 +209,55 @@ class _Translated:
             raise self._fetcher._corrupt(self._job, str(error)) from error
 
 
-def _start_copy(array: _Array, store: Any) -> Any:
+def _is_plain(group: list[Request]) -> bool:
+    """Whether the bytes of all chunks are the values, and it is known where they lie."""
+    return group[0].job.info.raw and all(
+        request.complete and not any(isinstance(place, Present) for place, _ in request.chunks) for request in group
+    )
+
+
+def _start_copy(request: Request, store: Any) -> Any:
     """Has TensorStore write into our memory, in native byte order."""
+    array = request.array
     native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
-    return ts.array(native).write(store)
+    wanted = store if request.job.box is None else store[request.job.box][ts.d[:].translate_to[0]]
+    return ts.array(native).write(wanted)
+
+
+def _share_chunks(group: list[Request]) -> bool:
+    """Whether to read by chunks that are there; only TensorStore knows what stands for those that are not."""
+    return (
+        len(group) > 1
+        and all(request.complete for request in group)
+        and any(len(copies) > 1 for _, copies in by_chunk(group).values())
+    )
+
+
+def _read_by_chunk(group: list[Request], store: Any) -> None:
+    """Decodes each chunk once, whatever number of boxes lie in it."""
+    with concurrent.futures.ThreadPoolExecutor(_CHUNKS_AT_ONCE) as pool:
+        chunks = by_chunk(group).items()
+        for done in [pool.submit(_read_chunk, store, start, copies) for start, (_, copies) in chunks]:
+            done.result()
+
+
+def _read_chunk(store: Any, start: tuple[int, ...], copies: list[Copy]) -> None:
+    inner = grid.hull([copy.source for copy in copies])
+    box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
+    values = store[box].read().result()
+    plain.scatter(values, [Copy(grid.within(copy.source, inner), copy.array, copy.target) for copy in copies])
+
+
+def _pieces(group: list[Request]) -> list[Piece]:
+    """What to read for boxes of one array of plain chunks."""
+    job = group[0].job
+    found: list[Piece] = []
+    for place, copies in by_chunk(group).values():
+        found += plain.place(job, place, job.info.chunks, copies)
+    return found
 
 
 def _stored_bytes(place: Place) -> int:
     if isinstance(place, Present):
         return 1 << 40  # nothing is known, so nothing is refused
     return place.length if isinstance(place, Extent) else len(place)
-
-
-def _in_threads(function: Callable[[_Piece], None], pieces: list[_Piece]) -> None:
-    if sum(piece.extent.length for piece in pieces) < _PIECE_BYTES // 4:
-        for piece in pieces:
-            function(piece)
-        return
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        # Few tasks of many pieces: a task costs more than a small read.
-        step = max(1, len(pieces) // (_THREADS * 8))
-        groups = [pieces[start : start + step] for start in range(0, len(pieces), step)]
-        for done in [pool.submit(_each, function, group) for group in groups]:
-            done.result()
-
-
-def _each(function: Callable[[_Piece], None], pieces: list[_Piece]) -> None:
-    for piece in pieces:
-        function(piece)
-
-
-def _show(info: ArrayInfo) -> str:
-    return f"{info.dtype.name}{list(info.shape)}"

@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
 
+from . import grid
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
 from .assemble import build_tree
 from .decode import Decoder, kinds_of, make_decoder
-from .fetch import Fetcher, Job
+from .fetch import Fetcher
 from .index import Index, open_index
 from .items import implementation
+from .jobs import Job
 from .leaves import JAX_ARRAY, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
@@ -50,6 +52,18 @@ class _Where:
     decoder: Decoder
 
 
+def _place(wanted: LeafHandle | Part) -> Any:
+    """How to read what is wanted."""
+    if isinstance(wanted, LeafHandle):
+        return wanted.where
+    where = wanted.handle.where
+    if isinstance(where, LeafHandle):
+        return Part(where, wanted.index)
+    # A dtype that the format lacks is stored with an axis more.
+    inner = grid.whole(where.job.info.shape[len(wanted.index) :])
+    return dataclasses.replace(where, job=dataclasses.replace(where.job, box=(*wanted.index, *inner)))
+
+
 class OrbaxReader:
     """One open directory; see `flax_ckpt_compat._core.backend.Reader`."""
 
@@ -67,13 +81,14 @@ class OrbaxReader:
         except RecursionError as error:
             raise self._corrupt("<root>", "the tree is nested too deeply") from error
 
-    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
-        """The values of these handles; see `flax_ckpt_compat._core.backend.Reader.read`."""
-        jobs = [handle.where.job for handle in handles if isinstance(handle.where, _Where)]
-        inner = [handle.where for handle in handles if isinstance(handle.where, LeafHandle)]
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+        """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
+        places = [_place(handle) for handle in handles]
+        jobs = [where.job for where in places if isinstance(where, _Where)]
+        inner = [where for where in places if isinstance(where, LeafHandle | Part)]
         arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
         aggregated = iter(self._aggregate.read(inner) if self._aggregate is not None else ())
-        return [self._value(handle.where, arrays, aggregated) for handle in handles]
+        return [self._value(where, arrays, aggregated) for where in places]
 
     def close(self) -> None:
         """Closes the msgpack file of old releases; nothing else stays open between reads."""
@@ -83,7 +98,7 @@ class OrbaxReader:
     def _value(self, where: Any, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
         if isinstance(where, _Where):
             return self._decode(where, next(arrays))
-        return next(aggregated) if isinstance(where, LeafHandle) else where
+        return next(aggregated) if isinstance(where, LeafHandle | Part) else where
 
     def _node(self, entry: LeafEntry) -> Node:
         # A value in the msgpack file overrides the arrays, as in real Orbax.

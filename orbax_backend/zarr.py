@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -96,24 +95,14 @@ class ArrayInfo:
         return self.raw and self.chunks == self.shape
 
     @property
-    def chunk_count(self) -> int:
-        """How many chunks the grid has; 0 for an array without elements."""
-        return math.prod(self._grid())
+    def chunk_nbytes(self) -> int:
+        """Size of one chunk in bytes; zarr stores those at the edge whole, too."""
+        return math.prod(self.chunks) * self.dtype.itemsize
 
-    def chunk_keys(self) -> Iterator[str]:
-        """The key of every chunk, relative to the array's own prefix."""
-        grid = self._grid()
+    def chunk_key(self, cell: tuple[int, ...]) -> str:
+        """The key of a chunk, relative to the array's own prefix."""
         first = [self.prefix] if self.prefix else []
-        # Not itertools.product, which lays out every axis in memory: a hostile grid has 2**60 chunks.
-        for flat in range(math.prod(grid)):
-            index: list[str] = []
-            for length in reversed(grid):
-                flat, position = divmod(flat, length)
-                index.append(str(position))
-            yield self.separator.join([*first, *reversed(index)]) or "0"
-
-    def _grid(self) -> list[int]:
-        return [-(-length // chunk) for length, chunk in zip(self.shape, self.chunks, strict=True)]
+        return self.separator.join([*first, *map(str, cell)]) or "0"
 
 
 def typestr(dtype: np.dtype[Any]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.tree import Node, Path
 
 
@@ -72,6 +73,26 @@ class LeafHandle:
         return self.reader.read([self])[0]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A box of a stored array, to be read without the rest of it.
+
+    Attributes:
+        handle: of an array.
+        index: start and stop on every axis, within the array and without steps.
+    """
+
+    handle: LeafHandle
+    index: tuple[slice, ...]
+
+    def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The box of the whole array, in memory of its own."""
+        box = value[self.index]
+        result = memory.empty(box.shape, box.dtype)
+        result[...] = box
+        return result
+
+
 class Reader(Protocol):
     """An open checkpoint. Opening read no array data."""
 
@@ -79,8 +100,10 @@ class Reader(Protocol):
     path: str
     tree: Node
 
-    def read(self, handles: Sequence[LeafHandle]) -> list[Any]:
-        """The values of these handles, in their order; large ones are read in parallel.
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+        """The values of these handles and parts, in their order; large ones are read in parallel.
+
+        Several parts of one array are asked for together, so that no stored chunk is decoded twice.
 
         Returns:
             ``np.ndarray`` (writable, C order, own memory, 64-byte aligned), numpy or Python scalars, str,

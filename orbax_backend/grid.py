@@ -1,0 +1,109 @@
+"""Boxes of arrays: which chunks they touch, and which runs of elements two arrays share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from operator import mul
+
+Box = tuple[slice, ...]  # start and stop on every axis, without steps
+Shape = tuple[int, ...]
+
+
+def whole(shape: Shape) -> Box:
+    """All of an array."""
+    return tuple(slice(0, length) for length in shape)
+
+
+def shape_of(box: Box) -> Shape:
+    """Its lengths."""
+    return tuple(side.stop - side.start for side in box)
+
+
+def overlap(one: Box, other: Box) -> Box:
+    """What both contain; they do meet."""
+    return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+
+
+def hull(boxes: Sequence[Box]) -> Box:
+    """The smallest box around them."""
+    return tuple(slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*boxes, strict=True))
+
+
+def within(box: Box, outer: Box) -> Box:
+    """A box as seen from the start of another one."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
+def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
+    """Index and extent (beyond the array's end, too) of every chunk that a box touches."""
+    if 0 in shape_of(box):
+        return
+    first = [side.start // length for side, length in zip(box, chunks, strict=True)]
+    counts = [-(-side.stop // length) - at for side, length, at in zip(box, chunks, first, strict=True)]
+    # Not itertools.product, which lays out every axis in memory: a hostile grid has 2**60 chunks.
+    for flat in range(math.prod(counts)):
+        index: list[int] = []
+        for start, count in zip(reversed(first), reversed(counts), strict=True):
+            flat, position = divmod(flat, count)
+            index.append(start + position)
+        cell = tuple(reversed(index))
+        yield cell, tuple(slice(i * length, (i + 1) * length) for i, length in zip(cell, chunks, strict=True))
+
+
+def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tuple[int, Iterator[tuple[int, int]]]:
+    """How a box of one C-order array lies in a box of another, run by run.
+
+    Args:
+        source, target: shapes of the arrays.
+        source_box, target_box: boxes of one shape in them.
+
+    Returns:
+        The number of elements of a run, and where each begins in the source and in the target, in elements.
+    """
+    extent = shape_of(source_box)
+    axis = max(0, len(extent) - 1)
+    while axis and extent[axis] == source[axis] == target[axis]:
+        axis -= 1
+    source_at, target_at = offset(source, source_box), offset(target, target_box)
+    source_steps, target_steps = _strides(source), _strides(target)
+    places = (
+        (source_at + sum(map(mul, index, source_steps)), target_at + sum(map(mul, index, target_steps)))
+        for index in itertools.product(*map(range, extent[:axis]))
+    )
+    return math.prod(extent[axis:]), places
+
+
+def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
+    """Cuts the rows that a box touches into boxes that lie in one piece in a C-order array.
+
+    Args:
+        box: in the array.
+        shape: of the array.
+        limit: elements of one piece.
+    """
+    return _bands(box, shape, limit, [])
+
+
+def _bands(box: Box, shape: Shape, limit: int, fixed: list[slice]) -> Iterator[Box]:
+    axis = len(fixed)
+    row = math.prod(shape[axis + 1 :])
+    positions = range(box[axis].start, box[axis].stop)
+    if (row > limit or len(positions) == 1) and axis + 1 < len(shape):
+        for at in positions:
+            yield from _bands(box, shape, limit, [*fixed, slice(at, at + 1)])
+        return
+    rest = whole(shape[axis + 1 :])
+    step = max(1, limit // row)
+    for at in positions[::step]:
+        yield (*fixed, slice(at, min(at + step, box[axis].stop)), *rest)
+
+
+def offset(shape: Shape, box: Box) -> int:
+    """Where a box begins in a C-order array, in elements."""
+    return sum(side.start * step for side, step in zip(box, _strides(shape), strict=True))
+
+
+def _strides(shape: Shape) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -1,0 +1,162 @@
+"""Parts of arrays: any boxes of any chunk grid, with and without a codec, against numpy's own slicing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core.backend import LeafHandle, Part
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from tests.support.orbax_trees import handles, save
+
+CODECS: dict[str, Any] = {"raw": None, "zstd": {"id": "zstd", "level": 1}}
+
+
+def stored_by_tensorstore(path: Path, values: np.ndarray[Any, Any], chunks: list[int], codec: str) -> LeafHandle:
+    """A checkpoint of one array, as TensorStore writes it with a chunk grid of any shape."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(path / "a")},
+        "metadata": {"chunks": chunks, "compressor": CODECS[codec], "dtype": values.dtype.str, "shape": values.shape},
+        "store_data_equal_to_fill_value": True,
+    }
+    path.mkdir(parents=True)
+    ts.open(spec, create=True).result()[...] = values.astype(values.dtype.newbyteorder("="))
+    entry = {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": "np.ndarray"}}
+    entry["value_metadata"]["skip_deserialize"] = False  # type: ignore[call-overload]
+    metadata = {"tree_metadata": {"('a',)": entry}, "use_ocdbt": False, "use_zarr3": False}
+    (path / "_METADATA").write_text(json.dumps({**metadata, "store_array_data_equal_to_fill_value": True}))
+    return handles(path)["a"]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[tuple[slice, ...]]]:
+    """A shape, a chunk grid for it, and boxes in it."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    chunks = [draw(st.integers(1, length + 1)) for length in shape]
+    boxes = []
+    for _ in range(draw(st.integers(1, 4))):
+        sides = [sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2))) for n in shape]
+        boxes.append(tuple(slice(start, stop) for start, stop in sides))
+    return shape, chunks, boxes
+
+
+@given(case=cases(), codec=st.sampled_from(sorted(CODECS)), dtype=st.sampled_from(["<f4", ">i2", "|u1", "<c16"]))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_boxes_are_what_numpy_slices(
+    tmp_path_factory: pytest.TempPathFactory, case: Any, codec: str, dtype: str
+) -> None:
+    """Any boxes of any grid, read together with the whole, are what numpy slices, in memory of their own."""
+    shape, chunks, boxes = case
+    values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
+    handle = stored_by_tensorstore(tmp_path_factory.mktemp("boxes") / "c", values, chunks, codec)
+    whole, *found = handle.reader.read([handle, *(Part(handle, box) for box in boxes)])
+    assert np.array_equal(whole, values)
+    for box, part in zip(boxes, found, strict=True):
+        assert part.dtype == values.dtype
+        assert part.flags.writeable
+        assert part.flags.c_contiguous
+        assert np.array_equal(part, values[box])
+        part[...] = 0
+    assert np.array_equal(whole, values)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("chunks", [[3000, 700], [1000, 700], [3000, 100], [7, 333]])
+def test_large_boxes(tmp_path: Path, codec: str, chunks: list[int]) -> None:
+    """Rows, columns and blocks of an array of some megabytes, whatever way its reads are planned."""
+    values = np.arange(3000 * 700, dtype=np.float64).reshape(3000, 700)
+    handle = stored_by_tensorstore(tmp_path / "c", values, chunks, codec)
+    columns = [(slice(0, 3000), slice(start, start + 100)) for start in range(0, 700, 100)]
+    rows = [(slice(start, start + 1500), slice(0, 700)) for start in (0, 1500)]
+    block = [(slice(5, 2500), slice(17, 640))]
+    for boxes in (columns, columns[:1], rows, block, columns + rows + block):
+        for box, part in zip(boxes, handle.reader.read([Part(handle, box) for box in boxes]), strict=True):
+            assert np.array_equal(part, values[box])
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Counts the bytes that ``os.preadv`` gave since the last call."""
+    total = 0
+    real = os.preadv
+
+    def counting(*arguments: Any) -> int:
+        nonlocal total
+        count = real(*arguments)
+        total += count
+        return count
+
+    def since() -> int:
+        nonlocal total
+        count, total = total, 0
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    return since
+
+
+@pytest.mark.parametrize("chunks", [[800, 1024], [100, 1024]])
+def test_rows_read_their_own_bytes_only(tmp_path: Path, chunks: list[int], bytes_read: Callable[[], int]) -> None:
+    """An eighth of the rows costs an eighth of the bytes, stored in one chunk or in eight."""
+    values = np.random.default_rng(1).random((800, 1024)).astype(np.float32)
+    handle = stored_by_tensorstore(tmp_path / "c", values, chunks, "raw")
+    bytes_read()
+    (part,) = handle.reader.read([Part(handle, (slice(300, 400), slice(0, 1024)))])
+    assert bytes_read() == values.nbytes // 8
+    assert np.array_equal(part, values[300:400])
+
+
+def test_long_pieces_of_rows_read_their_own_bytes_only(tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+    """Half of the columns of one chunk with long rows costs half of the bytes."""
+    values = np.random.default_rng(1).random((64, 4096))
+    handle = stored_by_tensorstore(tmp_path / "c", values, [64, 4096], "raw")
+    bytes_read()
+    (part,) = handle.reader.read([Part(handle, (slice(0, 64), slice(2048, 4096)))])
+    assert bytes_read() == values.nbytes // 2
+    assert np.array_equal(part, values[:, 2048:])
+
+
+def test_columns_of_one_chunk_are_read_once_together(tmp_path: Path, bytes_read: Callable[[], int]) -> None:
+    """Eight boxes of columns that together are the array cost the array's bytes once."""
+    values = np.random.default_rng(1).random((512, 64))
+    handle = stored_by_tensorstore(tmp_path / "c", values, [512, 64], "raw")
+    bytes_read()
+    boxes = [(slice(0, 512), slice(start, start + 8)) for start in range(0, 64, 8)]
+    for box, part in zip(boxes, handle.reader.read([Part(handle, box) for box in boxes]), strict=True):
+        assert np.array_equal(part, values[box])
+    assert bytes_read() == values.nbytes
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_lost_chunk_matters_where_it_is_wanted(tmp_path: Path, codec: str) -> None:
+    """A box that a missing chunk touches is an error that names the leaf; other boxes still read."""
+    values = np.arange(80.0).reshape(8, 10)
+    handle = stored_by_tensorstore(tmp_path / "c", values, [2, 10], codec)
+    (tmp_path / "c" / "a" / "1.0").unlink()
+    (part,) = handle.reader.read([Part(handle, (slice(4, 8), slice(0, 10)))])
+    assert np.array_equal(part, values[4:])
+    with pytest.raises(CorruptCheckpointError, match=r"1\.0.*missing"):
+        handle.reader.read([Part(handle, (slice(3, 5), slice(0, 10)))])
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "U5", "float8_e4m3", "longdouble"])
+def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
+    """Arrays that are stored in another dtype, some with an axis more, have parts as well."""
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    values = np.arange(24).reshape(4, 6).astype(kind)
+    handle = handles(save(tmp_path / "c", {"a": values}))["a"]
+    (part,) = handle.reader.read([Part(handle, (slice(1, 3), slice(2, 6)))])
+    assert part.dtype == kind
+    assert np.array_equal(part, values[1:3, 2:6])
