@@ -5,9 +5,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
 
 from flax_ckpt_compat import checkpoints
 from tests.support import corpus
@@ -111,3 +115,23 @@ def test_roots_and_steps_of_managers(case: corpus.Case, unpacked: Path) -> None:
     assert len(older) > 1
     for step in set(older) - {meta["step"]}:
         assert checkpoints.restore_checkpoint(root, None, step)["n"] != expected["n"]["value"]
+
+
+TRAIN_STATES = [case for case in CASES if case.name.endswith("train_state")]
+
+
+@pytest.mark.parametrize("case", TRAIN_STATES, ids=str)
+def test_train_states(case: corpus.Case, unpacked: Path) -> None:
+    """A real TrainState with optax' own states is rebuilt from the files of every release."""
+    path, expected, _ = read_case(case, unpacked)
+    params = {
+        "Dense_0": {name: corpus.expected_value(expected[f"params/Dense_0/{name}"]) for name in ("bias", "kernel")}
+    }
+    zeros = {"Dense_0": jax.tree.map(jnp.zeros_like, saved)}
+    target = TrainState.create(apply_fn=None, params=zeros, tx=optax.adamw(1e-3))
+    restored = restore(case, path, target)
+    assert type(restored) is TrainState and jax.tree.structure(restored) == jax.tree.structure(target)
+    stored = serialization.to_state_dict(restored)
+    wrong = {name: corpus.difference(case, name, expected[name], leaf, with_target=True)
+             for name, leaf in corpus.flatten(stored)}  # fmt: skip
+    assert wrong.keys() == expected.keys() and not any(wrong.values())
