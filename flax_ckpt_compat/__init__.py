@@ -15,18 +15,36 @@ if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
 if _TYPE_CHECKING:
     from flax_ckpt_compat import checkpoints, config, errors
     from flax_ckpt_compat._install import install, installed, uninstall
+    from flax_ckpt_compat.inventory import iter_checkpoints
+    from flax_ckpt_compat.view import open_checkpoint
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "checkpoints", "config", "errors", "install", "installed", "uninstall"]
+__all__ = [
+    "__version__",
+    "checkpoints",
+    "config",
+    "errors",
+    "install",
+    "installed",
+    "iter_checkpoints",
+    "open_checkpoint",
+    "uninstall",
+]
 
-_FUNCTIONS = ("install", "installed", "uninstall")
+_FUNCTIONS = {
+    "install": "_install",
+    "installed": "_install",
+    "iter_checkpoints": "inventory",
+    "open_checkpoint": "view",
+    "uninstall": "_install",
+}
 
 
 def __getattr__(name: str) -> _Any:
     # Scripts set jax's environment variables after this import, so nothing that loads jax may be loaded here.
     if name in _FUNCTIONS:
-        return getattr(_import_module("flax_ckpt_compat._install"), name)
+        return getattr(_import_module(f"flax_ckpt_compat.{_FUNCTIONS[name]}"), name)
     if name in __all__:
         return _import_module(f"flax_ckpt_compat.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ STOREYS = (
     {"__init__"},
     {"_install"},
     {"checkpoints"},
+    {"view"},
     {"saving", "restoring"},
     {"(parts)"},
     {"config", "errors", "_routing"},

@@ -1,0 +1,265 @@
+"""open_checkpoint: what it shows, what it reads, and what it leaves unread."""
+
+import datetime
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
+from tests.support.samples import SAMPLES, fingerprint
+from tests.support.saves import use_flag
+
+TREE: dict[str, Any] = {
+    "params": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16)},
+    "opt": [{"count": np.int32(4)}, (np.ones(2), None)],
+    "epoch": 3,
+    "name": "run",
+    "empty": {},
+}
+LEAVES = {
+    "params/kernel": ("array", (2, 3), "float32", 24),
+    "params/bias": ("array", (3,), "bfloat16", 6),
+    "opt/0/count": ("numpy scalar", (), "int32", 4),
+    "opt/1/0": ("array", (2,), "float64", 16),
+    "epoch": ("int", (), None, None),
+    "name": ("str", (), None, None),
+}
+
+
+@pytest.fixture
+def saved(flag: bool, tmp_path: Path) -> Path:
+    """TREE at step 7, in either format."""
+    checkpoints.save_checkpoint(tmp_path, TREE, 7)
+    return tmp_path
+
+
+def test_leaves_tell_what_is_stored(saved: Path, flag: bool) -> None:
+    """Each leaf has its kind, shape, dtype and bytes; None and empty dicts are no leaves."""
+    with open_checkpoint(saved) as view:
+        leaves = view.leaves()
+        assert leaves.keys() == LEAVES.keys()
+        for path, (kind, shape, dtype, nbytes) in LEAVES.items():
+            leaf = leaves[path]
+            assert "/".join(leaf.path) == path
+            assert (leaf.kind.value, leaf.shape) == (kind, shape)
+            assert leaf.dtype is None if dtype is None else leaf.dtype == jnp.dtype(dtype)
+            assert nbytes is None or leaf.nbytes == nbytes
+        assert leaves["params/kernel"].name == ("params.kernel" if flag else "params/kernel")
+
+
+def test_format_step_and_path(saved: Path, flag: bool) -> None:
+    """A view knows its format, step and path, however the checkpoint was named."""
+    for path, step in ((saved, None), (saved, 7), (saved / "checkpoint_7", None), (str(saved) + "/", np.int32(7))):
+        with open_checkpoint(path, step) as view:
+            assert (view.format, view.step) == ("orbax" if flag else "msgpack", 7)
+            assert view.path == str(saved / "checkpoint_7")
+
+
+def test_tree_keeps_containers(saved: Path, flag: bool) -> None:
+    """The tree of an Orbax directory has its lists and tuples, that of a msgpack file what the file has: maps."""
+    with open_checkpoint(saved) as view:
+        opt = view.tree["opt"]
+        assert (type(opt), type(opt[1])) == (list, tuple) if flag else type(opt) is dict
+        assert (opt[1][1] if flag else opt["1"]["1"]) is None
+        assert view.tree["empty"] == {} and view.tree["params"]["kernel"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_read_is_restore_without_a_target(sample: str, flag: bool, tmp_path: Path) -> None:
+    """read() gives just what restore_checkpoint(…, None) gives, and reading leaf by leaf the same leaves."""
+    checkpoints.save_checkpoint(tmp_path, SAMPLES[sample](), 1)
+    expected = checkpoints.restore_checkpoint(tmp_path, None)
+    with open_checkpoint(tmp_path) as view:
+        assert fingerprint(view.read()) == fingerprint(expected)
+        for path, leaf in view.leaves().items():
+            value, want = view.read(leaf.path), expected
+            for name in leaf.path:
+                value, want = value[name], want[name]
+            assert fingerprint(value) == fingerprint(want), path
+
+
+def test_read_some_leaves(saved: Path) -> None:
+    """A leaf or a subtree, as text or as a tuple, alone or in a list, comes in its place and without the others."""
+    with open_checkpoint(saved) as view:
+        whole = view.read()
+        for paths in ("params/kernel", ("params", "kernel"), ["params/kernel"]):
+            only = view.read(paths)
+            assert fingerprint(only) == fingerprint({"params": {"kernel": whole["params"]["kernel"]}})
+        assert fingerprint(view.read("params")) == fingerprint({"params": whole["params"]})
+        some = view.read(["epoch", ("opt", 1), "empty", "params/kernel", "params"])
+        assert some.keys() == {"params", "opt", "epoch", "empty"} and some["opt"].keys() == {"1"}
+        whole["opt"].pop("0")
+        assert fingerprint(some) == fingerprint({name: whole[name] for name in some})
+        whole = view.read()
+        assert view.read([]) == {}
+        assert fingerprint(view.read("")) == fingerprint(whole)
+
+
+def test_paths_that_are_not_there(saved: Path) -> None:
+    """Paths that no leaf or subtree has are an error that names each of them and what is near."""
+    with open_checkpoint(saved) as view:
+        with pytest.raises(errors.MissingLeavesError, match=r"params/kernal   \(stored: params/kernel") as caught:
+            view.read(["epoch", "params/kernal", ("opt", 5)])
+        assert caught.value.missing == ("params/kernal", "opt/5")
+
+
+def test_names_with_slashes(tmp_path: Path) -> None:
+    """Where two paths look the same, leaves() refuses to drop one, and tuples tell them apart."""
+    (tmp_path / "file").write_bytes(serialization.msgpack_serialize({"a/b": 1, "a": {"b": 2}}))
+    with open_checkpoint(tmp_path / "file") as view:
+        with pytest.raises(errors.NameCollisionError, match="'a/b'"):
+            view.leaves()
+        assert view.read([("a", "b")]) == {"a": {"b": 2}}
+        assert view.read([("a/b",)]) == {"a/b": 1}
+        assert view.read("a/b") == {"a/b": 1, "a": {"b": 2}}
+
+
+def test_settings_hold(saved: Path, flag: bool) -> None:
+    """The setting ``structure="stored"`` gives lists and tuples here too."""
+    with open_checkpoint(saved) as view, config.override(structure="stored"):
+        assert type(view.read("opt")["opt"]) is (list if flag else dict)
+        assert view.read("opt/1/0")["opt"].keys() == {"1"}
+
+
+def test_keys_come_as_keys(flag: bool, tmp_path: Path) -> None:
+    """A typed PRNG key is a leaf of its own kind and comes back typed."""
+    checkpoints.save_checkpoint(tmp_path, {"key": jax.random.key(3)}, 1)
+    with open_checkpoint(tmp_path) as view:
+        assert view.leaves()["key"].kind.value == "prng key"
+        assert fingerprint(view.read("key")) == fingerprint({"key": jax.random.key(3)})
+
+
+def bytes_read() -> int:
+    """How many bytes this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
+def test_opening_reads_no_array_data(flag: bool, tmp_path: Path) -> None:
+    """Of 32 MiB of arrays, opening reads no hundredth; one leaf of eight costs about its own bytes."""
+    rng = np.random.default_rng(0)
+    tree = {f"w{i}": rng.random(2**19) for i in range(8)}
+    checkpoints.save_checkpoint(tmp_path / "small", {"a": np.ones(2)}, 1)
+    with open_checkpoint(tmp_path / "small") as view:  # imports what there is to import
+        view.read()
+    checkpoints.save_checkpoint(tmp_path / "big", tree, 1)
+    start = bytes_read()
+    with open_checkpoint(tmp_path / "big") as view:
+        assert {leaf.nbytes for leaf in view.leaves().values()} == {2**22}
+        opened = bytes_read()
+        assert opened - start < 2**25 // 100
+        np.testing.assert_array_equal(view.read("w3")["w3"], tree["w3"])
+        assert bytes_read() - opened < 1.1 * 2**22
+
+
+def test_closed(saved: Path) -> None:
+    """Values outlive the view that they came from."""
+    with open_checkpoint(saved) as view:
+        values = view.read()
+    np.testing.assert_array_equal(values["params"]["kernel"], TREE["params"]["kernel"])
+    assert "step 7" in repr(view) and "6 leaves" in repr(view)
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> Path:
+    """The root of a real CheckpointManager with a tree, a JSON item and metrics at steps 3 and 12."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+        with ocp.CheckpointManager(tmp_path / "root", options=options, item_names=("state", "ema", "notes")) as manager:
+            for step in (3, 12):
+                manager.save(
+                    step,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardSave({"w": jnp.full(2, step), "l": [jnp.ones(1)]}),
+                        ema=ocp.args.PyTreeSave({"w": jnp.zeros(2)}, custom_metadata={"decay": 0.5}),
+                        notes=ocp.args.JsonSave({"tags": ["a", "b"], "n": 1, "none": None}),
+                    ),
+                    metrics={"loss": 0.25},
+                    custom_metadata={"who": "me"},
+                )
+    return tmp_path / "root"
+
+
+def test_several_items(managed: Path) -> None:
+    """A step of several items is a dict of them; JSON items are read as they are."""
+    with open_checkpoint(managed) as view:
+        assert (view.step, view.format) == (12, "orbax")
+        assert view.tree.keys() == {"state", "ema", "notes", "metrics"}
+        assert view.leaves()["state/l/0"].shape == (1,)
+        assert view.tree["notes"]["tags"][1].kind.value == "str"
+        assert view.read(["notes", "metrics"]) == {
+            "notes": {"tags": ["a", "b"], "n": 1, "none": None},
+            "metrics": {"loss": 0.25},
+        }
+        assert view.read("state/w")["state"]["w"].tolist() == [12, 12]
+        assert fingerprint(view.read()) == fingerprint(checkpoints.restore_checkpoint(managed, None))
+    with open_checkpoint(managed, step=3) as view:
+        assert view.step == 3 and view.read("state/w")["state"]["w"].tolist() == [3, 3]
+    with open_checkpoint(managed / "3") as view:
+        assert view.step == 3
+    with open_checkpoint(managed / "3" / "notes") as view:
+        assert view.read("tags/1") == {"tags": {"1": "b"}}
+
+
+def test_metadata_of_orbax(managed: Path) -> None:
+    """Times, items, and the caller's own metadata of a real Orbax step; it does not say which release wrote it."""
+    with open_checkpoint(managed, step=3) as view:
+        metadata = view.metadata
+    assert metadata.started is not None and metadata.committed is not None
+    now = datetime.datetime.now(datetime.UTC)
+    assert now - datetime.timedelta(hours=1) < metadata.started <= metadata.committed <= now
+    assert metadata.custom == {"who": "me"} and metadata.custom_of_trees == {"ema": {"decay": 0.5}}
+    assert set(metadata.items) == {"state", "ema", "notes", "metrics"} and metadata.writer is None
+
+
+def test_metadata_of_ours(saved: Path, flag: bool) -> None:
+    """Our own directories are known as ours and show none of our notes as the caller's; a msgpack file says nothing."""
+    with open_checkpoint(saved) as view:
+        metadata = view.metadata
+    assert metadata.writer == ("flax_ckpt_compat" if flag else None)
+    assert (metadata.started is not None, metadata.committed is not None) == (flag, flag)
+    assert (metadata.custom, metadata.custom_of_trees, metadata.items) == ({}, {}, ())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"init_timestamp_nsecs": "x", "custom_metadata": 3}', "{}"])
+def test_damaged_notes(text: str, tmp_path: Path) -> None:
+    """A note that does not decode counts as absent, as for Orbax; the values are still there."""
+    with use_flag(True):
+        path = Path(checkpoints.save_checkpoint(tmp_path, TREE, 1))
+    (path / "_CHECKPOINT_METADATA").write_text(text)
+    with open_checkpoint(path) as view:
+        assert (view.metadata.started, view.metadata.custom) == (None, {})
+        assert view.read("epoch") == {"epoch": 3}
+
+
+def test_what_cannot_be_opened(flag: bool, tmp_path: Path) -> None:
+    """Nothing there, an unknown step, a foreign file and an unfinished directory are the errors of a restore."""
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(errors.CheckpointNotFoundError, match="nothing to open"):
+            open_checkpoint(path)
+    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
+    with pytest.raises(errors.CheckpointNotFoundError, match="the steps there are: 1"):
+        open_checkpoint(tmp_path, 2)
+    (tmp_path / "x.gz").write_bytes(b"\x1f\x8b" + bytes(99))
+    with pytest.raises(errors.UnrecognizedFormatError, match="gzip"):
+        open_checkpoint(tmp_path / "x.gz")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "_CHECKPOINT_METADATA").touch()
+    with pytest.raises(errors.IncompleteCheckpointError):
+        open_checkpoint(tmp_path / "half")
+
+
+def test_exported_from_the_door() -> None:
+    """Both functions are found at the door, and the names stay the functions after their modules are loaded."""
+    assert flax_ckpt_compat.open_checkpoint is open_checkpoint
+    assert callable(flax_ckpt_compat.iter_checkpoints)
