@@ -124,9 +124,7 @@ TRAIN_STATES = [case for case in CASES if case.name.endswith("train_state")]
 def test_train_states(case: corpus.Case, unpacked: Path) -> None:
     """A real TrainState with optax' own states is rebuilt from the files of every release."""
     path, expected, _ = read_case(case, unpacked)
-    params = {
-        "Dense_0": {name: corpus.expected_value(expected[f"params/Dense_0/{name}"]) for name in ("bias", "kernel")}
-    }
+    saved = {name: corpus.expected_value(expected[f"params/Dense_0/{name}"]) for name in ("bias", "kernel")}
     zeros = {"Dense_0": jax.tree.map(jnp.zeros_like, saved)}
     target = TrainState.create(apply_fn=None, params=zeros, tx=optax.adamw(1e-3))
     restored = restore(case, path, target)
