@@ -6,6 +6,7 @@ import concurrent.futures
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class Fetcher:
         self._path = path
         self._index = index
         self._fills_missing = fills_missing
+        self._loose = fills_missing and index.kvstore("")["driver"] == "file"
         # Its own context, because nodes are cached by path and another checkpoint may take this path.
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
@@ -57,6 +59,7 @@ class Fetcher:
         opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_plain(group)]
         self._read_pieces([piece for group in raw for piece in _pieces(group)])
         self._read_opened(opened)
+        self._warn_of_left_out([request for request in requests if self._loose and not request.complete])
         return [request.array for request in requests]
 
     def _request(self, job: Job, sizes: dict[str, int]) -> Request:
@@ -75,7 +78,7 @@ class Fetcher:
         for cell, box in itertools.islice(grid.cells(job.region, job.info.chunks), limit):
             key = prefix + job.info.chunk_key(cell)
             place = self._index.find(key)
-            if place is None and may_lack:
+            if place is None and may_lack and not (self._loose and self._was_lost(key)):
                 complete = False
                 continue
             if place is None:
@@ -87,6 +90,22 @@ class Fetcher:
             raise self._corrupt(job, f"{stored} stored bytes cannot hold {show(job)}")
         # Beyond the limit nobody looked, so TensorStore has to.
         return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
+
+    def _was_lost(self, key: str) -> bool:
+        """Directories are made for the files in them, so one without any had a file."""
+        folder = os.path.dirname(os.path.join(self._path, key))
+        return os.path.isdir(folder) and not os.listdir(folder)
+
+    def _warn_of_left_out(self, requests: list[Request]) -> None:
+        """Loose files can be lost in copying without a trace; the keys of a database cannot."""
+        names = sorted({request.job.shown for request in requests})
+        if names:
+            warnings.warn(
+                f"{self._path}: not all chunk files of the arrays {names[:8]} are there; releases of Orbax before "
+                f"0.10.3 stored none where all values are the fill value, so that is what they are taken for. If files "
+                f"were lost in copying, copy the checkpoint anew",
+                stacklevel=4,
+            )
 
     def _check(self, job: Job, place: Place, sizes: dict[str, int]) -> None:
         if isinstance(place, Present):

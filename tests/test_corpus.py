@@ -35,12 +35,17 @@ def read_case(case: corpus.Case, unpacked: Path) -> tuple[Path, dict[str, Any], 
 
 
 def restore(case: corpus.Case, path: Path, target: Any = None) -> Any:
-    """Restores; two leaves of one stored name are the one thing that old releases lost with a warning due."""
+    """Restores, with a warning where two leaves had one stored name, or where chunks of zeros were not stored."""
+    due = set()
+    if case.orbax and "collide" in case.name:
+        due = {"only one value"}
+    elif case.name == "orbax_pytree_no_ocdbt/zarr3" and case.orbax < (0, 10, 3):
+        due = {"not all chunk files"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         restored = checkpoints.restore_checkpoint(path, target)
-    told = [str(warning.message) for warning in caught if "only one value" in str(warning.message)]
-    assert len(told) == ("collide" in case.name and bool(case.orbax)) and len(caught) == len(told)
+    assert {text for text in due for warning in caught if text in str(warning.message)} == due
+    assert len(caught) == len(due)
     return restored
 
 
