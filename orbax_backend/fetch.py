@@ -78,7 +78,7 @@ class Fetcher:
         for cell, box in itertools.islice(grid.cells(job.region, job.info.chunks), limit):
             key = prefix + job.info.chunk_key(cell)
             place = self._index.find(key)
-            if place is None and may_lack and not (self._loose and self._was_lost(key)):
+            if place is None and may_lack:
                 complete = False
                 continue
             if place is None:
@@ -90,11 +90,6 @@ class Fetcher:
             raise self._corrupt(job, f"{stored} stored bytes cannot hold {show(job)}")
         # Beyond the limit nobody looked, so TensorStore has to.
         return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
-
-    def _was_lost(self, key: str) -> bool:
-        """Directories are made for the files in them, so one without any had a file."""
-        folder = os.path.dirname(os.path.join(self._path, key))
-        return os.path.isdir(folder) and not os.listdir(folder)
 
     def _warn_of_left_out(self, requests: list[Request]) -> None:
         """Loose files can be lost in copying without a trace; the keys of a database cannot."""

@@ -147,7 +147,8 @@ def test_a_missing_chunk_is_an_error_not_zeros(tmp_path: Path, values: np.ndarra
 def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zarr3: bool) -> None:
     """Where chunks that equal a declared fill value were not stored they are that value; else they are missing.
 
-    Of loose files that is told, and an empty directory shows that one was lost.
+    Of loose files that is told: they may as well have been lost, and empty directories tell nothing, because
+    TensorStore makes them for chunks that it then does not store (Orbax 0.5.15, measured).
     """
     path = tmp_path / "c"
     _real(use_ocdbt=False, use_zarr3=zarr3)(path, {"a": np.arange(6.0)})
@@ -155,10 +156,10 @@ def test_left_out_chunks_follow_the_convention_of_the_writer(tmp_path: Path, zar
     with pytest.raises(CorruptCheckpointError, match="missing"):
         load(path)
     change_metadata(path, store_array_data_equal_to_fill_value=False)
-    with pytest.raises(CorruptCheckpointError, match="missing"):
-        load(path)
-    if zarr3:
-        (path / "a" / "c").rmdir()
+    if not zarr3:
+        with pytest.raises(CorruptCheckpointError, match="missing"):
+            load(path)
+    else:
         with pytest.warns(UserWarning, match=r"\['a'\]"):
             assert np.array_equal(load(path)["a"], np.zeros(6))
 
