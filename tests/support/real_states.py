@@ -1,0 +1,119 @@
+"""State that real training scripts save: linen and NNX models, optimizers, and their abstract forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+
+
+class Net(nn.Module):
+    """Two layers with batch statistics, in mixed precision."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        x = nn.Dense(16, param_dtype=jnp.bfloat16, name="hidden")(x)
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+        return nn.Dense(8, name="out")(nn.relu(x))
+
+
+class StatsState(TrainState):
+    """What every image example has."""
+
+    batch_stats: Any = None
+    rng: Any = None
+
+
+@struct.dataclass
+class Ema:
+    """A dataclass that is no TrainState, with a static field."""
+
+    params: Any
+    decay: float = struct.field(pytree_node=False, default=0.99)
+
+
+class NnxNet(nnx.Module):
+    """The same for NNX, with dropout, whose random state is typed keys."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(16, 8, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        """Applies it."""
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def linen_variables() -> Any:
+    """Parameters and batch statistics of a linen model."""
+    return Net().init(jax.random.key(0), jnp.ones((2, 8)))
+
+
+def _stepped(params: Any, tx: Any) -> Any:
+    """An optimizer's state after one step, so that it is not all zeros."""
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 0.25), params)
+    return tx.update(grads, tx.init(params), params)[1]
+
+
+def _labels(params: Any) -> Any:
+    return {name: "frozen" if name == "norm" else "trained" for name in params}
+
+
+_CHAINS: dict[str, Callable[[], Any]] = {
+    "adamw clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))
+    ),
+    "masked": lambda: optax.masked(optax.adam(1e-3), lambda params: {name: name != "norm" for name in params}),
+    "multi_transform": lambda: optax.multi_transform(
+        {"frozen": optax.set_to_zero(), "trained": optax.adamw(1e-3)}, _labels
+    ),
+    "sgd without momentum": lambda: optax.sgd(0.1),
+    "accumulated": lambda: optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 4),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+}
+
+
+def _optax(name: str) -> Any:
+    params = linen_variables()["params"]
+    return {"params": params, "opt_state": _stepped(params, _CHAINS[name]())}
+
+
+def _train_state() -> Any:
+    variables = linen_variables()
+    state = StatsState.create(
+        apply_fn=Net().apply,
+        params=variables["params"],
+        tx=_CHAINS["adamw clipped"](),
+        batch_stats=variables["batch_stats"],
+        rng=jax.random.PRNGKey(3),
+    )
+    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+
+def _nnx_optimizer() -> Any:
+    model = NnxNet(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda m: (m(jnp.ones((2, 8))) ** 2).sum())(model))
+    return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "linen": linen_variables,
+    "frozen dict": lambda: FrozenDict(linen_variables()),
+    "train state": _train_state,
+    "ema": lambda: Ema(linen_variables()["params"]),
+    "nnx state": lambda: nnx.state(NnxNet(nnx.Rngs(0))),
+    "nnx split": lambda: nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)[1:],
+    "nnx pure dict": lambda: nnx.to_pure_dict(nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param)),
+    "nnx optimizer": _nnx_optimizer,
+    **{f"optax {name}": (lambda name=name: _optax(name)) for name in _CHAINS},
+}

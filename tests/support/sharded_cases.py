@@ -1,0 +1,410 @@
+"""Everything that needs eight devices, in one process: ``FOLDER``; prints one line of JSON per case."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core.backend import Part
+from flax_ckpt_compat._core.errors import ShapeMismatchError
+from flax_ckpt_compat._core.tree import box_of
+from tests.support.orbax_trees import handles
+from tests.support.real_states import STATES
+
+CASES: dict[str, Callable[[Path], None]] = {}
+# Format chapter 2.4, without the split of replicas: a chunk is the shard of one device.
+CHUNKS = {
+    "both": (P("x", "y"), [2, 4]),
+    "rows": (P("x", None), [2, 8]),
+    "columns": (P(None, "y"), [8, 4]),
+    "merged": (P(("x", "y")), [1, 8]),
+    "replicated": (P(), [8, 8]),
+}
+
+
+def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Registers a case under its function's name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def mesh() -> Any:
+    """Four by two."""
+    return jax.make_mesh((4, 2), ("x", "y"))
+
+
+def other_mesh() -> Any:
+    """Two by four, the devices the other way round."""
+    return jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("a", "b"))
+
+
+def values(dtype: Any = np.float32, shape: tuple[int, ...] = (8, 8)) -> Any:
+    """Distinct values."""
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+def small_tree() -> dict[str, Any]:
+    """One array per way to split it."""
+    return {
+        name: jax.device_put(values() + i, NamedSharding(mesh(), spec))
+        for i, (name, (spec, _)) in enumerate(CHUNKS.items())
+    }
+
+
+def large_tree() -> dict[str, Any]:
+    """Arrays above the sizes from which other code writes and reads them, and dtypes that zarr lacks."""
+    split = {"big": P("x", "y"), "wide": P(None, "y"), "third": P(None, None, "x")}
+    shapes = {"big": (512, 256), "wide": (64, 4096), "third": (3, 40, 512)}
+    tree = {n: jax.device_put(values(np.float32, shapes[n]), NamedSharding(mesh(), split[n])) for n in split}
+    tree["bf16"] = jax.device_put(values(jnp.bfloat16, (256, 512)), NamedSharding(mesh(), P("y", "x")))
+    tree["uint4"] = jax.device_put(values(np.int32, (8, 8)).astype(jnp.uint4), NamedSharding(mesh(), P("x")))
+    tree["flags"] = jax.device_put(values(bool, (8, 2)), NamedSharding(mesh(), P("x")))
+    tree["one"] = jnp.arange(3)
+    tree["keys"] = jax.device_put(jax.random.split(jax.random.key(7), 8), NamedSharding(mesh(), P("x")))
+    return tree
+
+
+def bits(leaf: Any) -> bytes:
+    """The bytes of a leaf, of a key its data."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def same(got: Any, want: Any) -> None:
+    """The same bits in the same structure."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype, path
+        assert a.shape == b.shape, path
+        assert bits(a) == bits(b), path
+
+
+def save(folder: Path, tree: Any) -> str:
+    """Saves step 0 in Orbax's format and returns the checkpoint's path."""
+    return checkpoints.save_checkpoint(folder, tree, 0)
+
+
+def abstract(tree: Any, sharding: Callable[[Any], Any]) -> Any:
+    """The tree's leaves without their values, with other shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree)
+
+
+def chunk_keys(path: str) -> dict[str, list[str]]:
+    """Stored name → keys of its chunks, as TensorStore lists them."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": path + "/"}}).result()
+    found: dict[str, list[str]] = {}
+    for key in store.list().result():
+        name, chunk = key.decode().rsplit("/", 1)
+        found.setdefault(name, []).extend([] if chunk == ".zarray" else [chunk])
+    return found
+
+
+@case
+def each_shard_is_written_once(folder: Path) -> None:
+    """As many chunks as distinct shards, of their shape, and both metadata files say so."""
+    path = save(folder, small_tree())
+    keys = chunk_keys(path)
+    metadata = json.loads(Path(path, "_METADATA").read_text())["tree_metadata"]
+    listed = json.loads(Path(path, "array_metadatas/process_0").read_text())["array_metadatas"]
+    by_name = {one["array_metadata"]["param_name"]: one["array_metadata"] for one in listed}
+    for name, (_, chunk) in CHUNKS.items():
+        assert sorted(keys[name]) == sorted(f"{i}.{j}" for i in range(8 // chunk[0]) for j in range(8 // chunk[1])), (
+            name
+        )
+        assert metadata[f"('{name}',)"]["value_metadata"]["write_shape"] == chunk, name
+        assert by_name[name]["write_shape"] == by_name[name]["chunk_shape"] == chunk, name
+
+
+@case
+def replicas_take_no_room(folder: Path) -> None:
+    """The data files of an array that all devices hold are no larger than one copy."""
+    array = jax.device_put(np.random.default_rng(0).random((256, 256)), NamedSharding(mesh(), P("x")))
+    path = save(folder, {"a": array})
+    size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+    assert array.nbytes <= size < array.nbytes + 20_000
+
+
+@case
+def real_orbax_restores_ours(folder: Path) -> None:
+    """With the saved shardings where no target says otherwise, and onto another mesh with one; in v1 too."""
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint.experimental import v1 as ocp_v1
+
+    tree = {"small": small_tree(), "large": {k: v for k, v in large_tree().items() if k != "uint4"}}
+    path = save(folder, tree)
+    restored = ocp.PyTreeCheckpointer().restore(path)
+    same(restored, tree)
+    for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+        assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
+    same(ocp_v1.load(path), tree)
+    target = abstract({"small": tree["small"]}, lambda _: NamedSharding(other_mesh(), P("b", "a")))
+    target["large"] = abstract(tree["large"], lambda x: x.sharding)
+    loaded = ocp_v1.load(path, target)
+    same(loaded, tree)
+    assert loaded["small"]["rows"].sharding == NamedSharding(other_mesh(), P("b", "a"))
+
+
+@case
+def we_restore_real_orbax(folder: Path) -> None:
+    """Every layout that real Orbax writes of sharded arrays, onto the mesh of before and another one."""
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint.experimental import v1 as ocp_v1
+
+    tree = {"small": small_tree(), "large": {k: v for k, v in large_tree().items() if k != "uint4"}}
+    options: dict[str, Any] = {"zarr2": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}}
+    for name, chosen in {**options, "plain": {"use_compression": False}}.items():
+        handler = ocp.PyTreeCheckpointHandler(**chosen)
+        ocp.Checkpointer(handler).save(folder / name, args=ocp.args.PyTreeSave(tree))
+    ocp_v1.save(folder / "v1", tree)
+    for name in (*options, "plain", "v1"):
+        same(checkpoints.restore_checkpoint(folder / name, tree), tree)
+        moved = abstract(tree, moved_sharding)
+        restored = checkpoints.restore_checkpoint(folder / name, moved)
+        same(restored, tree)
+        assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(moved)]
+
+
+def moved_sharding(leaf: Any) -> Any:
+    """A sharding on the other mesh that fits the leaf."""
+    spec = P(
+        *["a" if length % 2 == 0 else None for length in leaf.shape[:1]], *(["b"] if leaf.shape[1:2] == (8,) else [])
+    )
+    return NamedSharding(other_mesh(), spec)
+
+
+@case
+def onto_any_sharding(folder: Path) -> None:
+    """The mesh of before, another, one device, all replicated, some axes replicated: the same bits each time."""
+    tree = {**small_tree(), **large_tree()}
+    path = save(folder, tree)
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "same": lambda x: x.sharding,
+        "moved": moved_sharding,
+        "one device": lambda x: SingleDeviceSharding(jax.devices()[5]),
+        "replicated": lambda x: NamedSharding(other_mesh(), P()),
+        "some devices": lambda x: NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("z",)), P()),
+    }
+    for name, sharding in kinds.items():
+        target = abstract(tree, sharding)
+        restored = checkpoints.restore_checkpoint(path, target)
+        same(restored, tree)
+        for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+            assert got.sharding.is_equivalent_to(want.sharding, want.ndim), (name, got.sharding)
+    same(checkpoints.restore_checkpoint(path, tree), tree)
+
+
+@case
+def one_device_to_many(folder: Path) -> None:
+    """What one device saved is restored over eight."""
+    tree = {"a": jnp.arange(8 * 4096.0).reshape(8, 4096), "b": values(np.float32, (4096, 8)), "c": jnp.arange(8)}
+    path = save(folder, tree)
+    for spec in (P("x"), P("y"), P(("x", "y"))):
+        target = abstract(tree, lambda x, spec=spec: NamedSharding(mesh(), spec))  # type: ignore[misc]
+        same(checkpoints.restore_checkpoint(path, target), tree)
+    target = {"a": NamedSharding(mesh(), P("x", "y")), "b": NamedSharding(mesh(), P("x", "y"))}
+    shaped = {n: jax.ShapeDtypeStruct(tree[n].shape, tree[n].dtype, sharding=s) for n, s in target.items()}
+    same(checkpoints.restore_checkpoint(path, shaped), {n: tree[n] for n in shaped})
+
+
+@case
+def without_a_target_it_is_numpy(folder: Path) -> None:
+    """The saved shardings are never required."""
+    tree = {k: v for k, v in large_tree().items() if k != "keys"}
+    restored = checkpoints.restore_checkpoint(save(folder, tree), None)
+    assert all(type(leaf) is np.ndarray for leaf in restored.values())
+    same(restored, tree)
+
+
+@case
+def compressed(folder: Path) -> None:
+    """With a codec, too, no chunk reaches over two shards, and several boxes of one chunk are right."""
+    tree = {**small_tree(), **large_tree()}
+    with config.override(compression="zstd"):
+        path = save(folder, tree)
+    assert len(chunk_keys(path)["big"]) == 8
+    same(checkpoints.restore_checkpoint(path, tree), tree)
+    same(checkpoints.restore_checkpoint(path, abstract(tree, moved_sharding)), tree)
+
+
+@case
+def in_the_background(folder: Path) -> None:
+    """The values of the call are kept though the arrays were deleted right after it, with the same layout."""
+    for flag in (True, False):
+        flax.config.update("flax_use_orbax_checkpointing", flag)
+        tree = {**small_tree(), **large_tree()}
+        kept = jax.tree.map(lambda x: x.copy(), tree)
+        manager = checkpoints.AsyncManager()
+        path = checkpoints.save_checkpoint(folder / str(flag), tree, 0, async_manager=manager)
+        for leaf in jax.tree.leaves(tree):
+            leaf.delete()
+        manager.wait_previous_save()
+        same(jax.tree.map(lambda x: x, checkpoints.restore_checkpoint(path, kept)), kept)
+    assert len(chunk_keys(str(folder / "True" / "checkpoint_0"))["both"]) == 8
+
+
+@case
+def msgpack_gathers(folder: Path) -> None:
+    """With Flax's flag off the whole arrays are in the file, as real Flax reads them."""
+    from flax.serialization import msgpack_restore
+
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    tree = {n: x for n, x in {**small_tree(), **large_tree()}.items() if n not in ("keys", "uint4")}
+    path = save(folder, tree)
+    same(msgpack_restore(Path(path).read_bytes()), tree)
+    restored = checkpoints.restore_checkpoint(path, tree)
+    same(restored, tree)
+    assert all(type(leaf) is np.ndarray for leaf in restored.values())
+
+
+@case
+def parts_of_msgpack(folder: Path) -> None:
+    """Boxes of a msgpack checkpoint are what numpy slices."""
+    from flax_ckpt_compat.legacy import BACKEND
+
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    array = values(np.float32, (64, 48, 5))
+    reader = BACKEND.open(save(folder, {"a": array, "b": np.int8(3)}))
+    handle = reader.tree.children["a"]
+    boxes = [(slice(8, 16), slice(0, 48), slice(0, 5)), (slice(1, 60), slice(3, 9), slice(0, 5)), (slice(4, 4),) * 3]
+    whole, scalar, *found = reader.read([handle, reader.tree.children["b"], *(Part(handle, box) for box in boxes)])
+    assert np.array_equal(whole, array)
+    assert scalar == 3
+    for box, part in zip(boxes, found, strict=True):
+        assert np.array_equal(part, array[box])
+        assert part.flags.writeable
+
+
+@case
+def one_device_reads_its_share(folder: Path) -> None:
+    """The part of one device of eight costs an eighth of the bytes; a mesh with replicas reads each byte once."""
+    spec = NamedSharding(mesh(), P(("x", "y")))
+    array = jax.device_put(np.random.default_rng(0).random((1024, 64)), spec)
+    path = save(folder, {"a": array})
+    handle = handles(path)["a"]
+    index = box_of(spec.devices_indices_map(array.shape)[jax.devices()[3]], array.shape)
+    with counted() as count:
+        (part,) = handle.reader.read([Part(handle, index)])
+    assert count() == array.nbytes // 8
+    assert np.array_equal(part, np.asarray(array)[index])
+    for target in (P("x"), P("y"), P(None, "y"), P("x", "y")):
+        wanted = abstract({"a": array}, lambda x, target=target: NamedSharding(mesh(), target))  # type: ignore[misc]
+        with counted() as count:
+            same(checkpoints.restore_checkpoint(path, wanted), {"a": array})
+        assert array.nbytes <= count() < array.nbytes + 4096, target
+
+
+class counted:
+    """Counts the bytes that ``os.preadv`` gives within the block."""
+
+    def __enter__(self) -> Callable[[], int]:
+        """Starts to count."""
+        self._real, self._total = os.preadv, 0
+
+        def counting(*arguments: Any) -> int:
+            count = self._real(*arguments)
+            self._total += count
+            return count
+
+        os.preadv = counting
+        return lambda: self._total
+
+    def __exit__(self, *error: object) -> None:
+        os.preadv = self._real
+
+
+@case
+def restored_arrays_are_their_own(folder: Path) -> None:
+    """Donating one restored array, replicas and all, changes no other one."""
+    array = jax.device_put(values(np.float32, (64, 64)), NamedSharding(mesh(), P("x")))
+    path = save(folder, {"a": array, "b": array})
+    restored = checkpoints.restore_checkpoint(path, {"a": array, "b": array})
+    add = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        changed = add(restored["a"])
+        changed = add(changed)
+    same(restored["b"], array)
+    for shard in changed.addressable_shards:
+        assert np.array_equal(np.asarray(shard.data), np.asarray(array)[shard.index] * 4 + 3)
+
+
+@case
+def a_sharding_that_does_not_fit(folder: Path) -> None:
+    """The error names the leaf and both shape and sharding."""
+    path = save(folder, {"a": {"w": jnp.arange(6)}})
+    target = {"a": {"w": jax.ShapeDtypeStruct((6,), jnp.int32, sharding=NamedSharding(mesh(), P("x")))}}
+    try:
+        checkpoints.restore_checkpoint(path, target)
+    except ShapeMismatchError as error:
+        assert error.leaf == "a/w"
+        assert "(6,)" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+@case
+def casts_each_shard(folder: Path) -> None:
+    """An abstract target of another dtype gets that, sharded."""
+    array = jax.device_put(values(np.float32), NamedSharding(mesh(), P("x", "y")))
+    path = save(folder, {"a": array})
+    target = {"a": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh(), P("y", "x")))}
+    same(checkpoints.restore_checkpoint(path, target), {"a": array.astype(jnp.bfloat16)})
+
+
+@case
+def real_states(folder: Path) -> None:
+    """Linen, NNX and optimizer states, sharded where they can be, saved and restored onto another mesh."""
+    for flag in (True, False):
+        flax.config.update("flax_use_orbax_checkpointing", flag)
+        for name in ("train state", "nnx optimizer", "optax multi_transform"):
+            state = jax.tree.map(lambda x: jax.device_put(x, state_sharding(mesh(), jnp.asarray(x))), STATES[name]())
+            path = checkpoints.save_checkpoint(folder / str(flag) / name.replace(" ", "_"), state, 1)
+            same(checkpoints.restore_checkpoint(path, state), state)
+            moved = abstract(state, lambda x: state_sharding(other_mesh(), x))
+            restored = checkpoints.restore_checkpoint(path, moved)
+            same(restored, state)
+            if flag:
+                for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(moved), strict=True):
+                    assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
+
+
+def state_sharding(on: Any, leaf: Any) -> Any:
+    """The last axis over the first axis of the mesh, where it divides."""
+    axis = on.axis_names[0]
+    fits = leaf.ndim and leaf.shape[-1] % on.shape[axis] == 0
+    return NamedSharding(on, P(*[None] * (leaf.ndim - 1), axis) if fits else P())
+
+
+def main(folder: str) -> None:
+    """Runs all cases, each in a folder of its own."""
+    warnings.filterwarnings("error", module="flax_ckpt_compat")
+    for name, function in CASES.items():
+        flax.config.update("flax_use_orbax_checkpointing", True)
+        place = Path(folder, name)
+        place.mkdir()
+        try:
+            function(place)
+            outcome = ""
+        except Exception:
+            outcome = traceback.format_exc()
+        print(json.dumps([name, outcome]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
