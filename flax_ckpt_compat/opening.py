@@ -63,8 +63,14 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
 
 def _exists(path: str) -> bool:
     """Whether it is there, once what a dead writer set aside is back in its place."""
-    if not os.path.lexists(path):
-        _listing.names_in(_listing.place(os.path.dirname(path), ""))
+    if os.path.lexists(path):
+        return True
+    directory = os.path.dirname(path)
+    try:
+        names = os.listdir(directory)
+    except OSError:  # it is not there either, or nobody may list it: the path is just not there
+        return False
+    files.recover(directory, names)
     return os.path.lexists(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
@@ -13,7 +14,7 @@ from flax_ckpt_compat import _listing, notes, opening, placing, restoring
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingLeavesError, NameCollisionError
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 
 # ``a/b/0``, or ``("a", "b", 0)`` where a name itself contains a slash.
 LeafPath = str | tuple[str | int, ...]
@@ -129,7 +130,8 @@ class Checkpoint:
     def _whole(self) -> Node:
         """The tree of all items."""
         trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
-        return Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
+        whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
+        return map_leaves(_at, whole)
 
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
@@ -183,6 +185,12 @@ class _Choice:
         # With gaps it is no sequence any more; the indices stay, as keys.
         container = node.container if len(children) == len(node.children) else Container.DICT
         return Branch(children, container, node.int_keys & children.keys())
+
+
+def _at(path: Path, leaf: Any) -> Any:
+    """A leaf with its path in the whole checkpoint; its reader knows it by the path in its own item."""
+    is_elsewhere = isinstance(leaf, LeafHandle) and leaf.path != path
+    return dataclasses.replace(leaf, path=path) if is_elsewhere else leaf
 
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:
