@@ -79,7 +79,8 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
     if unfinished:
         return f"the directory still holds {unfinished[0]}, which Orbax had not finished"
     if _is_tree(path, names):
-        if any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names:
+        unmerged = any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names
+        if unmerged and not _is_never_merged(path, names):
             return "manifest.ocdbt is missing: the writers' databases were never merged"
         if _ITEMS_MARKERS[0] in names and not names & {"_METADATA", _AGGREGATE}:
             return "_METADATA is missing"
@@ -197,6 +198,14 @@ def _is_tree(path: str, names: set[str]) -> bool:
 
 def _is_array(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in _ARRAY_METADATA)
+
+
+def _is_never_merged(path: str, names: set[str]) -> bool:
+    """True for what Orbax 0.4.3 to 0.4.7 wrote without OCDBT: one process' database, and empty folders of arrays."""
+    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    databases = [name for name in folders if name.startswith("ocdbt.process_")]
+    finished = names.issuperset(("_METADATA", _AGGREGATE)) and not names & {_ITEMS_MARKERS[0], "d"}
+    return finished and len(databases) == 1 and len(folders) > 1
 
 
 def _lost_its_tree(path: str, names: set[str]) -> bool:

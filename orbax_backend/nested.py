@@ -1,14 +1,61 @@
-"""Databases below the checkpoint's own: releases 0.1 to 0.4.1 made one for every key with a ``/`` (measured).
+"""Databases below the checkpoint's own directory.
 
-They took the name of an array for a path: the array ``a/b`` is the array ``b`` of a database in the directory ``a``.
+Releases 0.1 to 0.4.1 made one for every key with a ``/`` (measured): they took the name of an array for a path, so
+that the array ``a/b`` is the array ``b`` of a database in the directory ``a``.
+
+Releases 0.4.3 to 0.4.7, told not to use OCDBT, wrote the database of the process all the same and never merged it,
+beside an empty directory for every array; they could not read that back themselves (0.4.4, measured).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
-from .index import MANIFEST, Extent, Index, Place, open_index, stays_inside
+from .aggregate import AGGREGATE
+from .index import MANIFEST, Extent, Index, Place, open_index, process_databases, stays_inside
+from .metadata import METADATA
+
+
+def unmerged_database(path: str, names: Iterable[str]) -> str | None:
+    """The directory of the only database of a finished checkpoint that has none of its own, or None.
+
+    Args:
+        path: of the checkpoint.
+        names: of its leaves.
+    """
+    if os.path.exists(os.path.join(path, MANIFEST)):
+        return None
+    processes = process_databases(path)
+    finished = all(os.path.isfile(os.path.join(path, file)) for file in (AGGREGATE, METADATA))
+    if len(processes) != 1 or not finished:
+        return None
+    folders = any(name and stays_inside(name) and os.path.isdir(os.path.join(path, name)) for name in names)
+    return processes[0] if folders else None
+
+
+class Within:
+    """The index of a database in a directory of the checkpoint."""
+
+    def __init__(self, path: str, folder: str) -> None:
+        self._folder = folder
+        self._index = open_index(os.path.join(path, folder), use_ocdbt=True)
+
+    def find(self, key: str) -> Place | None:
+        """See `Index.find`."""
+        place = self._index.find(key)
+        if not isinstance(place, Extent):
+            return place
+        return Extent(f"{self._folder}/{place.file}", place.offset, place.length)
+
+    def get(self, key: str) -> bytes | None:
+        """See `Index.get`."""
+        return self._index.get(key)
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """See `Index.kvstore`."""
+        return self._index.kvstore(prefix)
 
 
 class Nested:
@@ -22,10 +69,7 @@ class Nested:
         """See `Index.find`."""
         place = self._top.find(key)
         folder, index = self._database_of(key) if place is None else ("", None)
-        if index is None:
-            return place
-        place = index.find(key[len(folder) + 1 :])
-        return Extent(f"{folder}/{place.file}", place.offset, place.length) if isinstance(place, Extent) else place
+        return index.find(key[len(folder) + 1 :]) if index is not None else place
 
     def get(self, key: str) -> bytes | None:
         """See `Index.get`."""
@@ -55,5 +99,5 @@ class Nested:
         if folder not in self._below:
             path = os.path.join(self._path, folder)
             there = stays_inside(folder) and bool(folder) and os.path.isfile(os.path.join(path, MANIFEST))
-            self._below[folder] = open_index(path, use_ocdbt=True) if there else None
+            self._below[folder] = Within(self._path, folder) if there else None
         return self._below[folder]

@@ -28,7 +28,7 @@ from .leaves import JAX_ARRAY, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
 from .names import key_prefix
-from .nested import Nested
+from .nested import Nested, Within, unmerged_database
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
 from .zarr import ArrayInfo, parse_array_metadata
 
@@ -226,7 +226,8 @@ def _index_of(path: str, structure: Structure) -> Index | None:
     names = [e.name for e in structure.entries if not e.skipped and e.value_type != STRING]
     if not names:
         return None
-    index = open_index(path, structure.use_ocdbt)
+    alone = unmerged_database(path, names) if structure.use_ocdbt else None
+    index = Within(path, alone) if alone else open_index(path, structure.use_ocdbt)
     return Nested(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
 
 
