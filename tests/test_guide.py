@@ -18,8 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, errors
-from tests.support.peers import ocp_v1
+from flax_ckpt_compat import checkpoints, errors, open_checkpoint
+from tests.support.peers import ocp_v1, pytree_handler
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
 
@@ -121,3 +121,15 @@ def test_dropped_leaves_are_logged(flag: bool, tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
         checkpoints.restore_checkpoint(tmp_path, {"a": 0})
     assert [record.levelname for record in caplog.records if "dropped: b" in record.message] == ["INFO"]
+
+
+def test_leaves_that_are_not_damaged_can_be_read(tmp_path: Path) -> None:
+    """Where one array has lost a chunk, that one is an error and the others are read, as the page on errors says."""
+    checkpointer = ocp.Checkpointer(pytree_handler(use_ocdbt=False))
+    checkpointer.save(tmp_path / "c", {"a": np.ones(3), "b": np.arange(3.0)})
+    (tmp_path / "c" / "a" / "0").unlink()
+    with open_checkpoint(tmp_path / "c") as view:
+        np.testing.assert_array_equal(view.read("b")["b"], np.arange(3.0))
+        for paths in ("a", None):
+            with pytest.raises(errors.CorruptCheckpointError, match="'a'"):
+                view.read(paths)

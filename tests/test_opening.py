@@ -55,3 +55,14 @@ def test_directories_of_something_else(entry: str, tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         assert checkpoints.restore_checkpoint(tmp_path, target) is target
     assert "holds no checkpoint" in caplog.text
+
+
+def test_directories_that_nobody_may_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is not there is just that, also where its directory cannot be searched for what was set aside."""
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    target = {"a": 1}
+    assert checkpoints.restore_checkpoint(tmp_path / "absent", target) is target

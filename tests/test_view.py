@@ -263,3 +263,14 @@ def test_exported_from_the_door() -> None:
     """Both functions are found at the door, and the names stay the functions after their modules are loaded."""
     assert flax_ckpt_compat.open_checkpoint is open_checkpoint
     assert callable(flax_ckpt_compat.iter_checkpoints)
+
+
+def test_open_waits_for_real_orbax(tmp_path: Path) -> None:
+    """A save that a real AsyncCheckpointer has not committed yet is waited for, as a restore does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        checkpoints.save_checkpoint(tmp_path, {"w": np.ones(10**6)}, 4, orbax_checkpointer=checkpointer)
+        with open_checkpoint(tmp_path) as view:
+            assert view.step == 4 and view.leaves()["w"].shape == (10**6,)
+        checkpointer.close()
