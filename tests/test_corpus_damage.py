@@ -15,10 +15,10 @@ from tests.support import corpus
 
 # Small cases of every layout; the others differ from them in leaves only.
 NAMES = (
-    "flax_orbax/steps", "orbax_array/int", "orbax_array/jax_bf16", "orbax_composite/small", "orbax_manager/single_args",
-    "orbax_manager/single_legacy", "orbax_mp/manager", "orbax_mp/no_ocdbt", "orbax_mp/ocdbt_zarr3",
-    "orbax_prng/handler",
-    "orbax_prng/pytree", "orbax_prng/v1", "orbax_pytree_default/flax_save_args", "orbax_pytree_no_ocdbt/slashkey",
+    "flax_orbax/steps", "orbax_array/int", "orbax_array/jax_bf16", "orbax_composite/small",
+    "orbax_manager/single_args", "orbax_manager/single_legacy", "orbax_mp/manager", "orbax_mp/no_ocdbt",
+    "orbax_mp/ocdbt_zarr3", "orbax_prng/handler", "orbax_prng/pytree", "orbax_prng/v1",
+    "orbax_pytree_default/flax_save_args", "orbax_pytree_no_ocdbt/slashkey", "orbax_pytree_no_ocdbt/plain",
     "orbax_pytree_ocdbt/slashkey", "orbax_v1/save", "orbax_v1/save_checkpointables", "orbax_v1/zarr2",
 )  # fmt: skip
 CASES = [case for case in corpus.cases() if case.name in NAMES]
