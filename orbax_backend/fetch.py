@@ -75,7 +75,7 @@ class Fetcher:
         may_lack = self._fills_missing and job.info.has_fill_value
         # Where chunks may be missing the first one does not end the walk over a hostile grid of 2**60.
         limit = _MAX_CHUNKS if may_lack else None
-        for cell, box in itertools.islice(grid.cells(job.region, job.info.chunks), limit):
+        for cell, box in itertools.islice(job.cells(), limit):
             key = prefix + job.info.chunk_key(cell)
             place = self._index.find(key)
             if place is None and may_lack:
@@ -265,6 +265,9 @@ def _read_chunk(store: Any, start: tuple[int, ...], copies: list[Copy]) -> None:
 def _pieces(group: list[Request]) -> list[Piece]:
     """What to read for boxes of one array of plain chunks."""
     job = group[0].job
+    if len(group) == 1 and job.is_one_plain_chunk:
+        ((value, _),) = group[0].chunks
+        return plain.place_whole(job, value, group[0].array)
     found: list[Piece] = []
     for place, copies in by_chunk(group).values():
         found += plain.place(job, place, job.info.chunks, copies)

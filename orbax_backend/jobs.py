@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,17 @@ class Job:
     def region(self) -> Box:
         """What of the array is wanted."""
         return grid.whole(self.info.shape) if self.box is None else self.box
+
+    @property
+    def is_one_plain_chunk(self) -> bool:
+        """Whether it is exactly the bytes of one chunk, as almost all arrays are."""
+        return self.box is None and self.info.is_one_raw_chunk
+
+    def cells(self) -> Iterator[tuple[grid.Shape, Box]]:
+        """Index and extent of every chunk that it touches."""
+        if self.is_one_plain_chunk:
+            return iter([((0,) * len(self.info.shape), grid.whole(self.info.shape))])
+        return grid.cells(self.region, self.info.chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:

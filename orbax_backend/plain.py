@@ -99,6 +99,20 @@ def place(owner: Any, value: bytes | Extent, chunk: Shape, copies: Sequence[Copy
     return pieces + (_bands(owner, value, chunk, scattered) if scattered else [])
 
 
+def place_whole(owner: Any, value: Any, array: _Array) -> list[Piece]:
+    """The same for a chunk that is an array: its bytes, or where they lie, go straight into place."""
+    target = memory.as_bytes(array)
+    if not isinstance(value, Extent):
+        target[:] = value
+        return []
+    starts = range(0, value.length, _PIECE_BYTES)
+    parts = [target[start : start + _PIECE_BYTES] for start in starts]
+    return [
+        Piece(owner, Extent(value.file, value.offset + start, len(part)), part)
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
 def _direct(owner: Any, extent: Extent, copy: Copy, length: int, places: Iterator[tuple[int, int]]) -> Iterator[Piece]:
     """Runs that are read straight into their places, long ones in parts for several threads."""
     size = copy.array.itemsize
