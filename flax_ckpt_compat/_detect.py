@@ -24,6 +24,7 @@ _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 _STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
 _DEFAULT_PREFIX = "checkpoint_"
+_NO_ITEMS = {"descriptor"}  # directories of internal releases of Orbax that hold nothing of the user's
 _CHUNK = re.compile(r"\d+(\.\d+)*")  # of a zarr array of version 2
 _FIRST_BYTES = 512
 
@@ -176,7 +177,7 @@ def detect(path: str) -> Found:
                 "restore it with the orbax_checkpointer that wrote it.",
                 path=path,
             )
-        unknown = sorted(name for name in names - items.keys() if os.path.isdir(os.path.join(path, name)))
+        unknown = sorted(name for name in names - items.keys() - _NO_ITEMS if os.path.isdir(os.path.join(path, name)))
         return Found(path, items, tuple(unknown))
     return Found(path, {"": Item(Format.MSGPACK, path)})
 
