@@ -329,6 +329,32 @@ class counted:
 
 
 @case
+def arrays_of_several_processes(folder: Path) -> None:
+    """What two processes of real Flax saved beside a msgpack file goes straight onto eight devices of one."""
+    path = Path(__file__).parents[1] / "data" / "gda" / "two_processes_tree" / "checkpoint_3"
+    plain = checkpoints.restore_checkpoint(path, None)
+    arrays = {n: x for n, x in plain["params"].items() if isinstance(x, np.ndarray) and x.ndim}
+    assert arrays
+    for axis in ("x", "y"):
+        target = {
+            name: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh(), P(axis if fits(x, axis) else None))
+            )
+            for name, x in arrays.items()
+        }
+        restored = checkpoints.restore_checkpoint(path, {"params": target})["params"]
+        same(restored, arrays)
+        assert all(
+            restored[name].sharding.is_equivalent_to(target[name].sharding, arrays[name].ndim) for name in arrays
+        )
+
+
+def fits(array: Any, axis: str) -> bool:
+    """Whether the axis of the mesh divides the array's first one."""
+    return bool(array.shape[0] % mesh().shape[axis] == 0)
+
+
+@case
 def restored_arrays_are_their_own(folder: Path) -> None:
     """Donating one restored array, replicas and all, changes no other one."""
     array = jax.device_put(values(np.float32, (64, 64)), NamedSharding(mesh(), P("x")))
