@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .backend import BACKEND
+from .backend import BACKEND, open_part_of_orbax
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "open_part_of_orbax"]

@@ -33,4 +33,9 @@ class MsgpackBackend:
         return MsgpackReader(path)
 
 
+def open_part_of_orbax(path: str) -> Reader:
+    """Opens the msgpack file ``checkpoint`` in a directory of Orbax up to 0.5.15, which may hold tuples besides."""
+    return MsgpackReader(path, of_orbax=True)
+
+
 BACKEND: Backend = MsgpackBackend()

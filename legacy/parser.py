@@ -48,7 +48,7 @@ class _Frame:
         self.name: str
 
 
-def parse(window: Window, reader: Reader) -> Node:
+def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
     """The whole document as a tree.
 
     Maps become DICT branches, msgpack arrays LIST branches. Int keys become names that the branch lists in
@@ -57,11 +57,12 @@ def parse(window: Window, reader: Reader) -> Node:
     Args:
         window: at the start of the file.
         reader: whom the handles belong to.
+        of_orbax: the file is part of an Orbax directory, and may hold tuples.
 
     Raises:
         CorruptCheckpointError: with the byte offset.
     """
-    parser = _Parser(window, reader)
+    parser = _Parser(window, reader, of_orbax)
     try:
         return parser.document()
     except (IndexError, struct.error) as error:
@@ -74,9 +75,10 @@ def parse(window: Window, reader: Reader) -> Node:
 class _Parser:
     """One pass over one document; a loop with its own stack, so that depth costs no Python stack."""
 
-    def __init__(self, window: Window, reader: Reader):
+    def __init__(self, window: Window, reader: Reader, of_orbax: bool):
         self._window = window
         self._reader = reader
+        self._of_orbax = of_orbax
         self._stack: list[_Frame] = []
         self._headers: dict[bytes, ArrayHeader] = {}
 
@@ -184,7 +186,7 @@ class _Parser:
         if code == markers.EXT_COMPLEX:
             value = parse_complex(window, length)
             return LeafHandle(path, LeafKind.COMPLEX, (), None, 16, "/".join(path), self._reader, value)
-        if code == markers.EXT_TUPLE:
+        if code == markers.EXT_TUPLE and self._of_orbax:
             return self._tuple(length, path, in_list)
         raise window.corrupt(f"extension code {code}, which no release of Flax writes, in {show_path(path)}")
 

@@ -35,12 +35,12 @@ class MsgpackReader:
 
     format = Format.MSGPACK
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, of_orbax: bool = False):
         self.path = path
         self._fd = _open(path)
         self._closer = weakref.finalize(self, os.close, self._fd)
         try:
-            self.tree: Node = parse(Window(self._fd, path, _size(self._fd, path)), self)
+            self.tree: Node = parse(Window(self._fd, path, _size(self._fd, path)), self, of_orbax=of_orbax)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
