@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,3 +22,12 @@ def flag(request: pytest.FixtureRequest) -> Iterator[bool]:
     flax.config.update("flax_use_orbax_checkpointing", request.param)
     yield request.param
     flax.config.update("flax_use_orbax_checkpointing", before)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the table of who reads what of whom, if its tests ran."""
+    report = sys.modules.get("tests.support.interop_report")
+    if report is not None and report.OUTCOMES:
+        terminalreporter.section("interop")
+        for line in report.lines():
+            terminalreporter.write_line(line)

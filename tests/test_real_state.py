@@ -25,7 +25,7 @@ def plain(leaf: Any) -> Any:
 def assert_same(restored: Any, saved: Any) -> None:
     """The same tree with the same bits."""
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
-    for (path, got), want in zip(jax.tree.leaves_with_path(restored), jax.tree.leaves(saved), strict=True):
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(restored), jax.tree.leaves(saved), strict=True):
         assert getattr(got, "dtype", type(got)) == getattr(want, "dtype", type(want)), path
         assert plain(got).shape == plain(want).shape, path
         assert plain(got).tobytes() == plain(want).tobytes(), path
@@ -77,7 +77,7 @@ def test_without_a_target_it_is_nested_dicts(flag: bool, tmp_path: Path, name: s
     """Nested dicts with JAX's own names of every leaf on the way, and the values of the leaves."""
     saved = STATES[name]()
     checkpoints.save_checkpoint(tmp_path, saved, 1)
-    want = {tuple(map(_name, path)): leaf for path, leaf in jax.tree.leaves_with_path(saved)}
+    want = {tuple(map(_name, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     got = dict(_leaves(checkpoints.restore_checkpoint(tmp_path, None)))
     assert got.keys() == want.keys()
     for path, value in want.items():

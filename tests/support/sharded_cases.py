@@ -89,7 +89,7 @@ def bits(leaf: Any) -> bytes:
 def same(got: Any, want: Any) -> None:
     """The same bits in the same structure."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype, path
         assert a.shape == b.shape, path
         assert bits(a) == bits(b), path

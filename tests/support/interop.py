@@ -1,0 +1,141 @@
+"""Everybody who saves and everybody who restores: ours, Flax's module with its flag off and on, and real Orbax."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import checkpoints
+from tests.support.peers import ocp_v1
+from tests.support.saves import use_flag
+
+ITEMS = ("default", "state", "pytree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint: Flax's file, one flat Orbax directory, a manager's root, or a directory of Orbax v1."""
+
+    path: Path
+    layout: str
+
+    def item(self) -> Path:
+        """The directory with the tree itself."""
+        above = self.path / "1" if self.layout == "manager" else self.path
+        if self.layout in ("file", "flat"):
+            return self.path
+        return next(above / name for name in ITEMS if (above / name).exists())
+
+
+def _ours(flag: bool) -> Callable[[Path, Any], Saved]:
+    return lambda folder, tree: _by_module(checkpoints, flag, folder, tree)
+
+
+def _flax(flag: bool) -> Callable[[Path, Any], Saved]:
+    return lambda folder, tree: _by_module(flax_checkpoints, flag, folder, tree)
+
+
+def _by_module(module: Any, flag: bool, folder: Path, tree: Any) -> Saved:
+    with use_flag(flag):
+        path = module.save_checkpoint(folder, tree, 1)
+    return Saved(Path(path), "flat" if flag else "file")
+
+
+def _save_pytree(folder: Path, tree: Any) -> Saved:
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint_1", tree)
+    return Saved(folder / "checkpoint_1", "flat")
+
+
+def _save_standard(folder: Path, tree: Any) -> Saved:
+    # What StandardCheckpointer writes; in its background, a save that fails leaves threads that wait for minutes.
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder / "checkpoint_1", args=ocp.args.StandardSave(tree))
+    return Saved(folder / "checkpoint_1", "flat")
+
+
+def _save_manager(folder: Path, tree: Any) -> Saved:
+    # In the background, a save that fails leaves its manager waiting for minutes.
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(folder / "root", options=options) as manager:
+        manager.save(1, args=ocp.args.PyTreeSave(tree))
+    return Saved(folder / "root", "manager")
+
+
+def _save_v1(folder: Path, tree: Any) -> Saved:
+    ocp_v1.save(folder / "checkpoint_1", tree)
+    return Saved(folder / "checkpoint_1", "v1")
+
+
+def _load(module: Any, flag: bool) -> Callable[[Saved, Any], Any]:
+    def load(saved: Saved, target: Any) -> Any:
+        with use_flag(flag):
+            return module.restore_checkpoint(saved.path, target)
+
+    return load
+
+
+def _load_pytree(saved: Saved, target: Any) -> Any:
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(saved.item())
+
+
+def _load_standard(saved: Saved, target: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(saved.item())
+
+
+def _load_manager(saved: Saved, target: Any) -> Any:
+    root = saved.path
+    if saved.layout != "manager":
+        root = saved.path.parent / "as an item of a manager"
+        if not root.exists():
+            copy = shutil.copyfile if saved.layout == "file" else shutil.copytree
+            (root / "1").mkdir(parents=True)
+            copy(saved.item(), root / "1" / "default")
+    with ocp.CheckpointManager(root) as manager:
+        return manager.restore(1, args=ocp.args.PyTreeRestore())
+
+
+def _load_v1(saved: Saved, target: Any) -> Any:
+    return ocp_v1.load(saved.path / "1" if saved.layout == "manager" else saved.path)
+
+
+OURS = ("ours off", "ours on")
+FLAX = ("flax off", "flax on")
+ORBAX = ("PyTree", "Standard", "Manager", "v1")
+EVERYBODY = (*OURS, *FLAX, *ORBAX)
+WRITERS: dict[str, Callable[[Path, Any], Saved]] = {
+    "ours off": _ours(False),
+    "ours on": _ours(True),
+    "flax off": _flax(False),
+    "flax on": _flax(True),
+    "PyTree": _save_pytree,
+    "Standard": _save_standard,
+    "Manager": _save_manager,
+    "v1": _save_v1,
+}
+READERS: dict[str, Callable[[Saved, Any], Any]] = {
+    "ours off": _load(checkpoints, False),
+    "ours on": _load(checkpoints, True),
+    "flax off": _load(flax_checkpoints, False),
+    "flax on": _load(flax_checkpoints, True),
+    "PyTree": _load_pytree,
+    "Standard": _load_standard,
+    "Manager": _load_manager,
+    "v1": _load_v1,
+}
+
+
+def quietly(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls; warnings of Flax, Orbax and jax are theirs to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args)
