@@ -62,7 +62,8 @@ def rebuild(target: Any, state: Any) -> Any:
 def _state_dict(target: Any) -> Any:
     try:
         return serialization.to_state_dict(target)
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:
+        # Up to flax 0.10.2 at least, keys of a FrozenDict that are not text fail an assertion.
         raise UnsupportedLeafError(f"the tree has no state dict: {error}") from error
 
 

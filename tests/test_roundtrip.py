@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
-from tests.support.peers import ocp_v1
+from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, ocp_v1, skip_without_typed_keys
 from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
 from tests.support.saves import use_flag
 from tests.support.trees import keys, leaves
@@ -75,7 +75,8 @@ def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:
     try:
         checkpoints.save_checkpoint(tmp_path, tree, 1, overwrite=True)
     except checkpoints.CheckpointError as error:
-        assert flag and ("name" in str(error) or "surrogate" in str(error))
+        too_old = not FROZEN_DICT_TAKES_INT_KEYS and "string keys" in str(error)
+        assert too_old or (flag and ("name" in str(error) or "surrogate" in str(error)))
         return
     assert fingerprint(checkpoints.restore_checkpoint(tmp_path, tree)) == fingerprint(tree)
 
@@ -103,6 +104,8 @@ def test_we_read_real_flax(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*ORBAX_KNOWS, "int keys", "FrozenDict", "OrderedDict"])
 def test_we_read_real_flax_on_orbax(name: str, tmp_path: Path) -> None:
     """What Flax wrote through Orbax restores to the same tree."""
+    if name == "nnx":
+        skip_without_typed_keys()
     tree = SAMPLES[name]()
     with use_flag(True):
         flax_checkpoints.save_checkpoint(tmp_path, tree, 1)
@@ -112,6 +115,8 @@ def test_we_read_real_flax_on_orbax(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ORBAX_KNOWS)
 def test_real_orbax_reads_our_directories(name: str, tmp_path: Path) -> None:
     """PyTreeCheckpointer restores our Orbax directories, given the tree, to the same leaves."""
+    if name == "nnx":
+        skip_without_typed_keys()
     tree = SAMPLES[name]()
     with use_flag(True):
         path = checkpoints.save_checkpoint(tmp_path, tree, 1)

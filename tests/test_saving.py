@@ -263,7 +263,7 @@ def test_a_full_disk_loses_nothing(flag: bool, tmp_path: Path) -> None:
 
 READ_ONLY = """
 import errno, os, sys
-import flax, numpy as np
+import flax, numpy as np, numpy.testing
 from flax_ckpt_compat import checkpoints, errors
 folder, flag = sys.argv[1], sys.argv[2] == "True"
 flax.config.update("flax_use_orbax_checkpointing", flag)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import placing, state
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
+from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS
 from tests.support.samples import SAMPLES, Fields, Keyed, Pair, Registered, Serialized, fingerprint, train_state_sample
 from tests.support.trees import keys, leaves
 
@@ -41,7 +42,12 @@ TREES = st.recursive(
 @given(tree=TREES)
 def test_random_trees_are_rebuilt(tree: Any) -> None:
     """rebuild undoes describe, whatever containers are nested in which."""
-    assert fingerprint(state.rebuild(tree, placing.as_state(state.describe(tree)))) == fingerprint(tree)
+    try:
+        described = state.describe(tree)
+    except CheckpointError:
+        assert not FROZEN_DICT_TAKES_INT_KEYS
+        return
+    assert fingerprint(state.rebuild(tree, placing.as_state(described))) == fingerprint(tree)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -101,7 +107,7 @@ def test_an_overridden_type_names_its_own_state() -> None:
 @pytest.mark.parametrize("tree", [{1: 2, "1": 3}, {"a": core.freeze({1: 2, "1": 3})}])
 def test_keys_of_one_text_are_refused(tree: Any) -> None:
     """Two keys with the same text would be one leaf: refused."""
-    with pytest.raises(CheckpointError, match="unique"):
+    with pytest.raises(CheckpointError, match=r"unique|only have string keys"):
         state.describe(tree)
 
 

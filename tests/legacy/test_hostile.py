@@ -107,6 +107,16 @@ def _damaged(draw):
     return bytes(document)
 
 
+def assert_as_flax(restored, document):
+    """Asserts that it is what real Flax restores, if it restores the document."""
+    try:
+        expected = flax.serialization.msgpack_restore(document)
+    except ValueError as error:
+        assert "strict_map_key" in str(error)  # an older Flax refuses int keys
+        return
+    assert fingerprint(restored) == fingerprint(expected)
+
+
 @given(document=_damaged())
 @settings(max_examples=1500, deadline=None)
 def test_damaged_files(load_bytes, document):
@@ -117,7 +127,7 @@ def test_damaged_files(load_bytes, document):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert fingerprint(restored) == fingerprint(flax.serialization.msgpack_restore(document))
+        assert_as_flax(restored, document)
 
 
 @given(document=st.binary(max_size=60))
@@ -128,7 +138,7 @@ def test_noise(load_bytes, document):
         restored = load_bytes(document)
     except CheckpointError:
         return
-    assert fingerprint(restored) == fingerprint(flax.serialization.msgpack_restore(document))
+    assert_as_flax(restored, document)
 
 
 @pytest.mark.parametrize("document", _DOCUMENTS)

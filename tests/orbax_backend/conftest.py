@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.peers import ORBAX_HAS_TYPED_KEYS
+
 
 @pytest.fixture(autouse=True)
 def real_orbax_may_warn() -> Iterator[None]:
@@ -23,7 +25,7 @@ def real_orbax_may_warn() -> Iterator[None]:
 @pytest.fixture
 def common_tree() -> dict[str, Any]:
     """Every kind of leaf and container that real Orbax writes itself."""
-    return {
+    tree = {
         "params": {"kernel": jnp.arange(12.0).reshape(3, 4), "bias": jnp.ones(4, jnp.bfloat16)},
         "big": np.random.default_rng(0).random((60, 70)),
         "zeros": jnp.zeros((300, 10), jnp.float32),
@@ -47,3 +49,6 @@ def common_tree() -> dict[str, Any]:
         "raw_key": jax.random.PRNGKey(5),
         "weird/na.me é%": {"a/b": 1, "x~1y": "tilde", "sp ace": np.int32([4])},
     }
+    if not ORBAX_HAS_TYPED_KEYS:
+        del tree["key"], tree["keys"]
+    return tree

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from tests.support.orbax_trees import change_metadata, load, on_host, save
-from tests.support.peers import pytree_handler
+from tests.support.peers import pytree_handler, skip_without_typed_keys
 from tests.support.trees import fingerprint
 
 TREE = {
@@ -39,7 +39,11 @@ TREE = {
 
 
 def _real(**options: Any) -> Callable[[Path, Any], Any]:
-    return lambda path, tree: ocp.Checkpointer(pytree_handler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
+    def write(path: Path, tree: Any) -> None:
+        skip_without_typed_keys()
+        ocp.Checkpointer(pytree_handler(**options)).save(path, args=ocp.args.PyTreeSave(tree))
+
+    return write
 
 
 WRITERS: dict[str, Callable[[Path, Any], Any]] = {

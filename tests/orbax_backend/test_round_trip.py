@@ -20,6 +20,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, WriteOptions
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData
 from tests.support.orbax_trees import branches, handles, load, on_host, save
+from tests.support.peers import version
 from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
 
 Empty = namedtuple("Empty", "")
@@ -58,11 +59,14 @@ def test_a_bare_leaf_round_trips(tmp_path: Path, leaf: Any) -> None:
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_every_dtype_round_trips(tmp_path: Path, compression: str | None) -> None:
     """All of numpy's and ml_dtypes' dtypes in both byte orders, 0-d, empty, small and large."""
+    # Compressed arrays are written by TensorStore, and an older one does not know this dtype.
+    unknown = {"float4_e2m1fn"} if compression and version("tensorstore") < (0, 1, 86) else ()
     foreign = [d.newbyteorder(">") for d in NUMPY_DTYPES if d.itemsize > 1 and d.kind != "S" and d.name != "float128"]
     tree = {
         f"{number}_{d}_{i}": np.ones(shape, d) if d.name in SMALL_INTS else fill(shape, d, i)
         for number, d in enumerate([*NUMPY_DTYPES, *EVERY_ML_DTYPE, *foreign])
         for i, shape in enumerate([(), (3,), (0, 4), (2, 3), (110, 300)])
+        if d.name not in unknown
     }
     assert fingerprint(load(save(tmp_path / "c", tree, compression))) == fingerprint(tree)
 

@@ -13,7 +13,7 @@ import pytest
 
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData
 from tests.support.orbax_trees import branches, on_host, save
-from tests.support.peers import ocp_v1
+from tests.support.peers import needs, ocp_v1, skip_without_typed_keys
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint
 
 READERS = {
@@ -101,12 +101,15 @@ def test_real_orbax_reads_what_its_format_has_no_type_for(tmp_path: Path, reader
 @pytest.mark.parametrize("reader", ["pytree", "v1"])
 def test_real_orbax_reads_a_bare_leaf_and_an_empty_tree(tmp_path: Path, tree: Any, reader: str) -> None:
     """Whole trees that real Orbax partly refuses to write; it reads them all."""
+    if isinstance(tree, jax.Array) and reader == "pytree":
+        skip_without_typed_keys()  # nor bare jax arrays
     restored = READERS[reader](save(tmp_path / "c", tree))
     assert fingerprint(on_host(restored)) == fingerprint(on_host(tree))
 
 
 def test_real_orbax_restores_a_key_on_the_host(tmp_path: Path) -> None:
     """Key data that is numpy already is still a typed key for real Orbax."""
+    skip_without_typed_keys()
     data = np.array([1, 2], np.uint32)
     path = save(tmp_path / "c", {"k": KeyData("threefry2x32", data)})
     restored = ocp.PyTreeCheckpointer().restore(path)["k"]
@@ -132,6 +135,7 @@ def test_real_orbax_finds_odd_names(tmp_path: Path, name: str) -> None:
     assert fingerprint(ocp.PyTreeCheckpointer().restore(save(tmp_path / "c", tree))) == fingerprint(tree)
 
 
+@needs("orbax-checkpoint", 0, 12, 8, why="writes other entries")
 def test_metadata_files_are_those_of_real_orbax(tmp_path: Path) -> None:
     """Real Orbax's own files of the same tree hold the same JSON, apart from times and our marks."""
     tree = {"a": jnp.arange(3.0), "l": [1, "x", None], "n": {"b": np.arange(2), "e": {}}, "key": jax.random.key(0)}

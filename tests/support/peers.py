@@ -9,6 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 import pytest
+from flax import core, serialization
 
 
 class _Missing:
@@ -44,5 +45,26 @@ def _module(name: str, distribution: str) -> Any:
         return _Missing(f"{distribution} {importlib.metadata.version(distribution)} has no {name}")
 
 
+def _takes_int_keys() -> bool:
+    try:
+        return serialization.to_state_dict(core.freeze({1: 2})) == {"1": 2}
+    except AssertionError:
+        return False
+
+
+def needs(distribution: str, *least: int, why: str) -> pytest.MarkDecorator:
+    """Skips a test under releases of a package before this one."""
+    text = ".".join(map(str, least))
+    return pytest.mark.skipif(version(distribution) < least, reason=f"{distribution} before {text} {why}")
+
+
+def skip_without_typed_keys() -> None:
+    """Skips a test that has real Orbax save or restore typed PRNG keys."""
+    if not ORBAX_HAS_TYPED_KEYS:
+        pytest.skip("this orbax-checkpoint has no typed PRNG keys")
+
+
+FROZEN_DICT_TAKES_INT_KEYS = _takes_int_keys()
+ORBAX_HAS_TYPED_KEYS = version("orbax-checkpoint") >= (0, 11, 16)
 ocp_v1 = _module("orbax.checkpoint.experimental.v1", "orbax-checkpoint")
 nnx = _module("flax.nnx", "flax")
