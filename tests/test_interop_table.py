@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.interop import EVERYBODY, FLAX, ORBAX, OURS, READERS, WRITERS, Saved, quietly
 from tests.support.interop_report import EQUAL, NOT_SAVED, OUTCOMES, REASONS, REFUSED
+from tests.support.peers import ORBAX_HAS_TYPED_KEYS
 from tests.support.zoo import CONTAINERS, ROOTS, ZOO, canonical, orbax_containers, state_dict, with_none
 
 # What Orbax refuses to save fails in its threads, too.
@@ -108,6 +109,13 @@ DIFFERENCES = [
             "np bytes": np.array([[97, 98], [99, 0]], np.uint8),
             "np longdouble": ZOO["np longdouble"].view(np.uint8).reshape(2, -1),
         },
+    ),
+    Difference(
+        "typed key → key data",
+        "Orbax before 0.11.16 has no typed keys",
+        ("ours on",) if not ORBAX_HAS_TYPED_KEYS else (),
+        PEERS,
+        {name: np.asarray(jax.random.key_data(ZOO[name])) for name in ("key", "rbg keys")},
     ),
     Difference(
         "typed key → marked key data",

@@ -14,6 +14,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CorruptCheckpointError
+from tests.support.peers import skip_without_typed_keys
 from tests.support.samples import fingerprint
 
 SCALARS = {"i": 3, "f": 2.5, "b": True, "i64": np.int64(4), "f64": np.float64(0.5), "f32": np.float32(1.5)}
@@ -63,6 +64,7 @@ def test_scalars_of_directories_without_types(tmp_path: Path, kind: str) -> None
 
 def test_what_may_be_a_key(tmp_path: Path) -> None:
     """Where the files that tell keys from their data are lost, only a plain array in the target gets the data."""
+    skip_without_typed_keys()
     ocp.PyTreeCheckpointer().save(tmp_path / "c", {"key": jax.random.key(3), "a": jnp.arange(3)})
     shutil.rmtree(tmp_path / "c" / "array_metadatas")
     with pytest.warns(UserWarning, match="array_metadatas"):

@@ -36,4 +36,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded(outcomes: dict[str, str], name: str) -> None:
     """What the case of this name in the script says."""
+    if outcomes[name].startswith("skipped: "):
+        pytest.skip(outcomes[name])
     assert outcomes[name] == ""

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.support.orbax_trees import on_host, save
-from tests.support.peers import ocp_v1
+from tests.support.peers import needs, ocp_v1
 from tests.support.trees import fingerprint
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
@@ -80,6 +80,7 @@ def test_a_manager_restores_our_item(tmp_path: Path, tree: Any, arguments: str, 
         same(manager.restore(3, args=ARGUMENTS[arguments](tree)), tree)
 
 
+@needs("orbax-checkpoint", 0, 11, 6, why="cannot restore without arguments")
 def test_a_manager_restores_without_arguments(tmp_path: Path, tree: Any) -> None:
     """By what the step's file says, or by the handler that the manager was given."""
     make_step(tmp_path / "root", tree)
@@ -90,6 +91,7 @@ def test_a_manager_restores_without_arguments(tmp_path: Path, tree: Any) -> None
         same(manager.restore(3), tree)
 
 
+@needs("orbax-checkpoint", 0, 11, 6, why="cannot restore without arguments")
 def test_our_item_in_the_place_of_a_real_one(tmp_path: Path, tree: Any) -> None:
     """A real step whose item directory is replaced by ours restores our values, and the manager goes on saving."""
     root = tmp_path / "root"

@@ -9,9 +9,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx, struct
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState
+
+from tests.support.peers import version
 
 
 class Net(nn.Module):
@@ -100,10 +103,18 @@ def _train_state() -> Any:
 
 
 def _nnx_optimizer() -> Any:
+    if version("flax") < (0, 11):
+        pytest.skip("nnx.Optimizer before flax 0.11 is called otherwise")
     model = NnxNet(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     optimizer.update(model, nnx.grad(lambda m: (m(jnp.ones((2, 8))) ** 2).sum())(model))
     return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+
+
+def _pure_dict(state: Any) -> Any:
+    if not hasattr(nnx, "to_pure_dict"):
+        pytest.skip("this Flax has no nnx.to_pure_dict")
+    return nnx.to_pure_dict(state)
 
 
 STATES: dict[str, Callable[[], Any]] = {
@@ -113,7 +124,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "ema": lambda: Ema(linen_variables()["params"]),
     "nnx state": lambda: nnx.state(NnxNet(nnx.Rngs(0))),
     "nnx split": lambda: nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)[1:],
-    "nnx pure dict": lambda: nnx.to_pure_dict(nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param)),
+    "nnx pure dict": lambda: _pure_dict(nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param)),
     "nnx optimizer": _nnx_optimizer,
     **{f"optax {name}": (lambda name=name: _optax(name)) for name in _CHAINS},
 }
