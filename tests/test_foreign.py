@@ -196,7 +196,7 @@ def test_the_checkpointer_is_left_as_it_was(tmp_path: Path) -> None:
     checkpointer.close()
 
 
-@needs("orbax-checkpoint", 0, 11, 16, why="leaves less in its directories to know a finished one by")
+@needs("orbax-checkpoint", 0, 12, why="leaves less in its directories to know a finished one by")
 def test_a_commit_is_cleaned_up_without_waiting(tmp_path: Path) -> None:
     """Retention runs after the commit also where nobody calls wait_until_finished."""
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
@@ -265,7 +265,7 @@ def test_a_single_array(target: Any, through: bool, tmp_path: Path) -> None:
     assert_same(restored, np.arange(5.0))
 
 
-@needs("orbax-checkpoint", 0, 11, 16, why="leaves less in its directories to know a finished one by")
+@needs("orbax-checkpoint", 0, 12, why="leaves less in its directories to know a finished one by")
 def test_a_handler_with_a_format_of_its_own(tmp_path: Path) -> None:
     """Listing, retention and restoring work around a handler whose files only it can read; without it: an error."""
     checkpointer = ocp.Checkpointer(TextHandler())

@@ -80,7 +80,7 @@ def test_reads_numpy_scalars(tmp_path: Path) -> None:
     assert load(path) == ocp.PyTreeCheckpointer().restore(path)
 
 
-@needs("orbax-checkpoint", 0, 11, 16, why="cannot save a bare jax array")
+@needs("orbax-checkpoint", 0, 12, why="cannot save a bare jax array")
 def test_reads_a_bare_leaf(tmp_path: Path) -> None:
     """A tree of one leaf, stored under the empty name."""
     path = _pytree()(tmp_path / "c", jnp.arange(4.0))
@@ -128,6 +128,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def write(writer: str) -> Path:
         target = folder / writer
+        if writer == "plain":
+            pytree_handler(use_compression=False)  # skips where there is no such option
         if not target.exists():
             command = [sys.executable, str(SHARDED), writer, str(target)]
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)

@@ -13,7 +13,7 @@ import pytest
 
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData
 from tests.support.orbax_trees import branches, on_host, save
-from tests.support.peers import needs, ocp_v1, skip_without_typed_keys
+from tests.support.peers import needs, ocp_v1, skip_without_typed_keys, version
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, fill, fingerprint
 
 READERS = {
@@ -101,8 +101,8 @@ def test_real_orbax_reads_what_its_format_has_no_type_for(tmp_path: Path, reader
 @pytest.mark.parametrize("reader", ["pytree", "v1"])
 def test_real_orbax_reads_a_bare_leaf_and_an_empty_tree(tmp_path: Path, tree: Any, reader: str) -> None:
     """Whole trees that real Orbax partly refuses to write; it reads them all."""
-    if isinstance(tree, jax.Array) and reader == "pytree":
-        skip_without_typed_keys()  # nor bare jax arrays
+    if isinstance(tree, jax.Array) and reader == "pytree" and version("orbax-checkpoint") < (0, 12):
+        pytest.skip("this orbax-checkpoint cannot restore a bare jax array")
     restored = READERS[reader](save(tmp_path / "c", tree))
     assert fingerprint(on_host(restored)) == fingerprint(on_host(tree))
 

@@ -67,4 +67,6 @@ def skip_without_typed_keys() -> None:
 FROZEN_DICT_TAKES_INT_KEYS = _takes_int_keys()
 ORBAX_HAS_TYPED_KEYS = version("orbax-checkpoint") >= (0, 11, 16)
 ocp_v1 = _module("orbax.checkpoint.experimental.v1", "orbax-checkpoint")
+if not isinstance(ocp_v1, _Missing) and not hasattr(ocp_v1, "load"):
+    ocp_v1 = _Missing("the v1 of this orbax-checkpoint is not finished")
 nnx = _module("flax.nnx", "flax")
