@@ -146,7 +146,7 @@ REFUSALS: dict[tuple[str, str], tuple[str, ...]] = {
     # Orbax reads directories only.
     **{("ours off", reader): tuple(TREES) for reader in ORBAX},
 }
-REFUSED_BY_OLD_ORBAX = ("root array", "root jax") if version("orbax-checkpoint") < (0, 12) else ()
+REFUSED_BY_OLD_ORBAX = tuple(ROOTS) if version("orbax-checkpoint") < (0, 12) else ()
 REASONS.update({difference.name: difference.reason for difference in DIFFERENCES})
 REASONS["nothing"] = "Flax takes neither for a checkpoint, and returns the target, here None"
 REASONS[REFUSED] = "an error says so"

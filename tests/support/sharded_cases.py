@@ -167,12 +167,12 @@ def we_restore_real_orbax(folder: Path) -> None:
     """Every layout that real Orbax writes of sharded arrays, onto the mesh of before and another one."""
     import orbax.checkpoint as ocp
 
-    from tests.support.peers import ocp_v1
+    from tests.support.peers import ocp_v1, pytree_handler
 
     tree = {"small": small_tree(), "large": {k: v for k, v in large_tree().items() if k != "uint4"}}
     options: dict[str, Any] = {"zarr2": {}, "zarr3": {"use_zarr3": True}, "files": {"use_ocdbt": False}}
     for name, chosen in {**options, "plain": {"use_compression": False}}.items():
-        handler = ocp.PyTreeCheckpointHandler(**chosen)
+        handler = pytree_handler(**chosen)
         ocp.Checkpointer(handler).save(folder / name, args=ocp.args.PyTreeSave(tree))
     ocp_v1.save(folder / "v1", tree)
     for name in (*options, "plain", "v1"):
