@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
@@ -18,20 +19,24 @@ _KEY_DATA, _KEY_NOTE = "jax_random_key", "jax_random_key_metadata/metadata"
 _ARRAY_METADATA = (".zarray", "zarr.json")
 
 
-def is_single_array(path: str, use_ocdbt: bool) -> bool:
+def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
     """Whether a directory whose only leaf is called ``checkpoint`` is one array rather than a tree of one leaf.
 
-    The directory itself or the step above it says so. Where that note has gone: trees of one such leaf have
-    been OCDBT by default as long as there have been array items with a ``_METADATA`` (0.11.25), which never are.
+    The directory itself or the step above it says so, since 0.11.6. Array items have a ``_METADATA`` only since
+    0.11.25, so what has one and is older is a tree: where there is a note without handlers, or none of what
+    0.10.0 added to ``_METADATA``. Where the note has gone from a later one: trees of such a leaf have been
+    OCDBT by default, which array items never are.
     """
     if os.path.basename(path.rstrip("/")) == _KEY_DATA:
         return True
+    step, item = os.path.split(path.rstrip("/"))
     own = _handlers(path)
     if own is None:
-        step, item = os.path.split(path.rstrip("/"))
         items = _handlers(step)
-        own = items.get(item) if isinstance(items, dict) else None
-    return own.endswith("." + _ARRAY_HANDLER) if isinstance(own, str) else not use_ocdbt
+        own = items.get(item) if isinstance(items, dict) else items
+    if isinstance(own, str):
+        return own.endswith("." + _ARRAY_HANDLER)
+    return not use_ocdbt and "store_array_data_equal_to_fill_value" in metadata
 
 
 def holds_array_folder(path: str) -> bool:
@@ -72,7 +77,9 @@ def implementation(width: int) -> tuple[str, bool]:
 
 
 def _handlers(path: str) -> Any:
+    """The handlers that the note in this directory names, '' if it is older than such names, None without a note."""
     try:
-        return (read_json(path, STEP_METADATA) or {}).get("item_handlers")
+        note = read_json(path, STEP_METADATA)
     except CorruptCheckpointError:
         return None
+    return note.get("item_handlers", "") if note is not None else None

@@ -133,7 +133,7 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         strings=_read_strings(path, entries),
         shardings=read_shardings(path, {entry.name for entry in entries}),
         key_impls=_read_key_impls(path),
-        is_single_array=has_array and (metadata is None or is_single_array(path, use_ocdbt)),
+        is_single_array=has_array and (metadata is None or is_single_array(path, metadata, use_ocdbt)),
         is_typed_key=has_array and is_typed_key(path),
         aggregate=aggregate,
     )

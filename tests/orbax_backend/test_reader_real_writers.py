@@ -107,7 +107,6 @@ def test_a_single_array_is_a_bare_leaf(tmp_path: Path, item: str) -> None:
     assert fingerprint(load(path)) == fingerprint(np.arange(5, dtype=np.int32))
 
 
-@needs("orbax-checkpoint", 0, 11, 31, why="does not say whether a directory is OCDBT, or which handler wrote it")
 def test_a_tree_with_the_key_checkpoint_stays_a_tree(tmp_path: Path) -> None:
     """Only a declared single array loses its key."""
     path = _pytree(use_ocdbt=False)(tmp_path / "c", {"checkpoint": jnp.arange(5)})
