@@ -234,14 +234,26 @@ def _holds_msgpack_tree(path: str) -> bool:
     return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
 
 
+def _is_checkpoint_itself(name: str, inside: set[str], noted: bool) -> bool:
+    """True for a directory that is no item, but a checkpoint of some prefix in a directory of checkpoints.
+
+    Since 0.5.11 a whole checkpoint has a note of its own, and its items have none. Before, a name that ends in a
+    step has to tell, unless the directory around it is noted to be a checkpoint.
+    """
+    return _ITEMS_MARKERS[0] in inside or (not noted and steps.ends_in_step(name))
+
+
 def _items(path: str, names: set[str]) -> dict[str, Item]:
     """The named items of a CheckpointManager step or an Orbax v1 directory."""
     items = {}
+    noted = bool(names.intersection(_ITEMS_MARKERS))
     for name in sorted(names):
         child = os.path.join(path, name)
         if not os.path.isdir(child):
             continue
         inside = set(os.listdir(child))
+        if _is_checkpoint_itself(name, inside, noted):
+            continue
         keys = sorted(inside.intersection(_RANDOM_KEYS))
         if _is_tree(child, inside):
             items[name] = Item(Format.ORBAX, child)

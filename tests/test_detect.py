@@ -284,3 +284,15 @@ def test_links_are_followed(flag: bool, tmp_path: Path) -> None:
     path = checkpoints.save_checkpoint(tmp_path / "real", TREE, 1)
     (tmp_path / "latest").symlink_to(path)
     same(checkpoints.restore_checkpoint(tmp_path / "latest", ZEROS))
+
+
+def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> None:
+    """Runs in numbered directories, each with checkpoints of its own, are nobody's steps and items."""
+    for seed in (0, 1):
+        checkpoints.save_checkpoint(tmp_path / str(seed), {"seed": seed}, 10)
+    target = {"seed": -1}
+    for prefix in ("checkpoint_", "chkpt_"):
+        assert checkpoints.restore_checkpoint(tmp_path, target, prefix=prefix) is target
+    checkpoints.save_checkpoint(tmp_path / "1", {"seed": 1}, "best")
+    assert checkpoints.restore_checkpoint(tmp_path, target) is target
+    assert checkpoints.restore_checkpoint(tmp_path / "1", target) == {"seed": 1}

@@ -48,6 +48,11 @@ def is_named(name: str, prefix: str) -> bool:
     return not _ENDS_IN_STEP.fullmatch(text)
 
 
+def ends_in_step(name: str) -> bool:
+    """True for names that may be a prefix and a step."""
+    return _ENDS_IN_STEP.fullmatch(name) is not None
+
+
 def is_foreign(name: str) -> bool:
     """True for names that are never checkpoints: temporaries and array folders."""
     return ORBAX_TEMPORARY in name or name.endswith(ARRAYS_POSTFIX)
