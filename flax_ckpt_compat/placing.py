@@ -64,6 +64,19 @@ class Wish:
         except ValueError as error:
             raise self._misfit() from error
 
+    @property
+    def narrowed(self) -> str | None:
+        """How the cast that an abstract target asks for may lose values, or None; the setting asks for it outright."""
+        stored = self.handle.dtype
+        if (
+            self.handle.kind is not LeafKind.ARRAY
+            or stored is None
+            or not isinstance(self._target, jax.ShapeDtypeStruct)
+        ):
+            return None
+        wanted = self._dtype(stored)
+        return None if np.can_cast(stored, wanted, "safe") else f"{show_path(self.handle.path)}: {stored} to {wanted}"
+
     def _dtype(self, stored: Any) -> Any:
         wanted = getattr(self._target, "dtype", None) if self._cast and not state.is_prng_key(self._target) else None
         return stored if wanted is None else wanted

@@ -152,6 +152,13 @@ class _Restore:
         ]
         if not wishes:
             return {}
+        narrowed = [] if cast else [text for wish in wishes if (text := wish.narrowed) is not None]
+        if narrowed:
+            _log.warning(
+                "%s: cast to what the abstract target says, which cannot hold every value that was saved: %s",
+                reader.path,
+                matching.shorten(narrowed),
+            )
         values = reader.read([one for wish in wishes for one in wish.asked])
         values.reverse()
         # Popped, so that nothing but the result holds the bytes any longer.

@@ -313,3 +313,20 @@ def test_both_formats_restore_alike(stored: Any, target: Any, lenient: bool) -> 
             except checkpoints.CheckpointError as error:
                 outcomes.append((type(error).__name__, getattr(error, "missing", None)))
     assert outcomes[0] == outcomes[1]
+
+
+def test_abstract_targets_tell_what_they_may_lose(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A cast to an abstract target's narrower dtype is named in one warning; a lossless or ordered one is not."""
+    value = {"wide": np.array([0.1, 1e300]), "same": np.zeros(2, np.float32), "up": np.zeros(2, np.float32)}
+    checkpoints.save_checkpoint(tmp_path, value, 1)
+    dtypes = {"wide": np.float32, "same": np.float32, "up": np.float64}
+    target = {name: jax.ShapeDtypeStruct((2,), dtype) for name, dtype in dtypes.items()}
+    with np.errstate(over="ignore"), caplog.at_level("WARNING", "flax_ckpt_compat"):
+        restored = checkpoints.restore_checkpoint(tmp_path, target)
+    assert {name: leaf.dtype for name, leaf in restored.items()} == {name: np.dtype(d) for name, d in dtypes.items()}
+    (record,) = caplog.records
+    assert "wide: float64 to float32" in record.getMessage() and "up" not in record.getMessage()
+    caplog.clear()
+    with np.errstate(over="ignore"), config.override(dtype="target"), caplog.at_level("WARNING", "flax_ckpt_compat"):
+        checkpoints.restore_checkpoint(tmp_path, target)
+    assert not caplog.records
