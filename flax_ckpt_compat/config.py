@@ -1,7 +1,8 @@
 """The settings, where they come from, and Flax's own flag.
 
 Every setting can be given as an environment variable (``FLAX_CKPT_COMPAT_`` + its name in capitals, read
-when this module is first imported), set for the process with `update`, or for a block with `override`.
+when this module is first imported; empty counts as not given), set for the process with `update`, or for a block
+with `override`. ``config.current()`` gives all values in force, ``config.must_exist`` one of them.
 
 ====================  =========================  ==========================================================
 setting               values (default first)     meaning
@@ -20,16 +21,22 @@ setting               values (default first)     meaning
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 from flax_ckpt_compat._core.errors import SettingError
 
 __all__ = ["Settings", "current", "override", "update", "use_orbax_format"]
 
+_log = logging.getLogger("flax_ckpt_compat")
+_VARIABLE = "FLAX_CKPT_COMPAT_"
 _VALUES: dict[str, tuple[Any, ...]] = {
     "missing_leaves": ("error", "warn", "keep"),
     "shape_mismatch": ("warn", "error", "ignore"),
@@ -68,13 +75,30 @@ class Settings:
 
 
 def _from_environment() -> Settings:
-    changes: dict[str, Any] = {}
-    for name, values in _VALUES.items():
-        text = os.environ.get(f"FLAX_CKPT_COMPAT_{name.upper()}")
-        if text is not None:
-            word = text.strip().lower()
-            changes[name] = _WORDS[word] if word in _WORDS and _WORDS[word] in values else word
-    return Settings().replace(**changes)
+    settings = Settings()
+    for variable, text in sorted(os.environ.items()):
+        name, word = variable.removeprefix(_VARIABLE).lower(), text.strip().lower()
+        if not variable.startswith(_VARIABLE) or not word:
+            continue
+        if variable not in _variables():
+            _warn_of_unknown(variable)
+            continue
+        value = _WORDS[word] if word in _WORDS and _WORDS[word] in _VALUES[name] else word
+        try:
+            settings = settings.replace(**{name: value})
+        except SettingError as error:
+            raise SettingError(f"environment variable {variable}: {error}") from None
+    return settings
+
+
+def _variables() -> list[str]:
+    return [_VARIABLE + name.upper() for name in _VALUES]
+
+
+def _warn_of_unknown(variable: str) -> None:
+    near = difflib.get_close_matches(variable.upper(), _variables(), n=1, cutoff=0.8)
+    known = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(_variables())}"
+    _log.warning("Environment variable %s is no setting and has no effect; %s", variable, known)
 
 
 _process = _from_environment()
@@ -86,13 +110,21 @@ def current() -> Settings:
     return _block.get() or _process
 
 
-def update(**changes: Any) -> None:
+def update(*pair: Any, **changes: Any) -> None:
     """Changes settings for the whole process.
+
+    Args:
+        pair: one setting's name and value, as Flax's ``config.update`` takes them.
+        changes: settings by name.
 
     Raises:
         SettingError: no such setting, or not one of its values.
     """
     global _process
+    if pair:
+        if len(pair) != 2 or not isinstance(pair[0], str):
+            raise SettingError(f"update takes a setting's name and its value, or name=value; found {pair!r:.100}")
+        changes = {pair[0]: pair[1], **changes}
     _process = _process.replace(**changes)
 
 
@@ -115,3 +147,21 @@ def use_orbax_format() -> bool:
     from flax import config as flax_config
 
     return bool(getattr(flax_config, "flax_use_orbax_checkpointing", False))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _VALUES:
+        return getattr(current(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Module(ModuleType):
+    """This module, which refuses a setting that is assigned to: the assignment would have no effect."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _VALUES:
+            raise SettingError(f"a setting is not assigned to; call config.update({name}={value!r})")
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Module

@@ -84,10 +84,50 @@ def test_the_environment(name: str, text: str, expected: str) -> None:
 
 
 def test_a_mistake_in_the_environment() -> None:
-    """A wrong value in the environment is an error that names the setting, not a silent default."""
-    process = start_python(PRINT, FLAX_CKPT_COMPAT_DTYPE="float32")
+    """A wrong value in the environment is an error that names variable and setting, not a silent default."""
+    process = start_python(PRINT, FLAX_CKPT_COMPAT_DTYPE="bf16")
     _, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and "setting dtype takes" in err
+    assert process.returncode != 0
+    message = "environment variable FLAX_CKPT_COMPAT_DTYPE: setting dtype takes 'stored', 'target'; found 'bf16'"
+    assert err.rstrip().endswith(message)
+
+
+def test_unknown_and_empty_variables() -> None:
+    """An empty variable counts as not set; an unknown one is logged with the nearest name, and has no effect."""
+    variables = {"DTYPE": "", "MUST_EXIST": " ", "MISSING_LEAFS": "keep", "QQQ": "1"}
+    process = start_python(PRINT, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in variables.items()})
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.strip() == repr(config.Settings())
+    mistyped, foreign = err.strip().splitlines()
+    assert "FLAX_CKPT_COMPAT_MISSING_LEAFS" in mistyped
+    assert mistyped.endswith("did you mean FLAX_CKPT_COMPAT_MISSING_LEAVES?")
+    assert "FLAX_CKPT_COMPAT_QQQ" in foreign and "FLAX_CKPT_COMPAT_DTYPE" in foreign
+
+
+@pytest.mark.parametrize("name", config.Settings.__slots__)
+def test_settings_are_attributes(name: str) -> None:
+    """config.NAME is the value in force; assigning to it is refused, with the call that works."""
+    assert getattr(config, name) == getattr(config.Settings(), name)
+    with config.override(must_exist=True):
+        assert config.must_exist is True
+    with pytest.raises(SettingError, match=rf"config\.update\({name}=True\)"):
+        setattr(config, name, True)
+    assert config.current() == config.Settings()
+    assert not hasattr(config, "must_exits")
+
+
+@pytest.mark.parametrize(("name", "value", "default"), [("must_exist", True, False), ("compression", None, None)])
+def test_update_as_flax_spells_it(name: str, value: object, default: object) -> None:
+    """update takes a name and a value, too, as Flax's own config.update does."""
+    try:
+        config.update(name, value)
+        assert getattr(config, name) is value
+    finally:
+        config.update(name, default)
+    for wrong in (("must_exist",), ("must_exist", True, 1), (True, "must_exist"), ("must_exits", True)):
+        with pytest.raises(SettingError):
+            config.update(*wrong)
+    assert config.current() == config.Settings()
 
 
 def test_flax_flag_is_read_afresh() -> None:
