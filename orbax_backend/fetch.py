@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import logging
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ from .jobs import Job, Request, by_chunk, show
 from .names import key_prefix
 from .plain import Copy, Piece, in_threads
 
+_log = logging.getLogger("flax_ckpt_compat")
 _Array = np.ndarray[Any, Any]
 _CHUNKS_AT_ONCE = min(8, 2 * (os.cpu_count() or 1))
 # zstd, the best of the codecs at this, turns 4 bytes into at most 128 KiB.
@@ -95,11 +96,10 @@ class Fetcher:
         """Loose files can be lost in copying without a trace; the keys of a database cannot."""
         names = sorted({request.job.shown for request in requests})
         if names:
-            warnings.warn(
+            _log.warning(
                 f"{self._path}: not all chunk files of the arrays {names[:8]} are there; releases of Orbax before "
                 f"0.10.3 stored none where all values are the fill value, so that is what they are taken for. If files "
-                f"were lost in copying, copy the checkpoint anew",
-                stacklevel=4,
+                f"were lost in copying, copy the checkpoint anew"
             )
 
     def _check(self, job: Job, place: Place, sizes: dict[str, int]) -> None:

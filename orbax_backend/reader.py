@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,6 +39,7 @@ _EMPTY: dict[str, Callable[[], Node]] = {
     "Tuple": lambda: Branch({}, Container.TUPLE),
     "NamedTuple": lambda: Branch({}, Container.NAMEDTUPLE),
 }
+_log = logging.getLogger("flax_ckpt_compat")
 _ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
@@ -161,10 +162,9 @@ class OrbaxReader:
             return impl
         impl, guessed = implementation(info.shape[-1] if info.shape else 0)
         if guessed:
-            warnings.warn(
+            _log.warning(
                 f"{self.path}: the files of this PRNG key do not name its implementation; {impl!r} is taken, which "
-                f"'unsafe_rbg' looks like: for that one wrap jax.random.key_data anew",
-                stacklevel=2,
+                f"'unsafe_rbg' looks like: for that one wrap jax.random.key_data anew"
             )
         return impl
 
@@ -236,10 +236,9 @@ def _warn_of_shared_names(path: str, structure: Structure) -> None:
     counts = collections.Counter(e.name for e in structure.entries if not e.skipped)
     shared = [name for name, count in counts.items() if count > 1]
     if shared:
-        warnings.warn(
+        _log.warning(
             f"{path}: several leaves were stored under each of the names {shared[:8]}; only one value of each "
-            f"survived, and all of them restore as that one",
-            stacklevel=3,
+            f"survived, and all of them restore as that one"
         )
 
 
@@ -256,10 +255,9 @@ def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
     for handle in handles:
         handle.may_be |= {LeafKind.PRNG_KEY}
     if doubtful:
-        warnings.warn(
+        _log.warning(
             f"{os.path.join(reader.path, ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it alone tells "
-            f"PRNG keys from arrays; if they were keys, wrap them with jax.random.wrap_key_data",
-            stacklevel=3,
+            f"PRNG keys from arrays; if they were keys, wrap them with jax.random.wrap_key_data"
         )
 
 

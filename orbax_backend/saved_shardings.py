@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import warnings
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -11,6 +11,8 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from .json_files import read_json
 from .metadata import SHARDING
+
+_log = logging.getLogger("flax_ckpt_compat")
 
 
 def read_shardings(path: str, names: Collection[str]) -> dict[str, str]:
@@ -23,7 +25,7 @@ def read_shardings(path: str, names: Collection[str]) -> dict[str, str]:
     try:
         stored = read_json(path, SHARDING) or {}
     except CorruptCheckpointError as error:
-        warnings.warn(f"{error}; restoring without saved shardings", stacklevel=2)
+        _log.warning("%s; restoring without saved shardings", error)
         return {}
     decoded: dict[str, Any] = {_decoded(key): text for key, text in stored.items()}
     # A name can be valid base64 of another text, so the file as a whole decides.

@@ -1,7 +1,6 @@
 """Checkpoints of real releases from flax 0.3.6 and orbax-checkpoint 0.1.8 on: each restores to what was saved."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from flax.training.train_state import TrainState
 
 from flax_ckpt_compat import checkpoints
 from tests.support import corpus
+from tests.support.logs import warnings_logged
 
 COLLIDING = ("a/b.c", "a.b/c")
 CASES = corpus.cases()
@@ -41,11 +41,10 @@ def restore(case: corpus.Case, path: Path, target: Any = None) -> Any:
         due = {"only one value"}
     elif case.name == "orbax_pytree_no_ocdbt/zarr3" and case.orbax < (0, 10, 3):
         due = {"not all chunk files"}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_logged() as logged:
         restored = checkpoints.restore_checkpoint(path, target)
-    assert {text for text in due for warning in caught if text in str(warning.message)} == due
-    assert len(caught) == len(due)
+    assert {text for text in due for message in logged if text in message} == due
+    assert len(logged) == len(due)
     return restored
 
 

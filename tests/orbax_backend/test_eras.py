@@ -5,7 +5,6 @@ The current Orbax still reads most of them and is the judge there.
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import tensorstore as ts
 
 from flax_ckpt_compat.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles, load
 from tests.support.trees import fingerprint
 
@@ -196,11 +196,10 @@ def test_key_items(tmp_path: Path, width: int, note: str | None) -> None:
         with pytest.raises(CorruptCheckpointError, match="jax_random_key_metadata"):
             load(path)
         return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_logged() as logged:
         restored = load(path)
     typed = "true" in note
-    assert ["unsafe_rbg" in str(w.message) for w in caught] == [True] * (typed and width == 4)
+    assert ["unsafe_rbg" in text for text in logged] == [True] * (typed and width == 4)
     implementation = {2: "threefry2x32", 4: "rbg"}[width]
     assert fingerprint(restored) == (("key", implementation, fingerprint(data)) if typed else fingerprint(data))
 
