@@ -42,12 +42,14 @@ class Match:
     Attributes:
         sources: nested dicts with the target's structure; leaves are `Stored` or `Kept`.
         missing: key paths of target leaves that the checkpoint lacks.
+        empty: those of them that are containers without children, such as optax.EmptyState.
         unused: key paths of stored leaves that the target does not ask for.
         shapes: (key path, stored shape, target shape) where they differ.
     """
 
     sources: Any = None
     missing: list[Path] = dataclasses.field(default_factory=list)
+    empty: set[Path] = dataclasses.field(default_factory=set)
     unused: list[Path] = dataclasses.field(default_factory=list)
     shapes: list[tuple[Path, tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=list)
 
@@ -110,7 +112,10 @@ class _Matcher:
         if isinstance(target, Branch) and target.children:
             return {name: self.absent(child, (*path, name)) for name, child in target.children.items()}
         self.outcome.missing.append(path)
-        return {} if isinstance(target, Branch) else Kept(target)
+        if not isinstance(target, Branch):
+            return Kept(target)
+        self.outcome.empty.add(path)
+        return {}
 
 
 def _differ(stored: LeafHandle, shape: tuple[int, ...]) -> bool:
@@ -136,18 +141,42 @@ def _same_names(stored: Node, target: Node) -> bool:
     )
 
 
-def explain_missing(missing: list[Path], stored: Node, source: str) -> str:
-    """The message for missing leaves: every path, the nearest stored names, and the remedy."""
+def explain_missing(match: Match, stored: Node, source: str) -> str:
+    """The message for missing leaves: every path, what is stored instead, and the remedy."""
     names = [show_path(path) for path, _ in iter_leaves(stored)]
-    lines = [f"{source} lacks {len(missing)} of the leaves that the target asks for:"]
-    for number, path in enumerate(missing):
+    lines, any_near = [f"{source} lacks {len(match.missing)} of the leaves that the target asks for:"], False
+    for number, path in enumerate(match.missing):
         near = _nearest(show_path(path), names) if number < _MAX_SHOWN else []
-        lines.append(f"  {show_path(path)}" + (f"   (stored: {', '.join(near)})" if near else ""))
+        any_near = any_near or bool(near)
+        line = f"  {show_path(path)}" + (f"   (stored: {', '.join(near)})" if near else "")
+        lines.append(line + ("   (empty: holds no values)" if path in match.empty else ""))
+    if not any_near:
+        lines.append(_top_level(stored))
     lines.append(
         "To keep the target's own values for them, pass orbax_transforms={} to restore_checkpoint, or set "
         "flax_ckpt_compat.config.update(missing_leaves='keep')."
     )
     return "\n".join(lines)
+
+
+def _top_level(stored: Node) -> str:
+    if not isinstance(stored, Branch):
+        return "The checkpoint is a single value, without names."
+    if not stored.children:
+        return "The checkpoint holds no names at all."
+    return f"None of the stored names is similar. At the top level the checkpoint holds: {shorten(stored.children)}"
+
+
+def explain_shapes(match: Match, source: str, *, refused: bool) -> str:
+    """The message for shapes that differ: a line for every leaf up to twenty, and what to do."""
+    shown = [f"  {show_path(path)}: stored {was}, target {want}" for path, was, want in match.shapes[:_MAX_SHOWN]]
+    if len(match.shapes) > _MAX_SHOWN:
+        shown.append(f"  and {len(match.shapes) - _MAX_SHOWN} more")
+    remedy = "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
+    first = f"{source}: {len(match.shapes)} of the stored arrays have another shape than the target's"
+    first += ":" if refused else "; they are returned as stored:"
+    last = "Change the model's configuration to the one that was saved." + (f" {remedy}" if refused else "")
+    return "\n".join([first, *shown, last])
 
 
 def _nearest(wanted: str, names: list[str]) -> list[str]:

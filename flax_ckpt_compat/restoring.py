@@ -127,16 +127,14 @@ class _Restore:
     def _judge(self, match: matching.Match, stored: Node, path: str) -> None:
         """Applies the policies to what did not match."""
         if match.missing and not self._lenient and self._settings.missing_leaves != "keep":
-            message = matching.explain_missing(match.missing, stored, path)
+            message = matching.explain_missing(match, stored, path)
             if self._settings.missing_leaves == "error":
                 raise MissingLeavesError(message, path=path, missing=tuple(show_path(leaf) for leaf in match.missing))
             _log.warning("%s\nThe target's own values were kept.", message)
         if match.shapes and self._settings.shape_mismatch != "ignore":
-            lines = [f"{show_path(at)}: stored {was}, target {want}" for at, was, want in match.shapes]
-            message = (
-                f"{path}: shapes differ from the target's, the stored ones are returned: {matching.shorten(lines)}"
-            )
-            if self._settings.shape_mismatch == "error":
+            refused = self._settings.shape_mismatch == "error"
+            message = matching.explain_shapes(match, path, refused=refused)
+            if refused:
                 raise ShapeMismatchError(message, path=path, leaf=show_path(match.shapes[0][0]))
             _log.warning(message)
         if match.unused:
