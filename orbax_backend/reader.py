@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
 
 from . import grid
@@ -69,6 +69,7 @@ class OrbaxReader:
     """One open directory; see `flax_ckpt_compat._core.backend.Reader`."""
 
     format = Format.ORBAX
+    _closed = False
 
     def __init__(self, path: str, index: Index | None, structure: Structure) -> None:
         self.path = path
@@ -84,6 +85,8 @@ class OrbaxReader:
 
     def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
         """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
+        if self._closed:
+            raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         places = [_place(handle) for handle in handles]
         jobs = [where.job for where in places if isinstance(where, _Where)]
         inner = [where for where in places if isinstance(where, LeafHandle | Part)]
@@ -92,7 +95,8 @@ class OrbaxReader:
         return [self._value(where, arrays, aggregated) for where in places]
 
     def close(self) -> None:
-        """Closes the msgpack file of old releases; nothing else stays open between reads."""
+        """Ends reading, as for files; between reads nothing but the msgpack file of old releases is open."""
+        self._closed = True
         if self._aggregate is not None:
             self._aggregate.close()
 

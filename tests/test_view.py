@@ -163,9 +163,13 @@ def test_opening_reads_no_array_data(flag: bool, tmp_path: Path) -> None:
 
 
 def test_closed(saved: Path) -> None:
-    """Values outlive the view that they came from."""
+    """Values outlive the view that they came from; a closed view reads no more; leaves show what people ask of them."""
     with open_checkpoint(saved) as view:
         values = view.read()
+        shown = repr(view.leaves()["params/kernel"])
+    assert "shape=" in shown and "where" not in shown and "reader" not in shown
+    with pytest.raises(errors.StorageError, match="closed"):
+        view.read()
     np.testing.assert_array_equal(values["params"]["kernel"], TREE["params"]["kernel"])
     assert "step 7" in repr(view) and "6 leaves" in repr(view)
 

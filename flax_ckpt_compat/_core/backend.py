@@ -62,8 +62,8 @@ class LeafHandle:
     dtype: np.dtype[Any] | None
     nbytes: int
     name: str
-    reader: Reader
-    where: Any
+    reader: Reader = dataclasses.field(repr=False)
+    where: Any = dataclasses.field(repr=False)
     sharding: str | None = None
     distributed: bool = False
     may_be: frozenset[LeafKind] = frozenset()
