@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
 
 from flax_ckpt_compat._core import files, steps
 from flax_ckpt_compat._core.backend import Format
@@ -154,7 +153,7 @@ def detect(path: str) -> Found:
     Raises:
         IncompleteCheckpointError: it was begun and not finished; the message says what is missing.
         UnrecognizedFormatError: a directory without anything of a checkpoint. Any file may be msgpack: what a
-            file that does not decode looks like is told by `looks_like`.
+            file that does not decode looks like is told by `_looks.looks_like`.
     """
     missing = what_is_missing(path)
     if missing and os.path.isdir(path) and not _looks_begun(path):
@@ -262,42 +261,6 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
         elif len(inside - {"commit_success.txt"}) == 1 and inside.intersection(_JSON_FILES):
             items[name] = Item(None, os.path.join(child, *inside.intersection(_JSON_FILES)))
     return items
-
-
-_LOOKS: Sequence[tuple[bytes, str]] = (
-    (b"version https://git-lfs", "a git-lfs pointer (the file itself was never fetched: run `git lfs pull`)"),
-    (b"\x1f\x8b", "a gzip file (unpack it first)"),
-    (b"PK\x03\x04", "a zip archive (a .npz file, a PyTorch checkpoint, or a zipped directory)"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
-    (b"\xfd7zXZ", "an xz file (unpack it first)"),
-    (b"BZh", "a bzip2 file (unpack it first)"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a .npy file"),
-    (b"%PDF", "a PDF"),
-    (b"\x89PNG", "a PNG image"),
-    (b"model_checkpoint_path:", "TensorFlow's list of checkpoints"),
-)
-
-
-def looks_like(path: str) -> str | None:
-    """What a file that does not decode as msgpack is known to be instead, or None."""
-    first = _read_first(path)
-    for magic, what in _LOOKS:
-        if first.startswith(magic):
-            return what
-    text = first.lstrip()[:64].lower()
-    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "an HTML or XML page (a failed download?)"
-    # msgpack's empty map is the single byte 0x80, with which every pickle of protocol 2 or later begins.
-    if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
-        return "a Python pickle (it is not opened, because unpickling runs code)"
-    if first[257:262] == b"ustar":
-        return "a tar archive (unpack it first)"
-    if len(first) > 9 and first[8:9] == b"{" and int.from_bytes(first[:8], "little") < os.path.getsize(path):
-        return "a safetensors file"
-    if text.startswith((b'{"', b"[", b"{\n", b"{\r")):
-        return "JSON text"
-    return None
 
 
 def _read_first(path: str) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from flax_ckpt_compat import _detect, _listing, config
+from flax_ckpt_compat import _detect, _listing, _looks, config
 from flax_ckpt_compat._core import files, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part, Reader
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, UnrecognizedFormatError
@@ -141,15 +141,15 @@ def open_item(item: _detect.Item) -> Reader:
         return JsonReader(item.path)
     try:
         return backend_for(item.format).open(item.path)
-    except CorruptCheckpointError as error:
-        look = _detect.looks_like(item.path) if item.format is Format.MSGPACK else None
+    except CorruptCheckpointError:
+        look = _looks.looks_like(item.path) if item.format is Format.MSGPACK else None
         if look is None:
             raise
         raise UnrecognizedFormatError(
             f"{item.path} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
             "directory.",
             path=item.path,
-        ) from error
+        ) from None  # that it does not decode, and advice for a damaged msgpack file, would only mislead
 
 
 class JsonReader:

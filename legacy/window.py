@@ -10,6 +10,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 LOOKAHEAD = 2048
 _SMALLEST = 8 * 2**10
 _LARGEST = 256 * 2**10
+_REMEDY = "restore another checkpoint, copy this one anew, or look whether it is a checkpoint at all"
 
 
 class Window:
@@ -65,7 +66,7 @@ class Window:
         """The error for something at ``at`` (default: here) that is not as it must be."""
         offset = self.base + (self.at if at is None else at)
         message = f"{self.path}: byte {offset}: expected a Flax msgpack checkpoint, found {found}"
-        return CorruptCheckpointError(f"{message}; restore another checkpoint or copy this one anew", path=self.path)
+        return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
 
     def _pread(self, length: int, offset: int) -> bytes:
         data = os.pread(self._fd, length, offset)

@@ -3,6 +3,7 @@
 import gzip
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
 from flax_ckpt_compat.errors import UnrecognizedFormatError
 from tests.support.samples import fingerprint
 
@@ -33,6 +34,12 @@ class _Bomb:
         return os.mkdir, (os.environ["BOMB"],)
 
 
+def _safetensors(path: Path, header_length: int) -> None:
+    """A file of the published layout: 8 bytes of length, little-endian, a JSON header padded with spaces, the data."""
+    header = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'.ljust(header_length)
+    path.write_bytes(struct.pack("<Q", header_length) + header + np.ones(2, "<f4").tobytes())
+
+
 def _zip(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("data.pkl", b"x")
@@ -42,7 +49,13 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "html": (lambda p: p.write_text("\n<!DOCTYPE html><html>404</html>"), "HTML"),
     "lfs": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"), "git-lfs"),
     "gzip": (lambda p: p.write_bytes(gzip.compress(serialization.to_bytes(TREE))), "gzip"),
-    "safetensors": (lambda p: p.write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(64)), "safetensors"),
+    "safetensors": (lambda p: _safetensors(p, 56), "safetensors"),
+    "safetensors, as pickle": (lambda p: _safetensors(p, 0x0280), "safetensors"),
+    "safetensors, as gzip": (lambda p: _safetensors(p, 0x8B1F), "safetensors"),
+    "safetensors, empty": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"{}"), "safetensors"),
+    "text": (lambda p: p.write_text("step 3: loss 0.25\n"), "a text file"),
+    "text, cut in a character": (lambda p: p.write_text("x" + "\u00e9" * 400, encoding="utf-8"), "a text file"),
+    "python": (lambda p: p.write_text("import jax\n\nprint(jax.devices())\n"), "a text file"),
     "zip": (_zip, "zip"),
     "npy": (lambda p: p.write_bytes(np.lib.format.magic(1, 0) + bytes(9)), "npy"),
     "json": (lambda p: p.write_text('{"a": 1}'), "JSON"),
@@ -58,8 +71,16 @@ def test_files_of_others_are_named(kind: str, tmp_path: Path) -> None:
     for path in (tmp_path / "checkpoint_1", tmp_path):
         with pytest.raises(UnrecognizedFormatError, match=word) as caught:
             checkpoints.restore_checkpoint(path, None)
-        assert str(tmp_path / "checkpoint_1") in str(caught.value) and caught.value.__cause__ is not None
+        assert str(tmp_path / "checkpoint_1") in str(caught.value)
+        assert caught.value.__cause__ is None and caught.value.__suppress_context__
         assert isinstance(caught.value, ValueError)
+
+
+def test_files_of_no_known_kind(tmp_path: Path) -> None:
+    """A file that resembles nothing known may be no checkpoint at all: copying it anew is not the only advice."""
+    (tmp_path / "checkpoint_1").write_bytes(b"\xc1\x00\x01\x02" * 64)
+    with pytest.raises(CorruptCheckpointError, match="whether it is a checkpoint at all"):
+        checkpoints.restore_checkpoint(tmp_path, None)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
