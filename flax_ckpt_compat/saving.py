@@ -161,6 +161,12 @@ def _host_local(path: Path, leaf: Any, request: Request) -> Any:
     """The leaf, checked to be wholly readable from this process."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise UnsupportedLeafError(f"{show_path(path)} is abstract (a ShapeDtypeStruct) and has no values to save")
+    if isinstance(leaf, jax.core.Tracer):
+        raise UnsupportedLeafError(
+            f"{show_path(path)} has no value yet (a Tracer): save_checkpoint was called inside of jit or another "
+            "transformation; return the state from it, and save outside of it",
+            leaf=show_path(path),
+        )
     if not isinstance(leaf, jax.Array):
         return leaf
     if leaf.is_deleted():

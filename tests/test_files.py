@@ -329,5 +329,7 @@ def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
 def test_a_directory_below_a_file_cannot_be_made(tmp_path: Path) -> None:
     """make_directory raises StorageError where a file is in the way."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):
-        files.make_directory(str(tmp_path / "file" / "below"))
+    for path in (tmp_path / "file", tmp_path / "file" / "below" / "further"):
+        with pytest.raises(StorageError, match=f"^{tmp_path}/file is a file; a directory was expected$") as caught:
+            files.make_directory(str(path))
+        assert caught.value.errno == errno.ENOTDIR and caught.value.path == str(tmp_path / "file")

@@ -202,6 +202,20 @@ def test_a_donated_array_is_refused(flag: bool, tmp_path: Path) -> None:
         ours.save_checkpoint(tmp_path, {"a": {"b": array}}, 1)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_saving_inside_of_jit_is_refused(flag: bool, tmp_path: Path, function: str) -> None:
+    """A value that jit has not computed yet cannot be saved: the error names the leaf and says to save outside."""
+
+    def step(x: jax.Array) -> jax.Array:
+        getattr(ours, function)(tmp_path, {"params": {"w": x}}, 1)
+        return x
+
+    for transformed in (jax.jit(step), jax.grad(lambda x: step(x).sum())):
+        with pytest.raises(errors.UnsupportedLeafError, match=r"params/w .*outside of it") as caught:
+            transformed(jnp.ones(3))
+        assert caught.value.leaf == "params/w" and names(tmp_path) == []
+
+
 def test_nul_in_a_path_is_refused(flag: bool, tmp_path: Path) -> None:
     """The character that no file system takes is a StepError."""
     for arguments in ({"ckpt_dir": f"{tmp_path}/a\0b"}, {"ckpt_dir": tmp_path, "prefix": "a\0b"}):
@@ -212,7 +226,7 @@ def test_nul_in_a_path_is_refused(flag: bool, tmp_path: Path) -> None:
 def test_a_file_in_the_directorys_place_is_an_error(flag: bool, tmp_path: Path) -> None:
     """A checkpoint directory that is a file cannot be saved into."""
     (tmp_path / "file").write_text("x")
-    with pytest.raises(errors.StorageError, match="file"):
+    with pytest.raises(errors.StorageError, match=f"^{tmp_path}/file is a file; a directory was expected$"):
         ours.save_checkpoint(tmp_path / "file", tree(), 1)
     assert (tmp_path / "file").read_text() == "x"
 

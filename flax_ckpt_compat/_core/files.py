@@ -181,11 +181,18 @@ def discard(path: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Creates a directory and its parents, and syncs the names of those that are new."""
+    """Creates a directory and its parents, and syncs the names of those that are new.
+
+    Raises:
+        StorageError: it, or one of its parents, is a file; or the file system refused.
+    """
     with translated(path):
         missing = []
         head = path
         while head and not os.path.isdir(head):
+            if os.path.isfile(head):
+                message = f"{head} is a file; a directory was expected"
+                raise StorageError(message, path=head, errno=errno.ENOTDIR)
             missing.append(head)
             head = os.path.dirname(head)
         os.makedirs(path, exist_ok=True)
