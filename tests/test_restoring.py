@@ -3,35 +3,18 @@
 import base64
 import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints
 from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, fingerprint, train_state_sample
-from tests.support.saves import run_python, use_flag
-
-Save = Callable[..., str]
-WRITERS = {"ours": checkpoints.save_checkpoint, "flax": flax_checkpoints.save_checkpoint}
-
-
-@pytest.fixture(params=WRITERS)
-def save(request: pytest.FixtureRequest) -> Save:
-    """Our save_checkpoint and real Flax's."""
-
-    def quiet(*args: Any, **kwargs: Any) -> str:
-        with use_flag(flax.config.flax_use_orbax_checkpointing):
-            return WRITERS[request.param](*args, **kwargs)
-
-    return quiet
+from tests.support.saves import Save, run_python, use_flag
 
 
 def test_numpy_targets_get_numpy(save: Save, flag: bool, tmp_path: Path) -> None:

@@ -2,34 +2,17 @@
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError
 from tests.support.samples import fingerprint
-from tests.support.saves import use_flag
-
-Save = Callable[..., str]
-WRITERS = {"ours": checkpoints.save_checkpoint, "flax": flax_checkpoints.save_checkpoint}
-
-
-@pytest.fixture(params=WRITERS)
-def save(request: pytest.FixtureRequest) -> Save:
-    """Our save_checkpoint and real Flax's."""
-
-    def quiet(*args: Any, **kwargs: Any) -> str:
-        with use_flag(flax.config.flax_use_orbax_checkpointing):
-            return WRITERS[request.param](*args, **kwargs)
-
-    return quiet
+from tests.support.saves import Save, use_flag
 
 
 def test_mlcommons_idiom(save: Save, flag: bool, tmp_path: Path) -> None:

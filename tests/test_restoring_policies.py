@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
-from tests.support.saves import use_flag
-
-Save = Callable[..., str]
-WRITERS = {"ours": checkpoints.save_checkpoint, "flax": flax_checkpoints.save_checkpoint}
-
-
-@pytest.fixture(params=WRITERS)
-def save(request: pytest.FixtureRequest) -> Save:
-    """Our save_checkpoint and real Flax's."""
-
-    def quiet(*args: Any, **kwargs: Any) -> str:
-        with use_flag(flax.config.flax_use_orbax_checkpointing):
-            return WRITERS[request.param](*args, **kwargs)
-
-    return quiet
+from tests.support.saves import Save, use_flag
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import flax
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
+Save = Callable[..., str]
 
 
 @contextlib.contextmanager
