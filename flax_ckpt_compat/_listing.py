@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
+import re
+from collections.abc import Iterator
 
-from flax_ckpt_compat import _detect
+from flax_ckpt_compat import _detect, _looks
 from flax_ckpt_compat._core import files, steps
 from flax_ckpt_compat._core.errors import StorageError
 
 _log = logging.getLogger("flax_ckpt_compat")
+# Without a sign: the dash of ckpt-3 is part of its prefix for whoever chose it.
+_NUMBERED = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
+_MAX_OTHERS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,3 +110,42 @@ def newest(where: Place) -> str | None:
     named = sorted(name for name in everything if steps.is_named(name, where.prefix))
     complete = [name for name in named if what_is_missing(where.path(name)) is None]
     return complete[-1] if complete else None
+
+
+def why_none(where: Place, prefix: str) -> str:
+    """Why a place holds no checkpoint of its prefix, and which ones it holds of others.
+
+    Args:
+        where: directory and prefix.
+        prefix: as the caller wrote it.
+    """
+    if not os.path.isdir(where.directory):
+        there = os.path.lexists(where.directory)
+        return f"{where.directory} is no directory" if there else f"the directory {where.directory} does not exist"
+    none = f"{where.directory} holds no checkpoint with the prefix {where.prefix!r}"
+    others = list(itertools.islice(_others(where), _MAX_OTHERS))
+    if not others:
+        return none
+    head = prefix.removesuffix(where.prefix)
+    prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
+    return f"{none}; there are {', '.join(other + step for other, step in others)}: did you mean {prefixes}?"
+
+
+def _others(where: Place) -> Iterator[tuple[str, str]]:
+    """Prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
+    found = [match.groups() for name in names_in(where) if (match := _NUMBERED.fullmatch(name))]
+    for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
+        name = other + step
+        is_ours = steps.step_of(name, where.prefix) is not None or steps.is_foreign(name) or files.is_temporary(name)
+        if not is_ours and _is_checkpoint(where.path(name)):
+            yield other, step
+
+
+def _is_checkpoint(path: str) -> bool:
+    """True for what is complete and resembles nothing else, judged to make a suggestion; False where in doubt."""
+    try:
+        with files.translated(path):
+            of_its_kind = _detect.is_orbax_directory(path) if os.path.isdir(path) else _looks.looks_like(path) is None
+            return _detect.what_is_missing(path) is None and of_its_kind
+    except StorageError:
+        return False

@@ -27,9 +27,9 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
 def looks_like(path: str) -> str | None:
     """What a file that does not decode as msgpack is known to be instead, or None."""
     with files.translated(path), open(path, "rb") as file:
-        first = file.read(_FIRST_BYTES)
+        first, size = file.read(_FIRST_BYTES), os.fstat(file.fileno()).st_size
     # Before everything else: the length that it begins with may look like a pickle, or be any other magic number.
-    if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= os.path.getsize(path) - 8:
+    if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return "a safetensors file"
     for magic, what in _LOOKS:
         if first.startswith(magic):

@@ -29,7 +29,7 @@ def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
     path, why = find(ckpt_dir, step, prefix)
     if path is None:
         if config.current().must_exist:
-            raise CheckpointNotFoundError(f"nothing to restore: {why}")
+            raise CheckpointNotFoundError(f"nothing to restore: {why}", path=os.path.abspath(ckpt_dir))
         _log.warning("Nothing to restore: %s; the target is returned unchanged", why)
     return path
 
@@ -43,9 +43,9 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
     where = _listing.place(ckpt_dir, prefix)
     root = os.path.abspath(ckpt_dir)
     if step is not None:
-        return _step_path(root, where, steps.step_text(step)), ""
+        return _step_path(root, where, steps.step_text(step), prefix), ""
     if not _exists(root):
-        return None, f"{ckpt_dir} does not exist"
+        return None, f"{root} does not exist"
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
     # wherever the directory has no marker that only Orbax writes.
     if not os.path.isdir(root) or (_detect.is_orbax_directory(root) and not _detect.is_doubtful(root)):
@@ -58,7 +58,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
         return managed[max(managed)], ""
     if _detect.is_orbax_directory(root) or _detect.is_unfinished(root):
         return root, ""
-    return None, f"{ckpt_dir} holds no checkpoint with the prefix {prefix!r}"
+    return None, _listing.why_none(where, prefix)
 
 
 def _exists(path: str) -> bool:
@@ -74,7 +74,7 @@ def _exists(path: str) -> bool:
     return os.path.lexists(path)
 
 
-def _step_path(root: str, where: _listing.Place, text: str) -> str:
+def _step_path(root: str, where: _listing.Place, text: str, prefix: str) -> str:
     path = where.path(where.prefix + text)
     if _exists(path):
         return path
@@ -84,7 +84,7 @@ def _step_path(root: str, where: _listing.Place, text: str) -> str:
         return managed[number]
     there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]
     there += [f"{step:g}" for step in sorted(managed)]
-    known = f"the steps there are: {', '.join(there)}" if there else "there are no checkpoints of that prefix"
+    known = f"the steps there are: {', '.join(there)}" if there else _listing.why_none(where, prefix)
     raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
 
 

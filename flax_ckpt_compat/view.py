@@ -40,7 +40,7 @@ def open_checkpoint(
     restoring.settle(ckpt_dir, prefix)
     found, why = opening.find(ckpt_dir, step, prefix)
     if found is None:
-        raise CheckpointNotFoundError(f"nothing to open: {why}; check the path", path=ckpt_dir)
+        raise CheckpointNotFoundError(f"nothing to open: {why}", path=os.path.abspath(ckpt_dir))
     opened = opening.Opened(found)
     try:
         return Checkpoint(opened, _step_of(opened, _listing.place(ckpt_dir, prefix).prefix))

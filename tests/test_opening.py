@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat import _looks, checkpoints, config, errors, open_checkpoint
 from flax_ckpt_compat._core import files
 from tests.support.saves import dead_pid, names, tree, use_flag
 
@@ -66,3 +66,70 @@ def test_directories_that_nobody_may_list(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "listdir", refuse)
     target = {"a": 1}
     assert checkpoints.restore_checkpoint(tmp_path / "absent", target) is target
+
+
+WAYS = {
+    "step": lambda where, prefix: checkpoints.restore_checkpoint(where, None, 9, prefix),
+    "latest": lambda where, prefix: checkpoints.restore_checkpoint(where, None, None, prefix),
+    "open": lambda where, prefix: open_checkpoint(where, None, prefix),
+    "open step": lambda where, prefix: open_checkpoint(where, 9, prefix),
+}
+
+
+def why_not(how: str, where: str | Path, prefix: str) -> str:
+    """The message of the error where nothing is found."""
+    with config.override(must_exist=True), pytest.raises(errors.CheckpointNotFoundError) as caught:
+        WAYS[how](where, prefix)
+    assert caught.value.path is not None and os.path.isabs(caught.value.path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_directories_that_do_not_exist(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that is not there is told to be just that, by its absolute path, also below one that is there."""
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path}/absent does not exist" in why_not(how, "absent", "checkpoint_")
+    assert f"the directory {tmp_path}/sub does not exist" in why_not(how, tmp_path, "sub/checkpoint_")
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_checkpoints_of_other_prefixes_are_suggested(
+    how: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only other prefixes have checkpoints, at most five complete ones are named, with the prefix to pass."""
+    monkeypatch.chdir(tmp_path)
+    for step in (9, 10):
+        checkpoints.save_checkpoint("runs", tree(step), step, "checkpoint_", keep=9)
+    (tmp_path / "runs" / "notes_7").write_text("nothing of ours")
+    (tmp_path / "runs" / "empty_1").mkdir()
+    (tmp_path / "runs" / "checkpoint_11").touch()
+    (tmp_path / "runs" / "run_3").mkdir()
+    message = why_not(how, "runs", "ckpt_")
+    expected = "there are checkpoint_9, checkpoint_10: did you mean prefix='checkpoint_'?"
+    assert f"{tmp_path}/runs holds no checkpoint with the prefix 'ckpt_'; {expected}" in message
+    assert "did you mean prefix='runs/checkpoint_'?" in why_not(how, ".", "runs/ckpt_")
+    for step in range(1, 8):
+        checkpoints.save_checkpoint("runs", tree(step), step, "a-", keep=9)
+    assert "there are a-1, a-2, a-3, a-4, a-5: did you mean prefix='a-'?" in why_not(how, "runs", "ckpt_")
+
+
+def test_the_warning_suggests_other_prefixes(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The logged warning for an unchanged target says, too, which prefixes there are: as written for several."""
+    for prefix in ("best_", "last-"):
+        checkpoints.save_checkpoint(tmp_path, tree(1), 1, prefix)
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        assert checkpoints.restore_checkpoint(tmp_path, None) is None
+    assert "there are best_1, last-1: did you mean prefix='best_' or prefix='last-'?" in caplog.text
+    assert "the target is returned unchanged" in caplog.text
+
+
+def test_suggestions_keep_to_what_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be opened is not suggested, and is no other error than that there is nothing."""
+    with use_flag(False):
+        checkpoints.save_checkpoint(tmp_path, tree(1), 1)
+    monkeypatch.setattr(_looks, "open", _refuse, raising=False)
+    assert why_not("step", tmp_path, "ckpt_").endswith("the prefix 'ckpt_')")
+
+
+def _refuse(path: str, mode: str) -> None:
+    raise PermissionError(13, "Permission denied", path)
