@@ -15,7 +15,8 @@ _TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
 _AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
 _ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
-_PARTS = ("d", "_sharding", "_strings.json", "array_metadatas")  # what else a tree consists of
+_PARTS = ("_sharding", "_strings.json", "array_metadatas")  # what else a tree consists of
+_DATA_FILE = re.compile(r"[0-9a-f]{32}")  # in the folder "d" of an OCDBT database
 _RANDOM_KEYS = ("jax_random_key", "np_random_key")  # the tree inside an item of Orbax's random key handlers
 _ARRAY_METADATA = (".zarray", "zarr.json")
 _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
@@ -212,10 +213,15 @@ def _lost_its_tree(path: str, names: set[str]) -> bool:
     """True for the parts of a tree, or folders of single arrays, without the file that says what belongs where."""
     if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
         return True
+    data = os.path.join(path, "d")
+    if "d" in names and os.path.isdir(data) and any(map(_DATA_FILE.fullmatch, os.listdir(data))):
+        return True
     chunks = os.path.join(path, _AGGREGATE)  # of an array item that lost the metadata of its one array
     if _AGGREGATE in names and os.path.isdir(chunks) and any(map(_CHUNK.fullmatch, os.listdir(chunks))):
         return True
-    return any(_is_array(os.path.join(path, name)) for name in names if not name.endswith(steps.ARRAYS_POSTFIX))
+    # Beside other files, a folder of a single array is somebody's data set.
+    folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
+    return all(map(os.path.isdir, folders)) and any(map(_is_array, folders))
 
 
 def _json_file(path: str, names: set[str]) -> str | None:

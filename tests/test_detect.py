@@ -296,3 +296,17 @@ def test_a_directory_of_runs_is_no_managers_root(flag: bool, tmp_path: Path) -> 
     checkpoints.save_checkpoint(tmp_path / "1", {"seed": 1}, "best")
     assert checkpoints.restore_checkpoint(tmp_path, target) is target
     assert checkpoints.restore_checkpoint(tmp_path / "1", target) == {"seed": 1}
+
+
+def test_a_fresh_working_directory_stays_one(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder called d, or a data set in zarr, beside a program's other files is no damaged checkpoint."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "notes.txt").write_text("mine")
+    (tmp_path / "digits.zarr").mkdir()
+    (tmp_path / "digits.zarr" / ".zarray").write_text("{}")
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    target = {"a": 1}
+    assert checkpoints.restore_checkpoint(tmp_path, target) is target
+    assert "holds no checkpoint" in caplog.text
+    checkpoints.save_checkpoint(tmp_path, {"a": 2}, 1)
+    assert checkpoints.restore_checkpoint(tmp_path, target) == {"a": 2}
