@@ -77,6 +77,35 @@ PROBES = {
             time.sleep(60)
         wait()
         """,
+    "interrupt_while_a_pool_works": """
+        import concurrent.futures, os, signal, threading, time
+        ready = threading.Event()
+        def work():
+            ready.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            print("finished")
+        concurrent.futures.ThreadPoolExecutor(1).submit(work)
+        def wait():
+            for i in range(1000):
+                ready.set() if i == 9 else time.sleep(0.01)
+        try:
+            wait()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("seen") from None
+        """,
+    "interrupt_again_at_exit": """
+        import atexit, os, signal, threading, time
+        def work():
+            while threading.main_thread().is_alive():
+                time.sleep(0.01)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        atexit.register(print, "at exit")
+        threading.Thread(target=work).start()
+        os.kill(os.getpid(), signal.SIGINT)
+        """,
     "forkserver": """
         import concurrent.futures, multiprocessing
         def work(x):
@@ -157,6 +186,21 @@ def test_a_script_finds_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "link.py").symlink_to(tmp_path / "real/probe.py")
     assert assert_same(tmp_path, "real/probe.py")[0].startswith("found")
     assert_same(tmp_path, "link.py")
+
+
+def test_two_dashes_end_the_options(tmp_path: Path) -> None:
+    """Behind ``--`` stands a script, whatever it is called."""
+    for name in ("hi.py", "-m", "--help"):
+        (tmp_path / name).write_text(SHOW)
+        assert_same(tmp_path, "--", name, "--", "-x")
+
+
+@pytest.mark.parametrize("arguments", [("-",), ("--",), ("--", "-"), ("-", "x")])
+def test_standard_input_is_no_program(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Where python would read the program from its standard input, the message names what is needed instead."""
+    stdout, stderr, code = outcome([*RUN, *arguments], tmp_path)
+    assert (stdout, code) == ("", 2)
+    assert "a script file or -m MODULE is needed" in stderr
 
 
 def test_safe_path_is_kept(tmp_path: Path) -> None:

@@ -50,4 +50,4 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flax-ckpt")
 def main() -> None:
-    """Flax checkpoints, msgpack and Orbax, by their old function names."""
+    """Keep programs that call flax.training.checkpoints running, on msgpack and Orbax-format files."""

@@ -35,7 +35,9 @@ class Program(BaseException):
         _install_in_workers()
         first, *rest = self._words
         try:
-            if first.startswith("-m"):
+            if first == "--":
+                _run_script(rest[0], rest[1:])
+            elif first.startswith("-m"):
                 name, *rest = [first[2:], *rest] if first != "-m" else rest
                 _run_module(name, rest)
             else:

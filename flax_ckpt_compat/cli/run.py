@@ -26,7 +26,10 @@ def command(program: tuple[str, ...]) -> None:
     """
     if program == ("-m",):
         raise click.UsageError("-m needs the name of a module")
-    if program[0].startswith("-") and not program[0].startswith("-m"):
+    script = program[1:] if program[0] == "--" else program
+    if script[:1] in ((), ("-",)):
+        raise click.UsageError("a script file or -m MODULE is needed; a program typed on standard input cannot be run")
+    if program[0].startswith("-") and program[0] != "--" and not program[0].startswith("-m"):
         raise click.NoSuchOption(
             program[0], message=f"No such option: {program[0]} (the program's options go behind its name)"
         )
