@@ -1,6 +1,7 @@
 """The demo: it tells the truth, says no when a bit is wrong, and trains by a script that knows nothing of us."""
 
 import ast
+import io
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.cli import _demo_checks, demo
@@ -35,6 +37,7 @@ def test_the_demo_passes_and_is_readable(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
     report, _, _ = done.stdout.partition("The files are in")
     assert max(map(len, report.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in report.splitlines())
     assert {"checkpoint_550", "checkpoint_600"} < set(os.listdir(tmp_path / "new/run"))
 
 
@@ -94,7 +97,7 @@ def test_missing_extras_are_named_with_the_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(demo._NEEDS, "no_such_module.at_all", "scikit-learn")
     result = CliRunner().invoke(demo.command)
     assert result.exit_code == 1
-    assert "needs scikit-learn" in result.output
+    assert "needs scikit-learn. Install it with" in result.output
     assert "    python -m pip install '.[demo]'\n" in result.output
 
 
@@ -105,3 +108,57 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "is not empty" in result.output
     assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table fits sixty columns with every word in full, and no line ends in a blank."""
+    monkeypatch.setenv("COLUMNS", "60")
+    out = io.StringIO()
+    entry = _demo_checks.Entry("checkpoint_600", "msgpack", 3_692_110, 20, identical=True)
+    demo._show_entries(Console(file=out), [entry, entry._replace(name="checkpoint_5", identical=False)])
+    header, same, wrong = out.getvalue().splitlines()
+    assert header.split() == ["checkpoint", "format", "bytes", "leaves", "values"]
+    assert same.split() == ["checkpoint_600", "msgpack", "3,692,110", "20", "bit-identical"]
+    assert wrong.split() == ["checkpoint_5", "msgpack", "3,692,110", "20", "DIFFERENT"]
+    assert all(line == line.rstrip() and len(line) <= 60 for line in (header, same, wrong))
+
+
+@pytest.mark.parametrize("ours", [1.0, 3.0])
+def test_a_slower_save_is_explained(ours: float) -> None:
+    """That ours waits for the disk is always said, and given as the reason only where ours took longer."""
+    out = io.StringIO()
+    demo._show_timings(Console(file=out), [_demo_checks.Timing("msgpack save", ours, 2.0)])
+    assert "fsync" in out.getvalue()
+    assert ("took longer" in out.getvalue()) == (ours > 2)
+
+
+@pytest.mark.parametrize(
+    "program", ["print('oops')\nraise ValueError('why')", "print(3)", "import os; os.kill(os.getpid(), 9)"]
+)
+def test_a_failed_training_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """What the script printed is shown, and the demo ends with a plain message and exit code 1."""
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    monkeypatch.setattr(demo, "_SCRIPT", str(script))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    result = CliRunner().invoke(demo.command)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert "the training script did not run as planned" in result.output
+    if "why" in program:
+        assert "oops" in result.output
+        assert "ValueError: why" in result.output
+
+
+def test_a_folder_that_cannot_be_made_is_a_plain_message(tmp_path: Path) -> None:
+    """Below a file no folder can be made; the exit code is that of wrong usage."""
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(demo.command, ["--workdir", str(tmp_path / "file/new")])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert "cannot be used" in result.output
+
+
+def test_options_of_the_training_script_are_not_the_demos() -> None:
+    """An option that only the training script has is refused with what can be chosen."""
+    result = CliRunner().invoke(demo.command, ["--steps", "3"])
+    assert result.exit_code == 2
+    assert "only --workdir can be chosen" in result.output

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -29,7 +29,20 @@ _KILL_AT = 200
 _SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo_train.py")
 
 
-@click.command()
+class _DemoCommand(click.Command):
+    """Says of an option of the training script that the demo does not pass it on."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            message = (
+                f"No such option: {error.option_name} (the demo's training is fixed; only --workdir can be chosen)"
+            )
+            raise click.NoSuchOption(error.option_name, message=message, ctx=ctx) from None
+
+
+@click.command(cls=_DemoCommand)
 @click.option("--workdir", type=click.Path(file_okay=False), help="Keep the files here (must be empty or new).")
 def command(workdir: str | None) -> None:
     """Train, kill, flip the flag, resume, check every bit; under a minute.
@@ -40,14 +53,28 @@ def command(workdir: str | None) -> None:
     missing = [package for module, package in _NEEDS.items() if not _is_there(module)]
     if missing:
         raise click.ClickException(
-            f"the demo also needs {', '.join(missing)}. Install them with\n\n"
+            f"the demo also needs {', '.join(missing)}. Install {'it' if len(missing) == 1 else 'them'} with\n\n"
             "    python -m pip install 'flax-ckpt-compat[demo]'\n\n"
             "or, in a checkout of the repository,\n\n    python -m pip install '.[demo]'"
         )
-    if workdir and os.path.isdir(workdir) and os.listdir(workdir):
-        raise click.ClickException(f"{workdir} is not empty; the demo would mix its checkpoints with what is there")
+    if workdir:
+        _make(workdir)
     with _place(workdir) as folder, _quiet():
         sys.exit(0 if _tell(folder, keep=workdir is not None) else 1)
+
+
+def _make(workdir: str) -> None:
+    try:
+        os.makedirs(workdir, exist_ok=True)
+        used = os.listdir(workdir)
+        # Where nothing can be written, it is better said here than by the training script.
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        message = f"{workdir!r} cannot be used: {error.strerror}. Name a folder that can be made or is empty."
+        raise click.BadParameter(message, param_hint="--workdir") from None
+    if used:
+        raise click.ClickException(f"{workdir} is not empty; the demo would mix its checkpoints with what is there")
 
 
 def _is_there(module: str) -> bool:
@@ -60,7 +87,6 @@ def _is_there(module: str) -> bool:
 @contextlib.contextmanager
 def _place(workdir: str | None) -> Iterator[str]:
     if workdir:
-        os.makedirs(workdir, exist_ok=True)
         yield os.path.abspath(workdir)
         return
     with tempfile.TemporaryDirectory(prefix="flax-ckpt-demo-") as folder:
@@ -80,7 +106,7 @@ def _tell(folder: str, *, keep: bool) -> bool:
     """Plays all stages; True if everything was identical."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print("Values are compared with what Flax's own and Orbax's own readers say.")
     run, old = os.path.join(folder, "run"), os.path.join(folder, "old_run")
     verdicts = [
@@ -92,24 +118,22 @@ def _tell(folder: str, *, keep: bool) -> bool:
     good = all(verdicts)
     console.print("\nEvery value is bit-identical." if good else "\nNOT IDENTICAL: see above.", style="bold")
     if keep:
-        console.print(f"The files are in {folder}", soft_wrap=True)
+        console.print(f"The files are in {folder}")
     return good
 
 
 def _stage_killed(console: Console, run: str, old: str) -> bool:
     _headline(console, "1", f"flag off: trains, and is killed (SIGKILL) after step {_KILL_AT}")
-    saved, code = _train(console, run, flag=False, kill_at=_KILL_AT)
-    console.print(f"  killed (exit {code}); accuracy at the last save: {saved['accuracy']:.1%}")
+    saved = _train(console, run, flag=False, kill_at=_KILL_AT)
+    console.print(f"  killed (exit {-signal.SIGKILL}); accuracy at the last save: {saved['accuracy']:.1%}")
     good = _show_directory(console, run)
     shutil.copytree(run, old)
-    return good and code == -signal.SIGKILL
+    return good
 
 
 def _stage_resumed(console: Console, run: str) -> bool:
     _headline(console, "2", "flag on: the same command goes on where the killed one stopped")
-    result, code = _train(console, run, flag=True)
-    if code:
-        return False
+    result = _train(console, run, flag=True)
     console.print(f"  resumed at step {result['resumed_at']}, trained to step {result['step']}")
     console.print(f"  accuracy: {result['accuracy']:.1%}")
     good = _show_directory(console, run)
@@ -136,17 +160,17 @@ def _stage_timed(console: Console, folder: str) -> None:
     with console.status("timing") as status:
         timings = _demo_checks.time_both(folder, status.update)
     _show_timings(console, timings)
-    console.print("  Ours waits until the disk has the file; Flax's msgpack save does not.")
 
 
-def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None) -> tuple[dict[str, Any], int]:
-    """Runs the training script; returns the last line it printed, decoded, and its exit code."""
+def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None) -> dict[str, Any]:
+    """Runs the training script to its end, or kills it after a step; returns the last line it printed, decoded."""
     arguments = [_SCRIPT, "--workdir", run, "--steps", str(_STEPS)]
     environment = {**os.environ, "FLAX_USE_ORBAX_CHECKPOINTING": str(flag).lower()}
     shown = " ".join(["flax-ckpt run", os.path.basename(_SCRIPT), *arguments[3:]])
     console.print(f"  $ FLAX_USE_ORBAX_CHECKPOINTING={environment['FLAX_USE_ORBAX_CHECKPOINTING']} \\")
     console.print(f"    {shown} --workdir …")
-    last: dict[str, Any] = {}
+    printed: list[str] = []
+    reports: list[dict[str, Any]] = []
     with tempfile.TemporaryFile("w+") as stderr:
         command_line = [sys.executable, "-m", "flax_ckpt_compat", "run", *arguments]
         with (
@@ -157,13 +181,30 @@ def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None
         ):
             assert child.stdout is not None
             for line in child.stdout:
-                last = json.loads(line)
-                if last.get("saved") == kill_at is not None:
+                printed.append(line)
+                reports += _decoded(line)
+                if kill_at is not None and reports and reports[-1].get("saved") == kill_at:
                     child.kill()
-        if child.returncode not in (0, -signal.SIGKILL):
-            stderr.seek(0)
-            console.print(f"  the training script failed (exit {child.returncode}):\n{stderr.read()}", markup=False)
-    return last, child.returncode
+        stderr.seek(0)
+        printed.append(stderr.read())
+    if not reports or child.returncode != (0 if kill_at is None else -signal.SIGKILL):
+        _refuse(console, child.returncode, "".join(printed))
+    return reports[-1]
+
+
+def _decoded(line: str) -> list[dict[str, Any]]:
+    try:
+        report = json.loads(line)
+    except ValueError:  # something that a library printed
+        return []
+    return [report] if isinstance(report, dict) else []
+
+
+def _refuse(console: Console, code: int, printed: str) -> NoReturn:
+    console.print(printed.rstrip(), markup=False)
+    raise click.ClickException(
+        f"the training script did not run as planned (exit {code}); what it printed is above. Nothing was compared."
+    )
 
 
 def _headline(console: Console, number: str, text: str) -> None:
@@ -183,25 +224,33 @@ def _show_directory(console: Console, run: str) -> bool:
 
 
 def _show_entries(console: Console, entries: list[Entry]) -> None:
-    from rich.table import Table
-
-    table = Table("checkpoint", "format", box=None, padding=(0, 2))
-    table.add_column("bytes", justify="right")
-    table.add_column("leaves", justify="right")
-    table.add_column("values")
+    rows = [("checkpoint", "format", "bytes", "leaves", "values")]
     for entry in entries:
-        verdict = "bit-identical" if entry.identical else "[bold red]DIFFERENT[/bold red]"
-        table.add_row(entry.name, entry.format, f"{entry.nbytes:,}", str(entry.leaves), verdict)
-    console.print(table)
+        verdict = "bit-identical" if entry.identical else "DIFFERENT"
+        rows.append((entry.name, entry.format, f"{entry.nbytes:,}", str(entry.leaves), verdict))
+    _show_rows(console, rows, numbers={2, 3})
 
 
 def _show_timings(console: Console, timings: list[Timing]) -> None:
-    from rich.table import Table
-
-    table = Table("operation", box=None, padding=(0, 2))
-    for name in ("ours", "Flax", "Flax / ours"):
-        table.add_column(name, justify="right")
+    rows = [("operation", "ours", "Flax", "Flax / ours")]
     for timing in timings:
         ratio = f"{timing.flax / timing.ours:.1f}x"
-        table.add_row(timing.operation, f"{timing.ours * 1e3:.1f} ms", f"{timing.flax * 1e3:.1f} ms", ratio)
-    console.print(table)
+        rows.append((timing.operation, f"{timing.ours * 1e3:.1f} ms", f"{timing.flax * 1e3:.1f} ms", ratio))
+    _show_rows(console, rows, numbers={1, 2, 3})
+    # Measured by system calls: Flax's msgpack save has no fsync, ours has; Orbax's TensorStore has, as ours.
+    console.print("  Ours waits until the disk has the files (fsync), and so does Orbax.")
+    console.print("  Flax's msgpack save does not wait for the disk.")
+    if any(timing.operation == "msgpack save" and timing.ours > timing.flax for timing in timings):
+        console.print("  Our msgpack save took longer here; that wait is in its time.")
+
+
+def _show_rows(console: Console, rows: Sequence[tuple[str, ...]], numbers: set[int]) -> None:
+    """Columns side by side, never cut, and without a blank at the end of a line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        style = "bold" if row is rows[0] else "bold red" if "DIFFERENT" in row else None
+        console.print("  " + "  ".join(cells).rstrip(), style=style, markup=False)
