@@ -47,13 +47,17 @@ class Stored:
     def __post_init__(self) -> None:
         self.part = shard_shape(self.shape, self.sharding)
 
+    def whole(self) -> np.ndarray[Any, Any]:
+        """What to store as one array, in host memory and C order, with the stored dtype."""
+        return self._stored_form(_whole(self.source))
+
     def shards(self) -> list[Shard]:
         """What to store, each distinct shard once, in host memory and C order, with the stored dtype.
 
         Replicas are left out, and no shard is copied where the host can see a device's memory.
         """
         if self.part == self.shape:
-            return [Shard(tuple(slice(0, length) for length in self.shape), self._stored_form(_whole(self.source)))]
+            return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in host_shards(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

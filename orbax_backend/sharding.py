@@ -21,9 +21,10 @@ class ShardingTexts:
         Args:
             sharding: a jax.sharding.Sharding; None (key data on the host) stands for jax's first device.
         """
-        if sharding not in self._known:
-            self._known[sharding] = _describe(sharding)
-        return self._known[sharding]
+        try:
+            return self._known[sharding]
+        except KeyError:
+            return self._known.setdefault(sharding, _describe(sharding))
 
 
 def _describe(sharding: Any) -> str | None:

@@ -43,7 +43,7 @@ _DATABASE = {
 }
 # Several data files let the driver write and sync them at the same time; 64 MiB was the fastest measured.
 _DATA_FILE_BYTES = 64 << 20
-_FILE_THREADS = 4
+_FILE_THREADS = 8
 # Below this one key-value write is cheaper than opening the zarr driver, which writes without a copy.
 _DRIVER_FROM_BYTES = 64 << 10
 # Values up to this size lie inline in the B-tree, whose nodes are compressed anyway.
@@ -166,7 +166,12 @@ class _Database:
         self._committed: Any = None
 
     def put(self, name: str, stored: Stored, compressor: dict[str, Any] | None) -> None:
-        """Adds one array; its memory must not change before `commit`."""
+        """Adds one array; its memory must not change before the commit has ended."""
+        if stored.part == stored.shape:
+            array = stored.whole()
+            if array.nbytes < (_DRIVER_FROM_BYTES if compressor is None else _COMPRESS_FROM_BYTES):
+                self._put_small(name, stored, array)
+                return
         shards = stored.shards()
         largest = max((shard.data.nbytes for shard in shards), default=0)
         used = compressor if largest >= _COMPRESS_FROM_BYTES else None
@@ -178,6 +183,12 @@ class _Database:
         for shard in shards if largest else ():
             cell = [str(side.start // length) for side, length in zip(shard.index, stored.part, strict=True)]
             self._store[prefix + (".".join(cell) or "0")] = shard.data.tobytes()
+
+    def _put_small(self, name: str, stored: Stored, array: np.ndarray[Any, Any]) -> None:
+        prefix = key_prefix(name)
+        self._store[prefix + ".zarray"] = _zarray(stored.shape, stored.shape, stored.dtype)
+        if array.nbytes:
+            self._store[prefix + (".".join("0" * array.ndim) or "0")] = array.tobytes()
 
     def _put_by_driver(self, name: str, stored: Stored, shards: list[Shard], compressor: dict[str, Any] | None) -> None:
         spec = {
