@@ -8,10 +8,9 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, is_jax_array, show_path
 
 from . import markers
-from .hosting import is_jax_array
 
 # msgpack's length fields have four bytes.
 _MAX_LENGTH = 2**32 - 1

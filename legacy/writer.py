@@ -11,10 +11,10 @@ import numpy as np
 
 from flax_ckpt_compat._core import files, memory
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, is_jax_array
 
 from . import encoder, markers
-from .hosting import is_jax_array, to_host
+from .hosting import to_host
 
 # Smaller pieces are copied together, because an entry of its own in a system call costs more than that.
 _COPY_BELOW = 16 * 2**10

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.errors import StorageError
 
 
@@ -46,8 +47,4 @@ def write_json(path: str, value: Any) -> None:
 def sync_directory(path: str) -> None:
     """Makes the names in a directory durable."""
     with storage_errors(path, "synced"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        files.sync_directory(path)

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of, is_jax_array
 
 from .marks import LeafMark
 from .sharding import shard_shape
@@ -120,12 +120,6 @@ def encode_bytes(data: bytes, mark: LeafMark) -> Stored:
 def encode_text_as_bytes(text: str) -> Stored:
     """For a text that ``_strings.json`` cannot hold: its UTF-8 form as an array of uint8."""
     return encode_bytes(text.encode("utf-8", "surrogatepass"), LeafMark(LeafKind.STR))
-
-
-def is_jax_array(value: object) -> bool:
-    """Whether it is a jax.Array, without importing jax for those who never did."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.Array)
 
 
 def _python_value(leaf: Any, shown: str) -> Stored:

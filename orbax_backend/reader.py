@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
 
 from . import grid
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
@@ -254,7 +254,8 @@ def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
         e.name for e in structure.entries
         if e.value_type == JAX_ARRAY and e.has_write_shape and e.name not in structure.key_impls
     }  # fmt: skip
-    handles = [h for h in _handles(reader.tree) if h.name in unlisted and _may_be_key(h)]
+    leaves = (leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle))
+    handles = [leaf for leaf in leaves if leaf.name in unlisted and _may_be_key(leaf)]
     doubtful = [h.name for h in handles]
     for handle in handles:
         handle.may_be |= {LeafKind.PRNG_KEY}
@@ -267,9 +268,3 @@ def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
 
 def _may_be_key(handle: LeafHandle) -> bool:
     return handle.dtype == np.uint32 and bool(handle.shape) and handle.shape[-1] in _KEY_WIDTHS
-
-
-def _handles(node: Node) -> list[LeafHandle]:
-    if isinstance(node, LeafHandle):
-        return [node]
-    return [h for child in node.children.values() for h in _handles(child)] if isinstance(node, Branch) else []

@@ -155,21 +155,6 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
     return aside
 
 
-def set_aside(path: str) -> str:
-    """Renames a checkpoint out of the way of a writer that we do not control; `put_back` or `discard` follows."""
-    aside = temporary_path(path, "old")
-    with translated(path):
-        os.rename(path, aside)
-    return aside
-
-
-def put_back(aside: str, path: str) -> None:
-    """Undoes `set_aside`, unless something has the name again."""
-    with translated(path):
-        if not os.path.lexists(path):
-            os.rename(aside, path)
-
-
 def discard(path: str) -> None:
     """Deletes a file or directory so that a crash in the middle leaves no half checkpoint under its name."""
     with translated(path):

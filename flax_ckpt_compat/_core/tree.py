@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,12 @@ class HostCopy:
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """An index without steps, such as jax's (which leaves out what is whole), as start and stop on every axis."""
     return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
+
+
+def is_jax_array(leaf: object) -> bool:
+    """True for a ``jax.Array``; such a leaf implies that jax is loaded, so jax is never imported for it."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(leaf, jax.Array)
 
 
 def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
