@@ -26,6 +26,7 @@ from flax_ckpt_compat._core.errors import (
     ShapeMismatchError,
     StepError,
     StorageError,
+    TransformError,
     UnrecognizedFormatError,
     UnsupportedLeafError,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "ShapeMismatchError",
     "StepError",
     "StorageError",
+    "TransformError",
     "UnrecognizedFormatError",
     "UnsupportedLeafError",
 ]

@@ -7,6 +7,7 @@ CheckpointError
 ├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
 ├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
+├── TransformError(ValueError)               a transform or rule that makes no sense, or does not fit this checkpoint
 ├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
 ├── NameCollisionError(ValueError)           two key paths with one stored name
 ├── StepError(ValueError)                    a step, ``keep`` or prefix that means nothing
@@ -64,6 +65,10 @@ class MissingLeavesError(CheckpointError, ValueError):
 
 class ShapeMismatchError(CheckpointError, ValueError):
     """Stored and target shapes differ and the setting ``shape_mismatch`` is ``error``."""
+
+
+class TransformError(CheckpointError, ValueError):
+    """A transform or a rule that makes no sense, or that does not fit this checkpoint and this target."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError, ValueError):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from flax_ckpt_compat._core.errors import NameCollisionError
 
 Path = tuple[str, ...]
 Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
@@ -131,6 +133,45 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
         return function(path, node)
     children = {name: map_leaves(function, child, (*path, name)) for name, child in node.children.items()}
     return Branch(children, node.container, node.int_keys)
+
+
+def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
+    """The inverse of `iter_leaves`.
+
+    Args:
+        leaves: key path → leaf, or branch without children; children come in this order.
+        like: tree whose branches tell what containers they were, wherever the names of the children are the same.
+
+    Raises:
+        NameCollisionError: a key path that is a leaf and also leads to others.
+    """
+    if () in leaves and len(leaves) == 1:
+        return leaves[()]
+    root = Branch({})
+    for path, leaf in leaves.items():
+        node = root
+        for name in path[:-1]:
+            node = node.children.setdefault(name, Branch({}))
+            if not isinstance(node, Branch):
+                raise _collision(path)
+        if not path or path[-1] in node.children:
+            raise _collision(path)
+        node.children[path[-1]] = leaf
+    return _in_containers(root, like)
+
+
+def _collision(path: Path) -> NameCollisionError:
+    shown = show_path(path)
+    return NameCollisionError(f"{shown} would be two things at once: a leaf, and a subtree or a second leaf", leaf=shown)
+
+
+def _in_containers(node: Node, like: Node) -> Node:
+    if not isinstance(node, Branch) or not isinstance(like, Branch):
+        return node
+    children = {name: _in_containers(child, like.children.get(name)) for name, child in node.children.items()}
+    if children.keys() != like.children.keys():
+        return Branch(children, int_keys=like.int_keys & children.keys())
+    return Branch(children, like.container, like.int_keys)
 
 
 def show_path(path: Path) -> str:
