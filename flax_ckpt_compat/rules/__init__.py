@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from flax_ckpt_compat.rules._rule import Rule
-from flax_ckpt_compat.rules.names import rename
+from flax_ckpt_compat.rules.names import drop, move, rename, unwrap, wrap
 
-__all__ = ["Rule", "rename"]
+__all__ = ["Rule", "drop", "move", "rename", "unwrap", "wrap"]

@@ -39,7 +39,7 @@ def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
     @functools.wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
         given = signature.bind(*args, **kwargs).arguments
-        words = []
+        words: list[str] = []
         for name, value in given.items():
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:

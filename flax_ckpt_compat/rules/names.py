@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.tree import Node, Path, from_leaves, iter_leaves, show_path
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat.rules import _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
 
 
@@ -19,25 +20,138 @@ def rename(pattern: str, replacement: str) -> Apply:
         replacement: what stands in their place; may refer to groups (``block_\\1``), and may contain ``/``.
 
     Raises:
-        TransformError: a bad pattern; when applied: it matches nothing in the checkpoint.
+        TransformError: a bad pattern or replacement; when applied: it matches nothing in the checkpoint.
         NameCollisionError: when applied: two leaves would get the same name.
     """
+    who = f"rename({pattern!r}, {replacement!r})"
+    compiled = _trees.whole_names(pattern, who)
     try:
-        whole_names = re.compile(rf"(?<![^/])(?:{pattern})(?![^/])")
-    except re.error as error:
-        raise TransformError(f"rename: {pattern!r} is no regular expression: {error}") from error
+        re.compile(rf"(?:{pattern})|").match("").expand(replacement)  # type: ignore[union-attr]
+    except (re.error, IndexError) as error:
+        raise TransformError(f"{who}: {replacement!r} does not fit the groups of the pattern: {error}") from error
 
-    def apply(stored: Node, target: Node) -> Node:
-        renamed: dict[Path, object] = {}
-        changed = False
-        for path, leaf in iter_leaves(stored):
-            new = tuple(filter(None, whole_names.sub(replacement, "/".join(path)).split("/")))
-            changed = changed or new != path
-            if new in renamed:
-                raise NameCollisionError(f"rename({pattern!r}, {replacement!r}) makes two leaves {show_path(new)}")
-            renamed[new] = leaf
-        if not changed:
-            raise TransformError(f"rename({pattern!r}, …) matches nothing in the checkpoint")
-        return from_leaves(renamed, like=stored)
+    def renamed(path: Path) -> Path:
+        new: list[str] = []
+        done = 0
+        for first, after, match in _trees.matches(compiled, path):
+            new += [*path[done:first], *filter(None, match.expand(replacement).split("/"))]
+            done = after
+        return (*new, *path[done:])
+
+    def apply(stored: Node, _: Node) -> Node:
+        if not any(any(_trees.matches(compiled, path)) for path, _ in iter_leaves(stored)):
+            raise TransformError(f"{who}: matches nothing in the checkpoint; {_trees.near(pattern, stored)}")
+        return _trees.remap(stored, renamed, who)
 
     return apply
+
+
+@rule
+def move(source: str, to: str) -> Apply:
+    """Moves a subtree or leaf elsewhere: ``move("model/params", "params")``.
+
+    Args:
+        source: literal path in the checkpoint.
+        to: literal path where it goes; where there is a subtree already, the children are merged. Empty makes it the
+            whole tree and drops all else, as for ``move("params", "")``: parameters only, for inference.
+
+    Raises:
+        TransformError: when applied: the checkpoint has no such path.
+        NameCollisionError: when applied: two leaves would get the same name.
+    """
+    who = f"move({source!r}, {to!r})"
+
+    def apply(stored: Node, target: Node) -> Node:
+        start = _trees.find(stored, source, who)
+        end = _trees.destination(to, target, stored)
+
+        def moved(path: Path) -> Path | None:
+            if path[: len(start)] == start:
+                return end + path[len(start) :]
+            return path if end else None
+
+        return _trees.remap(stored, moved, who)
+
+    return apply
+
+
+@rule
+def drop(*paths: str) -> Apply:
+    """Leaves out what is not wanted, so that it is neither unused nor in the way: ``drop("ema_params")``.
+
+    Args:
+        paths: literal paths of subtrees or leaves in the checkpoint.
+
+    Raises:
+        TransformError: no path; when applied: the checkpoint has no such path.
+    """
+    who = f"drop({', '.join(map(repr, paths))})"
+    if not paths:
+        raise TransformError(f"{who}: name at least one path")
+
+    def apply(stored: Node, _: Node) -> Node:
+        dropped = {_trees.find(stored, path, who) for path in paths}
+        longest = max(map(len, dropped))
+
+        def kept(path: Path) -> Path | None:
+            return None if any(path[:end] in dropped for end in range(longest + 1)) else path
+
+        return _trees.remap(stored, kept, who)
+
+    return apply
+
+
+@rule
+def wrap(name: str, at: str = "") -> Apply:
+    """Moves the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
+
+    Args:
+        name: of the new level; ``a/b`` makes two levels.
+        at: literal path of the subtree; empty for the whole tree.
+
+    Raises:
+        TransformError: no name; when applied: the checkpoint has no such path, or a leaf there.
+    """
+    who = f"wrap({name!r}, {at!r})"
+    levels = _trees.names_in(name)
+    if not levels:
+        raise TransformError(f"{who}: the new level needs a name")
+
+    def apply(stored: Node, _: Node) -> Node:
+        start = _trees.find(stored, at, who)
+        _expect_children(stored, start, who)
+        size = len(start)
+        return _trees.remap(stored, lambda path: (*start, *levels, *path[size:]) if path[:size] == start else path, who)
+
+    return apply
+
+
+@rule
+def unwrap(name: str, at: str = "") -> Apply:
+    """Takes a level away, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
+
+    Args:
+        name: of the level, or levels (``a/b``); what lies beside it stays where it is.
+        at: literal path of the subtree that holds it; empty for the whole tree.
+
+    Raises:
+        TransformError: when applied: the checkpoint has no such level, or a leaf there.
+        NameCollisionError: when applied: a child has the name of something beside the level.
+    """
+    who = f"unwrap({name!r}, {at!r})"
+
+    def apply(stored: Node, _: Node) -> Node:
+        start = _trees.find(stored, at, who)
+        level = _trees.find(stored, f"{at}/{name}" if at else name, who)
+        _expect_children(stored, level, who)
+        return _trees.remap(
+            stored, lambda path: start + path[len(level) :] if path[: len(level)] == level else path, who
+        )
+
+    return apply
+
+
+def _expect_children(stored: Node, path: Path, who: str) -> None:
+    node = _trees.node_at(stored, path)
+    if not isinstance(node, Branch) or not node.children:
+        raise TransformError(f"{who}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path))
