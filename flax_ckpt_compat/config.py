@@ -2,7 +2,8 @@
 
 Every setting can be given as an environment variable (``FLAX_CKPT_COMPAT_`` + its name in capitals, read
 when this module is first imported; empty counts as not given), set for the process with `update`, or for a block
-with `override`. ``config.current()`` gives all values in force, ``config.must_exist`` one of them.
+with `override`. ``config.current()`` gives all values in force, ``config.must_exist`` one of them. What nobody has
+set is as in the table for Flax's own functions, and as in `STRICT` for ``flax_ckpt_compat.restore`` and ``save``.
 
 ====================  =========================  ==========================================================
 setting               values (default first)     meaning
@@ -25,15 +26,15 @@ import difflib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from flax_ckpt_compat._core.errors import SettingError
 
-__all__ = ["Settings", "current", "override", "update", "use_orbax_format"]
+__all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "use_orbax_format"]
 
 _log = logging.getLogger("flax_ckpt_compat")
 _VARIABLE = "FLAX_CKPT_COMPAT_"
@@ -59,23 +60,23 @@ class Settings:
     must_exist: bool = False
     compression: str | None = None
 
-    def replace(self, **changes: Any) -> Settings:
-        """A copy with some settings changed.
 
-        Raises:
-            SettingError: no such setting, or not one of its values.
-        """
-        for name, value in changes.items():
-            if name not in _VALUES:
-                raise SettingError(f"there is no setting {name!r}; the settings are {', '.join(_VALUES)}")
-            if value not in _VALUES[name]:
-                allowed = ", ".join(repr(choice) for choice in _VALUES[name])
-                raise SettingError(f"setting {name} takes {allowed}; found {value!r}")
-        return dataclasses.replace(self, **changes)
+_DEFAULTS = Settings()
+STRICT = Settings(shape_mismatch="error", structure="stored", must_exist=True)
 
 
-def _from_environment() -> Settings:
-    settings = Settings()
+def _checked(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in changes.items():
+        if name not in _VALUES:
+            raise SettingError(f"there is no setting {name!r}; the settings are {', '.join(_VALUES)}")
+        if value not in _VALUES[name]:
+            allowed = ", ".join(repr(choice) for choice in _VALUES[name])
+            raise SettingError(f"setting {name} takes {allowed}; found {value!r}")
+    return changes
+
+
+def _from_environment() -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
     for variable, text in sorted(os.environ.items()):
         name, word = variable.removeprefix(_VARIABLE).lower(), text.strip().lower()
         if not variable.startswith(_VARIABLE) or not word:
@@ -85,10 +86,10 @@ def _from_environment() -> Settings:
             continue
         value = _WORDS[word] if word in _WORDS and _WORDS[word] in _VALUES[name] else word
         try:
-            settings = settings.replace(**{name: value})
+            found.update(_checked({name: value}))
         except SettingError as error:
             raise SettingError(f"environment variable {variable}: {error}") from None
-    return settings
+    return found
 
 
 def _variables() -> list[str]:
@@ -101,13 +102,15 @@ def _warn_of_unknown(variable: str) -> None:
     _log.warning("Environment variable %s is no setting and has no effect; %s", variable, known)
 
 
+# Only what was set on purpose, so that each caller can have defaults of its own.
 _process = _from_environment()
-_block: ContextVar[Settings | None] = ContextVar("flax_ckpt_compat_settings", default=None)
+_block: ContextVar[Mapping[str, Any]] = ContextVar("flax_ckpt_compat_settings", default=MappingProxyType({}))
+_defaults: ContextVar[Settings] = ContextVar("flax_ckpt_compat_defaults", default=_DEFAULTS)
 
 
 def current() -> Settings:
-    """The settings in force here: those of the innermost `override`, else the process's."""
-    return _block.get() or _process
+    """The settings in force here: those of the innermost `override`, else the process's, else the `defaults`."""
+    return dataclasses.replace(_defaults.get(), **{**_process, **_block.get()})
 
 
 def update(*pair: Any, **changes: Any) -> None:
@@ -125,7 +128,7 @@ def update(*pair: Any, **changes: Any) -> None:
         if len(pair) != 2 or not isinstance(pair[0], str):
             raise SettingError(f"update takes a setting's name and its value, or name=value; found {pair!r:.100}")
         changes = {pair[0]: pair[1], **changes}
-    _process = _process.replace(**changes)
+    _process = {**_process, **_checked(changes)}
 
 
 @contextmanager
@@ -135,11 +138,21 @@ def override(**changes: Any) -> Iterator[Settings]:
     Raises:
         SettingError: no such setting, or not one of its values.
     """
-    token = _block.set(current().replace(**changes))
+    token = _block.set({**_block.get(), **_checked(changes)})
     try:
         yield current()
     finally:
         _block.reset(token)
+
+
+@contextmanager
+def defaults(settings: Settings) -> Iterator[Settings]:
+    """Puts other values in the place of the table's defaults inside a ``with`` block; what was set stays stronger."""
+    token = _defaults.set(settings)
+    try:
+        yield current()
+    finally:
+        _defaults.reset(token)
 
 
 def use_orbax_format() -> bool:

@@ -6,17 +6,30 @@ import logging
 import os
 from typing import Any
 
-from flax_ckpt_compat import _listing
+from flax_ckpt_compat import _detect, _listing, opening
 from flax_ckpt_compat._core import files, steps
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._listing import Place
 from flax_ckpt_compat.errors import InvalidCheckpointError
 
+# The names that Orbax's releases give to the parts of a checkpoint, beside those of items and of single arrays.
+_PARTS = {
+    "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "_strings.json", "array_metadatas", "checkpoint",
+    "commit_success.txt", "d", "descriptor", "jax_random_key", "manifest.ocdbt", "metadata", "metrics",
+    "np_random_key", "orbax.checkpoint",
+}  # fmt: skip
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def check_overwrite(where: Place, name: str, step: Any) -> None:
+def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool = True) -> None:
     """Refuses a save without ``overwrite`` whose step exists or is older than the newest.
+
+    Args:
+        where: directory and prefix.
+        name: of the checkpoint.
+        step: as the caller gave it.
+        removes_newer: whether ``overwrite`` would remove what is newer, for the message.
 
     Raises:
         InvalidCheckpointError: before anything is written.
@@ -36,10 +49,76 @@ def check_overwrite(where: Place, name: str, step: Any) -> None:
         state = "is the same step" if mine == newest else "is newer"
         raise InvalidCheckpointError(
             f"cannot save step {step}: {where.path(complete[-1])} {state}; "
-            "pass overwrite=True to save it anyway and remove what is not older.",
+            f"pass overwrite=True to save it anyway{' and remove what is not older' if removes_newer else ''}.",
             path=path,
             step=step,
         )
+
+
+def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) -> None:
+    """Refuses to replace what is there, unless ``overwrite`` is given and all of it is one checkpoint.
+
+    Raises:
+        InvalidCheckpointError: also where the directory is itself a checkpoint, which is no place for another.
+    """
+    path = where.path(name)
+    what = f"cannot save to {path}: " if step is None else f"cannot save step {step} to {path}: "
+    if _is_orbax(where.directory):
+        message = f"{what}{where.directory} is itself a checkpoint; save to another directory."
+        raise InvalidCheckpointError(message, path=path, step=step)
+    if not os.path.lexists(path) or _is_void(path):
+        return
+    foreign = _what_is_foreign(path)
+    if foreign:
+        hint = ", pass step= to save into this directory" if step is None and os.path.isdir(path) else ""
+        remedy = f"save under another name{hint}, or remove it yourself"
+        message = f"{what}{foreign}, and only checkpoints are replaced; {remedy}."
+        raise InvalidCheckpointError(message, path=path, step=step)
+    if not overwrite:
+        raise InvalidCheckpointError(f"{what}it exists; pass overwrite=True to replace it.", path=path, step=step)
+
+
+def _what_is_foreign(path: str) -> str | None:
+    """What speaks against this being one checkpoint and nothing else; None where nothing does."""
+    if os.path.isdir(path):
+        if not _is_orbax(path):
+            return "nothing in that directory marks it as one checkpoint"
+        strangers = _strangers(path)
+        return f"it holds {', '.join(strangers[:3])} besides a checkpoint" if strangers else None
+    if not os.path.isfile(path):
+        return "it is no regular file"
+    try:
+        opening.open_item(_detect.Item(Format.MSGPACK, path)).close()
+    except CheckpointError as error:
+        return f"it does not open as a checkpoint ({error})"
+    return None
+
+
+def _is_orbax(path: str) -> bool:
+    """True for a directory that is certainly one checkpoint of Orbax, by a marker that nothing else has."""
+    return _detect.is_orbax_directory(path) and not _detect.is_doubtful(path)
+
+
+def _strangers(path: str) -> list[str]:
+    """What lies in a checkpoint of Orbax and is no part of it."""
+    try:
+        items = _detect.detect(path).items
+    except CheckpointError:
+        items = {}
+    found = []
+    for name in sorted(os.listdir(path)):
+        child = os.path.join(path, name)
+        if name in _PARTS or name.startswith("ocdbt.process_") or _is_array(child):
+            continue
+        if name not in items or not os.path.isdir(child):
+            found.append(name)
+        else:
+            found += [os.path.join(name, inner) for inner in _strangers(child)]
+    return found
+
+
+def _is_array(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in (".zarray", "zarr.json"))
 
 
 def _is_void(path: str) -> bool:
@@ -47,11 +126,14 @@ def _is_void(path: str) -> bool:
     if os.path.islink(path):
         return False
     with files.translated(path):
-        return not os.listdir(path) if os.path.isdir(path) else os.path.getsize(path) == 0
+        # Devices and pipes have no size either.
+        return not os.listdir(path) if os.path.isdir(path) else os.path.isfile(path) and os.path.getsize(path) == 0
 
 
-def clean_up(where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_steps: float | None) -> None:
-    """Removes newer checkpoints (``overwrite``), then old ones (``keep``), after ``saved`` was committed."""
+def clean_up(
+    where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_steps: float | None, remove_newer: bool
+) -> None:
+    """Removes what ``saved`` replaced, then newer checkpoints, then old ones (``keep``); called after the commit."""
     mine = steps.step_of(saved, where.prefix)
     if mine is None:
         return  # ``prefix + text`` stands outside the order of steps: it evicts nothing
@@ -59,10 +141,14 @@ def clean_up(where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_
     if saved not in ordered:
         return  # another writer removed it meanwhile: it is theirs to decide what stays
     # Two names can spell one step (7 and 7.0): overwriting the step replaces the other spelling too.
-    newer = [name for name in ordered if name != saved and _step(name, where) >= mine] if overwrite else []
+    replaced = [name for name in ordered if name != saved and overwrite and _step(name, where) == mine]
+    newer = [name for name in ordered if remove_newer and _step(name, where) > mine]
     # The one just saved is the newest of its step; retention must not take it for the older one.
-    kept = sorted(set(ordered) - set(newer), key=lambda name: (_step(name, where), name == saved, name))
-    for name in newer + steps.expired(kept, where.prefix, keep, keep_every_n_steps):
+    rest = set(ordered) - {*replaced, *newer}
+    kept = sorted(rest, key=lambda name: (_step(name, where), name == saved, name))
+    # Where newer ones stay, it may not be among the newest, and yet nobody wants it removed at once.
+    old = [name for name in steps.expired(kept, where.prefix, keep, keep_every_n_steps) if name != saved]
+    for name in replaced + newer + old:
         _log.info("Removing checkpoint at %s", where.path(name))
         _remove(where, name)
     _collect_orphans(where)

@@ -25,21 +25,29 @@ _last_saved = time.time()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One call of ``save_checkpoint`` after its arguments were checked.
+    """One save after its arguments were checked.
 
     Attributes:
         where: directory and prefix.
         name: of the checkpoint.
-        step: as the caller gave it, for messages.
+        step: as the caller gave it, for messages; None for a checkpoint that is no step of a directory.
+        overwrite: replace what has that name.
         keep: how many to keep; 0 keeps all.
+        careful: replace nothing but checkpoints, and remove none that are newer.
+        format: what to write.
+        sort_keys: write the maps of a msgpack file sorted.
+        start: of the call, in seconds since the epoch.
     """
 
     where: Place
     name: str
     step: Any
-    keep: int
     overwrite: bool
+    keep: int
     keep_every_n_steps: float | None
+    careful: bool
+    format: Format
+    sort_keys: bool
     start: float
 
     @property
@@ -47,9 +55,23 @@ class Request:
         """Absolute final path."""
         return self.where.path(self.name)
 
+    def check(self) -> None:
+        """Refuses what ``overwrite`` does not allow."""
+        if self.careful:
+            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+        if self.step is not None and not self.overwrite:
+            retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
+
+    def check_again(self) -> None:
+        """Refuses to replace what came into this place during a careful save."""
+        if self.careful:
+            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+
     def clean_up(self) -> None:
         """What overwrite and retention remove, after the commit."""
-        retention.clean_up(self.where, self.name, self.keep, self.overwrite, self.keep_every_n_steps)
+        if self.step is not None:
+            newer = self.overwrite and not self.careful
+            retention.clean_up(self.where, self.name, self.keep, self.overwrite, self.keep_every_n_steps, newer)
 
 
 def save(
@@ -64,35 +86,66 @@ def save(
     orbax_checkpointer: Any,
     *,
     sort_keys: bool = False,
+    careful: bool = False,
+    format: Format | None = None,
 ) -> str:
-    """Saves a tree; see `flax_ckpt_compat.checkpoints.save_checkpoint`.
+    """Saves a tree as one step of a directory; see `flax_ckpt_compat.checkpoints.save_checkpoint`.
 
     Args:
         ckpt_dir: normalised directory.
         sort_keys: write the maps of a msgpack file sorted, as Flax does in ``save_checkpoint_multiprocess``.
+        careful: replace nothing but checkpoints, and remove none that are newer.
+        format: None writes what Flax's flag says.
 
     Returns:
         The checkpoint's path in the caller's form.
     """
+    start = _begin(async_manager)
+    text, where = steps.step_text(step), _place(ckpt_dir, prefix)
+    name = steps.check_name(where.prefix + text)
+    kept, every = steps.check_keep(keep), steps.check_every(keep_every_n_steps)
+    request = Request(
+        where, name, step, bool(overwrite), kept, every, careful, format or _flags_format(), sort_keys, start
+    )
+    _carry_out(request, target, async_manager, orbax_checkpointer)
+    return os.path.join(ckpt_dir, f"{prefix}{text}")
+
+
+def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format: Format | None) -> str:
+    """Saves a tree at exactly this path, and looks at no other checkpoint; see `flax_ckpt_compat.save`.
+
+    Args:
+        path: normalised path.
+        format: None writes what Flax's flag says.
+
+    Returns:
+        The path.
+    """
+    start = _begin(async_manager)
+    directory, name = os.path.split(path)
+    if name in ("", os.curdir, os.pardir):
+        raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
+    where = _place(directory, "")
+    if "\0" in name:
+        raise StepError("a path cannot contain the NUL character")
+    request = Request(
+        where, steps.check_name(name), None, overwrite, 0, None, True, format or _flags_format(), False, start
+    )
+    _carry_out(request, target, async_manager, None)
+    return path
+
+
+def _begin(async_manager: Any) -> float:
+    """When the save began, which it does once the manager's previous one has ended."""
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
     if async_manager:
         background.wait(async_manager)
-    text, where = steps.step_text(step), _place(ckpt_dir, prefix)
-    name = steps.check_name(where.prefix + text)
-    foreign.settle(orbax_checkpointer, where.directory)
-    background.settle(where.directory)
-    kept, every = steps.check_keep(keep), steps.check_every(keep_every_n_steps)
-    if not overwrite:
-        retention.check_overwrite(where, name, step)
-    request = Request(where, name, step, kept, bool(overwrite), every, start)
-    if orbax_checkpointer:
-        _prepare_directory(where)
-        foreign.save(orbax_checkpointer, request.path, target, on_commit=lambda: _committed(request))
-    else:
-        _save_ourselves(request, target, async_manager, sort_keys)
-    monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - start)
-    return os.path.join(ckpt_dir, f"{prefix}{text}")
+    return start
+
+
+def _flags_format() -> Format:
+    return Format.ORBAX if config.use_orbax_format() else Format.MSGPACK
 
 
 def _place(ckpt_dir: str, prefix: str) -> Place:
@@ -101,11 +154,24 @@ def _place(ckpt_dir: str, prefix: str) -> Place:
     return _listing.place(ckpt_dir, prefix)
 
 
-def _save_ourselves(request: Request, target: Any, async_manager: Any, sort_keys: bool) -> None:
-    backend = backend_for(Format.ORBAX if config.use_orbax_format() else Format.MSGPACK)
+def _carry_out(request: Request, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:
+    foreign.settle(orbax_checkpointer, request.where.directory)
+    background.settle(request.where.directory)
+    request.check()
+    if orbax_checkpointer:
+        _prepare_directory(request.where)
+        foreign.save(orbax_checkpointer, request.path, target, on_commit=lambda: _committed(request))
+    else:
+        _save_ourselves(request, target, async_manager)
+    monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - request.start)
+
+
+def _save_ourselves(request: Request, target: Any, async_manager: Any) -> None:
+    backend = backend_for(request.format)
     tree = state.describe(target)
     tree = map_leaves(lambda path, leaf: _host_local(path, leaf, request), tree)
-    tree = state.take_keys_apart(_sorted(tree) if sort_keys and backend.format is Format.MSGPACK else tree)
+    in_order = request.sort_keys and backend.format is Format.MSGPACK
+    tree = state.take_keys_apart(_sorted(tree) if in_order else tree)
     prepared = backend.prepare(map_leaves(lambda _, leaf: _frozen(leaf), tree) if async_manager else tree)
     options = WriteOptions(compression=config.current().compression)
 
@@ -127,6 +193,7 @@ def _write_and_commit(request: Request, backend: Backend, prepared: Any, options
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, options)
+        request.check_again()
         files.publish(temporary, request.path)
     except BaseException:
         _forget(temporary)
@@ -177,8 +244,9 @@ def _host_local(path: Path, leaf: Any, request: Request) -> Any:
         return leaf
     if leaf.is_fully_replicated:
         return leaf.addressable_data(0)
+    what = "" if request.step is None else f"step {request.step} "
     raise MPACheckpointingRequiredError(
-        f"cannot save step {request.step} to {request.path}: {show_path(path)} is spread over several processes and "
+        f"cannot save {what}to {request.path}: {show_path(path)} is spread over several processes and "
         "this one sees only a part of it; use save_checkpoint_multiprocess, called by all processes.",
         path=request.path,
         step=request.step,
