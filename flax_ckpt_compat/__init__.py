@@ -15,6 +15,7 @@ if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
 if _TYPE_CHECKING:
     from flax_ckpt_compat import checkpoints, config, errors
     from flax_ckpt_compat._install import install, installed, uninstall
+    from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.inventory import iter_checkpoints
     from flax_ckpt_compat.view import open_checkpoint
 
@@ -29,6 +30,8 @@ __all__ = [
     "installed",
     "iter_checkpoints",
     "open_checkpoint",
+    "restore",
+    "save",
     "uninstall",
 ]
 
@@ -37,17 +40,20 @@ _FUNCTIONS = {
     "installed": "_install",
     "iter_checkpoints": "inventory",
     "open_checkpoint": "view",
+    "restore": "api",
+    "save": "api",
     "uninstall": "_install",
 }
 
+if not _TYPE_CHECKING:  # a type checker would take any misspelt name for one of these
 
-def __getattr__(name: str) -> _Any:
-    # Scripts set jax's environment variables after this import, so nothing that loads jax may be loaded here.
-    if name in _FUNCTIONS:
-        return getattr(_import_module(f"flax_ckpt_compat.{_FUNCTIONS[name]}"), name)
-    if name in __all__:
-        return _import_module(f"flax_ckpt_compat.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> _Any:
+        # Scripts set jax's environment variables after this import, so nothing that loads jax may be loaded here.
+        if name in _FUNCTIONS:
+            return getattr(_import_module(f"flax_ckpt_compat.{_FUNCTIONS[name]}"), name)
+        if name in __all__:
+            return _import_module(f"flax_ckpt_compat.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

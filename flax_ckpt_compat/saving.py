@@ -111,12 +111,11 @@ def save(
     return os.path.join(ckpt_dir, f"{prefix}{text}")
 
 
-def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format: Format | None) -> str:
+def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format: Format) -> str:
     """Saves a tree at exactly this path, and looks at no other checkpoint; see `flax_ckpt_compat.save`.
 
     Args:
         path: normalised path.
-        format: None writes what Flax's flag says.
 
     Returns:
         The path.
@@ -128,9 +127,7 @@ def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format:
     where = _place(directory, "")
     if "\0" in name:
         raise StepError("a path cannot contain the NUL character")
-    request = Request(
-        where, steps.check_name(name), None, overwrite, 0, None, True, format or _flags_format(), False, start
-    )
+    request = Request(where, steps.check_name(name), None, overwrite, 0, None, True, format, False, start)
     _carry_out(request, target, async_manager, None)
     return path
 
