@@ -1,0 +1,451 @@
+"""save(): where it writes, what it never replaces or removes, and who reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import train_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints, config, errors, restore, save
+from flax_ckpt_compat._core import files
+from tests.support import corpus
+from tests.support.samples import fingerprint
+from tests.support.saves import names, run_python, tree, use_flag
+
+FORMATS = ("msgpack", "orbax")
+
+
+@pytest.fixture(params=FORMATS)
+def format(request: pytest.FixtureRequest) -> Any:
+    """Each test once for each format."""
+    return request.param
+
+
+def state() -> Any:
+    """A TrainState after one step of training."""
+    fresh = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 3))}, tx=optax.adam(0.1))
+    return fresh.apply_gradients(grads={"w": jnp.full((2, 3), 0.5)})
+
+
+def content(path: Path) -> Any:
+    """Every byte below a path."""
+    if path.is_file():
+        return path.read_bytes()
+    return {str(file.relative_to(path)): file.is_file() and file.read_bytes() for file in sorted(path.rglob("*"))}
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("asked", [None, *FORMATS])
+def test_the_format_is_the_one_asked_for(tmp_path: Path, flag: bool, asked: Any) -> None:
+    """An explicit format wins over Flax's flag; without one the flag decides."""
+    with use_flag(flag):
+        path = save(tmp_path / "here", tree(1), format=asked)
+    assert path == str(tmp_path / "here")
+    assert os.path.isdir(path) == (flag if asked is None else asked == "orbax")
+    np.testing.assert_array_equal(restore(path)["w"], tree(1)["w"])
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_msgpack_files_are_flaxs_to_the_byte(tmp_path: Path, step: Any) -> None:
+    """What save() writes at a path or a step is what flax.serialization gives for the tree."""
+    path = save(tmp_path / "a", state(), step=step, format="msgpack")
+    assert Path(path).read_bytes() == serialization.to_bytes(state())
+
+
+def test_real_flax_reads_steps(tmp_path: Path, format: Any) -> None:
+    """Real Flax finds the latest step and restores it into a state, whatever its flag."""
+    for step in (1, 20, 3):
+        save(tmp_path, state().replace(step=step), step=step, format=format, overwrite=True)
+    assert flax_checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_20")
+    for flag in (False, True):
+        with use_flag(flag):
+            restored = flax_checkpoints.restore_checkpoint(tmp_path, state())
+        assert restored.step == 20
+        np.testing.assert_array_equal(restored.opt_state[0].mu["w"], state().opt_state[0].mu["w"])
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_real_orbax_reads_directories(tmp_path: Path, step: Any) -> None:
+    """Real Orbax restores what save() wrote in its format, lists as lists."""
+    path = save(tmp_path / "a", {"x": [np.arange(3), {"y": np.ones(2)}]}, step=step, format="orbax")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(path)
+    np.testing.assert_array_equal(restored["x"][0], np.arange(3))
+    np.testing.assert_array_equal(restored["x"][1]["y"], np.ones(2))
+
+
+def test_paths_are_as_given(tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative, with a final slash, as text or Path: the parents are made and nothing else lies beside it."""
+    monkeypatch.chdir(tmp_path)
+    assert save("model", tree(1), format=format) == "model"
+    assert save(Path("new/deep/model"), tree(2), format=format) == "new/deep/model"
+    assert save("new/./other/", tree(3), format=format) == "new/other"
+    assert save("steps", tree(4), step="best", prefix="run/m_", format=format) == "steps/run/m_best"
+    assert names("new/deep") == ["model"] and names("new") == ["deep", "other"]
+    found = [restore(path)["n"] for path in ("model", "new/deep/model", "new/other", "steps/run/m_best")]
+    assert found == [1, 2, 3, 4]
+    assert restore("steps", step="best", prefix="run/m_")["n"] == 4
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "a/..", "/", "a\0b", "x_gda", "x.orbax-checkpoint-tmp"])
+def test_paths_that_name_no_checkpoint_are_refused(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path without a name, or with one that Flax or Orbax would not take for a finished checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(errors.StepError):
+            save(path, tree(), overwrite=overwrite)
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_is_replaced_on_request_only(tmp_path: Path) -> None:
+    """At a path: refused without overwrite, and with it replaced, by either format, whole."""
+    path = tmp_path / "model"
+    for n, format in enumerate(["msgpack", "orbax", "orbax", "msgpack", "msgpack"]):
+        if n:
+            before = content(path)
+            with pytest.raises(errors.InvalidCheckpointError, match="overwrite=True"):
+                save(path, tree(-1), format=format)  # type: ignore[arg-type]
+            assert content(path) == before
+        save(path, tree(n), format=format, overwrite=n > 0)  # type: ignore[arg-type]
+        assert restore(path)["n"] == n
+        assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_is_empty_may_be_replaced(tmp_path: Path, format: Any, kind: str) -> None:
+    """A file of no bytes or a directory of no names holds nothing to lose."""
+    path = tmp_path / "model"
+    path.touch() if kind == "file" else path.mkdir()
+    save(path, tree(1), format=format)
+    assert restore(path)["n"] == 1
+
+
+def _checkpoint_with(name: str) -> Callable[[Path], Any]:
+    def make(path: Path) -> None:
+        save(path, tree(1), format="orbax")
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("mine")
+
+    return make
+
+
+def _manager(path: Path) -> None:
+    with ocp.CheckpointManager(path) as manager:
+        manager.save(1, args=ocp.args.StandardSave(tree(1)))
+
+
+def _items(path: Path) -> None:
+    for name in ("default", "params"):
+        save(path / name, tree(1), format="orbax")
+
+
+def _npz(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, a=np.ones(3))
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: path.write_text("loss, accuracy\n0.1, 0.9\n"),
+    "bytes": lambda path: path.write_bytes(np.random.default_rng(0).bytes(5000)),
+    "JSON": lambda path: path.write_text(json.dumps({"a": 1})),
+    "npz": _npz,
+    "truncated": lambda path: path.write_bytes(serialization.to_bytes(tree(1))[:-3]),
+    "pipe": _pipe,
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "directory of text": lambda path: (path.mkdir(), (path / "a.txt").write_text("mine")),
+    "directory of steps": lambda path: [save(path, tree(n), step=n, format=FORMATS[n % 2]) for n in (1, 2)],
+    "directory of items": _items,
+    "directory of a checkpoint": lambda path: save(path / "checkpoint", tree(1), format="msgpack"),
+    "manager": _manager,
+    "checkpoint with notes": _checkpoint_with("notes.txt"),
+    "checkpoint with a step": _checkpoint_with("checkpoint_7/weights"),
+    "checkpoint with a folder": _checkpoint_with("plots/loss.png"),
+    "zarr": lambda path: [(path / "a").mkdir(parents=True), (path / "a" / ".zarray").write_text("{}")],
+    "link to text": lambda path: ((path.parent / "x").write_text("mine"), path.symlink_to("x")),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("step", [None, 5])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str, step: Any) -> None:
+    """Files and directories of something else stay as they are, overwrite or not, at a path and at a step."""
+    path = tmp_path / ("model" if step is None else "checkpoint_5")
+    FOREIGN[kind](path)
+    before, there = content(tmp_path), names(tmp_path)
+    for overwrite in (False, True):
+        for format in FORMATS:
+            with pytest.raises(errors.InvalidCheckpointError) as caught:
+                save(path if step is None else tmp_path, tree(2), step=step, overwrite=overwrite, format=format)  # type: ignore[arg-type]
+            assert str(path) in str(caught.value) and "remove it yourself" in str(caught.value)
+            assert ("step=" in str(caught.value)) == (step is None and path.is_dir())
+    assert names(tmp_path) == there
+    if kind != "pipe":
+        assert content(tmp_path) == before
+
+
+def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path: Path, format: Any) -> None:
+    """A save into one, which a restore of its path would never find, is refused, and so is one below a file."""
+    save(tmp_path / "model", tree(1), format="orbax")
+    before = content(tmp_path)
+    for step, path in ((2, "model"), (None, "model/more")):
+        with pytest.raises(errors.InvalidCheckpointError, match="itself a checkpoint"):
+            save(tmp_path / path, tree(2), step=step, overwrite=True, format=format)
+    assert content(tmp_path) == before
+    save(tmp_path / "file", tree(1), format="msgpack")
+    with pytest.raises(errors.StorageError, match="is a file"):
+        save(tmp_path / "file", tree(2), step=2, format=format)
+
+
+@pytest.mark.parametrize("release", ["flax-0.12.8_orbax-0.12.8", "flax-0.10.2_orbax-0.10.3"])
+def test_real_checkpoints_count_as_checkpoints(tmp_path: Path, release: str) -> None:
+    """What real Flax and real Orbax wrote, flat, composite or a manager's step, is replaced on request."""
+    replaced = 0
+    root = corpus.unpack(release, tmp_path / "corpus")
+    for family in ("legacy_msgpack/", "flax_orbax/", "orbax_standard/", "orbax_composite/", "orbax_pytree_ocdbt/small"):
+        for case in (case for case in corpus.cases() if case.release == release and case.name.startswith(family)):
+            for path in sorted((root / case.name / "ckpt").iterdir()):
+                save(path, tree(1), overwrite=True, format="msgpack")
+                assert restore(path)["n"] == 1
+                replaced += 1
+    assert replaced > 10
+
+
+def test_a_foreign_thing_that_comes_meanwhile_stays(
+    tmp_path: Path, format: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What appears at the path while a background save writes is not replaced, and the save says so."""
+    path, manager, real = tmp_path / "model", checkpoints.AsyncManager(), files.temporary_path
+
+    def meanwhile(at: str, role: str = "new") -> str:
+        path.mkdir(exist_ok=True)
+        (path / "mine.txt").write_text("mine")
+        return real(at, role)
+
+    monkeypatch.setattr(files, "temporary_path", meanwhile)
+    save(path, tree(1), format=format, overwrite=True, async_manager=manager)
+    with pytest.raises(errors.InvalidCheckpointError):
+        manager.wait_previous_save()
+    assert content(tmp_path) == {"model": False, "model/mine.txt": b"mine"}
+
+
+operations = st.lists(
+    st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from([None, 0, 1, 2, 3]), st.sampled_from([None, 3])),
+    max_size=8,
+)
+
+
+@settings(max_examples=40)
+@given(operations=operations)
+def test_retention_is_what_is_written_down(operations: list[tuple[int, bool, int | None, int | None]]) -> None:
+    """Steps older than the newest need overwrite; of the rest the newest ``keep``, the spaced and the saved stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        there: dict[int, int] = {}
+        for n, (step, overwrite, keep, every) in enumerate(operations):
+            if there and step <= max(there) and not overwrite:
+                with pytest.raises(errors.InvalidCheckpointError):
+                    save(folder, tree(n), step=step, keep=keep, keep_every_n_steps=every, format="msgpack")
+                continue
+            save(
+                folder, tree(n), step=step, overwrite=overwrite, keep=keep, keep_every_n_steps=every, format=FORMATS[0]
+            )  # type: ignore[arg-type]
+            there[step] = n
+            spaced: list[int] = []
+            for old in sorted(there)[:-keep] if keep else []:
+                if every and old and (not spaced or old - spaced[-1] >= every):
+                    spaced.append(old)
+                elif old != step:
+                    del there[old]
+            found = {int(step): restore(folder, step=step)["n"] for step in checkpoints.available_steps(folder)}
+            assert found == there
+
+
+def test_newer_steps_and_other_names_stay(tmp_path: Path, format: Any) -> None:
+    """overwrite replaces its own step and nothing newer, however it is spelled; nobody else's names are touched."""
+    for step in (1, 2, "7.0", 9):
+        save(tmp_path, tree(2), step=step, format=format)
+    for name in ("best", "notes_8"):
+        save(tmp_path / name, tree(3), format=format)
+    save(tmp_path, tree(5), step=7, overwrite=True, format=format)
+    save(tmp_path, tree(5), step=1, overwrite=True, keep=2, format=format)
+    assert names(tmp_path) == ["best", "checkpoint_1", "checkpoint_7", "checkpoint_9", "notes_8"]
+    assert restore(tmp_path, step=1)["n"] == restore(tmp_path, step=7)["n"] == 5
+
+
+def test_a_path_that_ends_in_a_number_evicts_nothing(tmp_path: Path, format: Any) -> None:
+    """Without a step there is no retention, whatever the name."""
+    for name in ("9", "checkpoint_9", "checkpoint_3", "3"):
+        save(tmp_path / name, tree(1), format=format)
+    save(tmp_path / "checkpoint_3", tree(1), overwrite=True, format=format)
+    assert names(tmp_path) == ["3", "9", "checkpoint_3", "checkpoint_9"]
+
+
+def test_an_older_step_is_refused_and_the_message_promises_no_removal(tmp_path: Path, format: Any) -> None:
+    """The message of save_checkpoint, which would remove the newer one, is not that of save()."""
+    save(tmp_path, tree(1), step=5, format=format)
+    with pytest.raises(
+        errors.InvalidCheckpointError, match=r"checkpoint_5 is newer; pass overwrite=True to save it any"
+    ):
+        save(tmp_path, tree(1), step=3, format=format)
+    with pytest.raises(errors.InvalidCheckpointError) as caught:
+        save(tmp_path, tree(1), step=3, format=format)
+    assert "remove" not in str(caught.value)
+    assert names(tmp_path) == ["checkpoint_5"]
+
+
+@pytest.mark.parametrize("keep", [-1, 0.5, "two", float("nan")])
+def test_a_keep_that_means_nothing_is_refused(tmp_path: Path, keep: Any) -> None:
+    """So is one without a step, which has nothing to count; nothing is written."""
+    with pytest.raises(errors.StepError, match="keep"):
+        save(tmp_path, tree(1), step=1, keep=keep)
+    with pytest.raises(errors.StepError, match="pass step="):
+        save(tmp_path / "model", tree(1), keep=1)
+    with pytest.raises(errors.StepError, match="pass step="):
+        save(tmp_path / "model", tree(1), keep_every_n_steps=1)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("wrong", [{"format": "Orbax"}, {"format": "zarr"}, {"compression": "zst", "format": "orbax"}])
+def test_mistakes_name_the_choices(tmp_path: Path, wrong: Any) -> None:
+    """A misspelt format or codec is a SettingError with what there is."""
+    with pytest.raises(errors.SettingError, match=r"'msgpack' or 'orbax'|'zstd', 'gzip', 'blosc'"):
+        save(tmp_path / "model", tree(1), **wrong)
+    with pytest.raises(errors.SettingError, match="format='orbax'"):
+        save(tmp_path / "model", tree(1), compression="zstd", format="msgpack")
+    assert names(tmp_path) == []
+
+
+def _codec(path: str) -> Any:
+    with ocp.PyTreeCheckpointer(use_ocdbt=True) as checkpointer:
+        np.testing.assert_array_equal(checkpointer.restore(path)["w"], np.zeros(200_000))
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file()) < 400_000
+
+
+def test_compression_of_the_call_beats_the_setting(tmp_path: Path) -> None:
+    """Given to the call, None included, it wins; not given, the setting decides, and a msgpack file ignores that."""
+    zeros = {"w": np.zeros(200_000)}
+    assert not _codec(save(tmp_path / "a", zeros, format="orbax"))
+    assert _codec(save(tmp_path / "b", zeros, format="orbax", compression="gzip"))
+    with config.override(compression="zstd"):
+        assert _codec(save(tmp_path / "c", zeros, format="orbax"))
+        assert not _codec(save(tmp_path / "d", zeros, format="orbax", compression=None))
+        save(tmp_path / "e", zeros, format="msgpack")
+
+
+def test_background_saves_keep_the_values_of_the_call(tmp_path: Path, format: Any) -> None:
+    """With a manager the values are those at the call, and the order of the saves is that of the calls."""
+    manager, values = checkpoints.AsyncManager(), np.zeros(3)
+    for n in range(4):
+        values[:] = n
+        save(tmp_path / "model", {"w": values}, overwrite=True, format=format, async_manager=manager)
+    values[:] = -1
+    manager.wait_previous_save()
+    np.testing.assert_array_equal(restore(tmp_path / "model")["w"], np.full(3, 3.0))
+    assert names(tmp_path) == ["model"]
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path, format: Any) -> None:
+    """An object, an abstract array, two keys of one name: no directory is made and the old checkpoint stays."""
+    for target in ({"a": object()}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}, {1: 1, "1": 2}):
+        with pytest.raises((errors.UnsupportedLeafError, errors.NameCollisionError)):
+            save(tmp_path / "new" / "model", target, format=format)
+    assert names(tmp_path) == []
+
+
+def test_prefixes_of_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store is a StorageError, not a directory called gs:."""
+    monkeypatch.chdir(tmp_path)
+    for step in (None, 1):
+        with pytest.raises(errors.StorageError, match="object stores"):
+            save("gs://bucket/model", tree(1), step=step)
+    assert names(tmp_path) == []
+
+
+def test_a_link_is_replaced_and_not_what_it_points_to(tmp_path: Path, format: Any) -> None:
+    """Overwriting a link to a checkpoint leaves that checkpoint alone."""
+    save(tmp_path / "real", tree(1), format=format)
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", tree(2), format=format, overwrite=True)
+    assert (restore(tmp_path / "real")["n"], restore(tmp_path / "link")["n"]) == (1, 2)
+
+
+# The writers that are killed, and the readers that come after, are forks of a process that has no threads.
+KILLS = """
+import os, random, signal, sys, time, traceback
+import numpy as np
+from flax_ckpt_compat import restore, save
+path, format, chance = sys.argv[1], sys.argv[2], random.Random(7)
+
+def tree(n):
+    return {"n": n, "w": np.random.default_rng(n).random(30_000), "small": [np.full(3, n)]}
+
+def write(pipe):
+    n = restore(path)["n"] + 1 if os.path.exists(path) else 1
+    while True:
+        save(path, tree(n), overwrite=True, format=format)
+        os.write(pipe, b"%d " % n)
+        n += 1
+
+def read_and_save(sure):
+    found = restore(path)
+    assert found["n"] in (sure, sure + 1), (found["n"], sure)
+    np.testing.assert_array_equal(found["w"], tree(found["n"])["w"])
+    save(path, tree(found["n"]), overwrite=True, format=format)
+    assert os.listdir(os.path.dirname(path)) == ["model"]
+
+def fork(function, argument):
+    child = os.fork()
+    if child:
+        return child
+    try:
+        function(argument)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+for _ in range(4):
+    reader, pipe = os.pipe()
+    writer = fork(write, pipe)
+    os.close(pipe)
+    acknowledged = os.read(reader, 100)
+    time.sleep(chance.random() * 0.05)
+    os.kill(writer, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(writer, 0)[1])
+    while more := os.read(reader, 10_000):
+        acknowledged += more
+    os.close(reader)
+    assert os.waitpid(fork(read_and_save, int(acknowledged.split()[-1])), 0)[1] == 0
+"""
+
+
+def test_kill_9_leaves_the_old_or_the_new(tmp_path: Path, format: Any) -> None:
+    """A writer killed while it overwrites a path leaves one whole checkpoint there, and the next save tidies up."""
+    run_python(KILLS, tmp_path / "model", format, PYTHONWARNINGS="ignore")
+
+
+def test_a_moved_checkpoint_restores(tmp_path: Path, format: Any) -> None:
+    """A checkpoint at a path is self-contained: copied elsewhere it is the same."""
+    save(tmp_path / "model", state(), format=format)
+    copy = shutil.copytree if format == "orbax" else shutil.copy
+    copy(tmp_path / "model", tmp_path / "copy")
+    assert fingerprint(restore(tmp_path / "copy")) == fingerprint(restore(tmp_path / "model"))
