@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec
 
+import numpy as np
+
 from flax_ckpt_compat._core.tree import Node
 
 _Given = ParamSpec("_Given")
@@ -35,6 +37,7 @@ class Rule:
 def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
     """Makes a function that gives what a rule does into one that gives the rule, which knows its own source."""
     signature = inspect.signature(make)
+    first = next(iter(signature.parameters), None)
 
     @functools.wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
@@ -44,10 +47,17 @@ def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 words.extend(map(repr, value))
-            elif kind is inspect.Parameter.KEYWORD_ONLY:
-                words.append(f"{name}={value!r}")
+            elif name != first and signature.parameters[name].default is not inspect.Parameter.empty:
+                words.append(f"{name}={_shown(value)}")
             else:
-                words.append(repr(value))
+                words.append(_shown(value))
         return Rule(f"rules.{make.__name__}({', '.join(words)})", make(*args, **kwargs))
 
     return made
+
+
+def _shown(value: object) -> str:
+    """The value as Python; dtypes and scalar types by their names."""
+    if isinstance(value, type | np.dtype) or hasattr(value, "dtype"):
+        return repr(np.dtype(value).name)
+    return repr(list(value) if isinstance(value, list | tuple) else value)

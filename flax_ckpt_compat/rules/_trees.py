@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, show_path
@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leav
 _MAX_COMPARED = 2000
 
 
-def near(wanted: str, tree: Node) -> str:
+def near_names(wanted: str, tree: Node) -> str:
     """The end of a message: paths of a tree that are similar to one that it lacks, or what it has at the top."""
     names = list(
         dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
@@ -43,7 +43,7 @@ def find(tree: Node, text: str, who: str, *, whose: str = "the checkpoint") -> P
         return found[0]
     if found:
         raise TransformError(f"{who}: {text} means {len(found)} things in {whose}, whose names contain /", leaf=text)
-    raise TransformError(f"{who}: {whose} has no {text}; {near(text, tree)}", leaf=text)
+    raise TransformError(f"{who}: {whose} has no {text}; {near_names(text, tree)}", leaf=text)
 
 
 def _paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
@@ -65,6 +65,11 @@ def destination(text: str, *trees: Node) -> Path:
     return names_in(text)
 
 
+def destination_in(tree: Node, text: str) -> Path:
+    """The key path of the node that a literal path means, or () where there is none."""
+    return next(_paths_of(tree, text), ()) if text else ()
+
+
 def names_in(text: str) -> Path:
     """Text cut at each ``/``; nothing for the empty text."""
     return tuple(text.split("/")) if text else ()
@@ -75,6 +80,14 @@ def node_at(tree: Node, path: Path) -> Node:
     for name in path:
         tree = tree.children[name]
     return tree
+
+
+def branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
+    """Yields (key path, branch), the outer ones first."""
+    if isinstance(node, Branch):
+        yield path, node
+        for name, child in node.children.items():
+            yield from branches(child, (*path, name))
 
 
 def remap(stored: Node, new_path: Callable[[Path], Path | None], who: str) -> Node:
@@ -155,3 +168,87 @@ def matches(pattern: re.Pattern[str], path: Path) -> Iterator[tuple[int, int, re
         if match and after > first:
             yield first, after, match
         first = max(after, first + 1)
+
+
+def everywhere(stored: Node, change: Callable[[Branch, Path], Branch | None], who: str, *, near: str) -> Node:
+    """The tree with every branch changed that is concerned, the inner ones first.
+
+    Args:
+        stored: the tree.
+        change: gives the new branch, or None where the branch is not concerned.
+        who: the rule, for the message.
+        near: what was looked for, for the message.
+
+    Raises:
+        TransformError: no branch is concerned.
+    """
+    found = False
+
+    def visit(node: Node, path: Path) -> Node:
+        nonlocal found
+        if not isinstance(node, Branch):
+            return node
+        children = {name: visit(child, (*path, name)) for name, child in node.children.items()}
+        branch = Branch(children, node.container, node.int_keys)
+        changed = change(branch, path)
+        found = found or changed is not None
+        return branch if changed is None else changed
+
+    tree = visit(stored, ())
+    if not found:
+        raise TransformError(f"{who}: matches nothing in the checkpoint; {near_names(near, stored)}")
+    return tree
+
+
+def replaced(branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]], who: str) -> Branch:
+    """A branch with nodes below it taken out and others put in, where the first of the old ones was.
+
+    Args:
+        branch: which stays as it is.
+        path: where it is, for the message.
+        old: paths below the branch.
+        new: (path below the branch, node) each.
+        who: the rule, for the message.
+
+    Raises:
+        NameCollisionError: something is there already.
+    """
+    result = Branch({})
+    for name, child in branch.children.items():
+        inside = [where for where in old if where[0] == name]
+        if inside and inside[0] == old[0]:
+            for where, node in new:
+                _put(result, where, node, path, who)
+        kept = _without(child, [where[1:] for where in inside])
+        if kept is not None or not inside:
+            _put(result, (name,), kept, path, who)
+    return result
+
+
+def _without(node: Node, old: Sequence[Path]) -> Node:
+    """The node less what is at these paths below it; None where nothing is left."""
+    if () in old:
+        return None
+    if not old or not isinstance(node, Branch):
+        return node
+    children = {}
+    for name, child in node.children.items():
+        inside = [where[1:] for where in old if where[0] == name]
+        if (kept := _without(child, inside)) is not None or not inside:
+            children[name] = kept
+    return Branch(children) if children else None
+
+
+def _put(branch: Branch, where: Path, node: Node, path: Path, who: str) -> None:
+    """Puts a node below a branch; where both have a subtree, the children are merged."""
+    name = where[0]
+    for inner in reversed(where[1:]):
+        node = Branch({inner: node})
+    present = branch.children.get(name)
+    if name not in branch.children:
+        branch.children[name] = node
+    elif isinstance(present, Branch) and isinstance(node, Branch):
+        for inner, child in node.children.items():
+            _put(present, (inner,), child, (*path, name), who)
+    else:
+        raise _collision(f"{who}: there already is {show_path((*path, name))}", (*path, name))

@@ -40,7 +40,7 @@ def rename(pattern: str, replacement: str) -> Apply:
 
     def apply(stored: Node, _: Node) -> Node:
         if not any(any(_trees.matches(compiled, path)) for path, _ in iter_leaves(stored)):
-            raise TransformError(f"{who}: matches nothing in the checkpoint; {_trees.near(pattern, stored)}")
+            raise TransformError(f"{who}: matches nothing in the checkpoint; {_trees.near_names(pattern, stored)}")
         return _trees.remap(stored, renamed, who)
 
     return apply

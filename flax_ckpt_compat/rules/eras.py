@@ -1,0 +1,182 @@
+"""Rules for checkpoints of earlier eras of Flax: before linen, and before Optax."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
+from flax_ckpt_compat.rules import _trees, targets
+from flax_ckpt_compat.rules._rule import Apply, rule
+
+_FLOAT = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)")
+_NUMBERED = re.compile(r"(.*)_\d+$")
+# Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
+_MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
+_MOMENTS[frozenset(("momentum",))] = {"momentum": "trace"}
+
+
+def linen_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of modules before linen, one count for all classes (``Conv_0, Dense_1``) → linen's, one count per class.
+
+    Args:
+        names: of all children of one module; others than numbered modules, and linen's own, stay as they are.
+    """
+    counts: dict[str, int] = {}
+    renamed = {}
+    for name in sorted(names, key=_natural):
+        match = _NUMBERED.match(name)
+        renamed[name] = name
+        if match:
+            renamed[name] = f"{match[1]}_{counts.get(match[1], 0)}"
+            counts[match[1]] = counts.get(match[1], 0) + 1
+    return renamed
+
+
+def _natural(name: str) -> list[Any]:
+    return [float(piece) if _FLOAT.match(piece) else piece for piece in _FLOAT.split(name)]
+
+
+@rule
+def pre_linen(at: str = "params") -> Apply:
+    """Renames modules from before linen as linen names them, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
+
+    Args:
+        at: literal path in the checkpoint; for moments of an optimizer use the rule again: ``"opt_state/0/mu"``.
+
+    Raises:
+        TransformError: when applied: the checkpoint has no such path, or all names below it are linen's already.
+    """
+    who = f"pre_linen({at!r})"
+
+    def apply(stored: Node, _: Node) -> Node:
+        where = _trees.find(stored, at, who)
+        new = {path: (*where, *below) for path, below in _linen_paths(_trees.node_at(stored, where), where, ())}
+        if all(path == other for path, other in new.items()):
+            raise TransformError(
+                f"{who}: below {show_path(where)} all names are linen's already", leaf=show_path(where)
+            )
+        return _trees.remap(stored, lambda path: new.get(path, path), who)
+
+    return apply
+
+
+def _linen_paths(node: Node, path: Path, new: Path) -> Iterator[tuple[Path, Path]]:
+    if not isinstance(node, Branch) or not node.children:
+        yield path, new
+        return
+    renamed = linen_names(node.children)
+    for name, child in node.children.items():
+        yield from _linen_paths(child, (*path, name), (*new, renamed[name]))
+
+
+@rule
+def pre_optax() -> Apply:
+    """Makes a train state's names of a checkpoint of ``flax.optim``, whose optimizer held the parameters.
+
+    The parameters go to ``params``, the optimizer's step to ``step`` (unless there is one) and to the counts of the
+    target's Adam and schedules; the moments of Adam and of Momentum go to ``mu``, ``nu`` and ``trace`` where the
+    target has those, ``opt_state/0`` if there is no target, and are dropped where it has not. All else stays where
+    it is. Rules for other names of modules can stand before or after this one.
+
+    Raises:
+        TransformError: when applied: there is no ``optimizer`` with ``target`` and ``state``, or the moments of one
+            parameter would fit in several places.
+        NameCollisionError: when applied: the checkpoint has ``params`` or ``opt_state`` already.
+    """
+    who = "pre_optax()"
+
+    def apply(stored: Node, target: Node) -> Node:
+        old = _Old.of(stored, target, who)
+        tree = _trees.remap(stored, old.renamed, who)
+        for path in old.counts() if old.step is not None else ():
+            tree = targets.put(tree, path, old.step, who)
+        return tree
+
+    return apply
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
+    """A checkpoint of flax.optim, and where its leaves go.
+
+    Attributes:
+        stored, target: the trees.
+        start: path of the node with ``target`` and ``state``.
+        is_nested: its ``target`` is the dict of all collections, ``params`` being one, and today's state has no such.
+        who: the rule, for messages.
+    """
+
+    stored: Branch
+    target: Node
+    start: Path
+    is_nested: bool
+    who: str
+
+    @classmethod
+    def of(cls, stored: Node, target: Node, who: str) -> _Old:
+        for start in ((), ("optimizer",)):
+            node = stored if not start else _child(stored, *start)
+            if isinstance(_child(node, "state"), Branch) and isinstance(_child(node, "target"), Branch):
+                is_nested = isinstance(_child(node, "target", "params"), Branch)
+                return cls(stored, target, start, is_nested and _child(target, "params", "params") is None, who)
+        raise TransformError(
+            f"{who}: the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
+            f"{_trees.near_names('optimizer/target', stored)}"
+        )
+
+    @property
+    def step(self) -> Node:
+        return _child(self.stored, *self.start, "state", "step")
+
+    def renamed(self, path: Path) -> Path | None:
+        """Where a leaf goes; None drops it."""
+        kind, below = path[len(self.start) : len(self.start) + 1], path[len(self.start) + 1 :]
+        if path[: len(self.start)] != self.start or kind not in (("target",), ("state",)):
+            return path
+        if kind == ("target",):
+            return below if self.is_nested else ("params", *below)
+        if below == ("step",):
+            has_place = not isinstance(self.target, Branch) or "step" in self.target.children
+            return below if has_place and "step" not in self.stored.children else None
+        return self._moment(path, below) if below[:1] == ("param_states",) else path
+
+    def _moment(self, path: Path, below: Path) -> Path | None:
+        node = _child(self.stored, *path)
+        if isinstance(node, Branch):
+            return None  # plain gradient descent has an empty state for every parameter
+        fields = _MOMENTS.get(frozenset(_child(self.stored, *path[:-1]).children))
+        if fields is None:
+            return path
+        parameter = below[2:-1] if self.is_nested and below[1:2] == ("params",) else below[1:-1]
+        homes = [(*home, fields[below[-1]]) for home in self._homes(set(fields.values()))]
+        if len(homes) > 1:
+            homes = [home for home in homes if _child(self.target, *home, *parameter) is not None]
+        if len(homes) > 1:
+            shown = ", ".join(map(show_path, homes))
+            raise TransformError(f"{self.who}: {show_path(path)} would fit in {shown}", leaf=show_path(path))
+        return (*homes[0], *parameter) if homes else None
+
+    def _homes(self, fields: set[str]) -> list[Path]:
+        """Paths of the states of today's optimizer that have these fields."""
+        if not isinstance(self.target, Branch):
+            return [("opt_state", "0")]
+        return [path for path, branch in self._today() if fields <= branch.children.keys()]
+
+    def counts(self) -> list[Path]:
+        """Paths of the counts in today's optimizer that are its step: Adam's, and those of schedules."""
+        with_count = ({"count"}, {"count", "mu", "nu"})
+        return [(*path, "count") for path, branch in self._today() if branch.children.keys() in with_count]
+
+    def _today(self) -> Iterator[tuple[Path, Branch]]:
+        return _trees.branches(_child(self.target, "opt_state"), ("opt_state",))
+
+
+def _child(node: Node, *names: str) -> Node:
+    """The node at a key path, or None."""
+    for name in names:
+        node = node.children.get(name) if isinstance(node, Branch) else None
+    return node

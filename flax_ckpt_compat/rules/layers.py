@@ -1,0 +1,257 @@
+"""Rules that make one layer of several, or several of one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat.leaves import Computed, is_array
+from flax_ckpt_compat.rules import _arrays, _trees
+from flax_ckpt_compat.rules._arrays import Array
+from flax_ckpt_compat.rules._rule import Apply, rule
+
+
+@rule
+def stack(pattern: str, into: str, axis: int = 0) -> Apply:
+    """Makes one subtree of numbered ones, as ``nn.scan`` over layers has it: ``stack(r"layer_(\\d+)", "layers")``.
+
+    Wherever such siblings occur (params, moments of the optimizer, …), each of their arrays gets one new axis, in
+    the order of the numbers. Where layers are a list (``blocks/0``), first ``rename(r"blocks/(\\d+)", r"block_\\1")``.
+
+    Args:
+        pattern: regular expression over one whole name, whose only group is the number.
+        into: name of the subtree; ``layers/cell`` makes two levels.
+        axis: the new axis of each array; negative counts from the end.
+
+    Raises:
+        TransformError: a bad pattern; when applied: it matches nothing, the numbers are not 0, 1, …, n-1, or two of
+            the layers differ in their leaves, shapes or dtypes.
+        NameCollisionError: when applied: there already is an ``into``.
+    """
+    who = f"stack({pattern!r}, {into!r})"
+    compiled, levels = _numbered(pattern, who), _levels(into, who)
+
+    def join(leaves: list[Array], path: Path) -> Computed:
+        shape = leaves[0].shape or ()
+        at = _arrays.axis_of(axis, len(shape) + 1, path, who)
+        shape = (*shape[:at], len(leaves), *shape[at:])
+        return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
+
+    def stacked(branch: Branch, path: Path) -> Branch | None:
+        names = _in_order(compiled, branch, path, who)
+        if not names:
+            return None
+        paths = [(*path, name) for name in names]
+        nodes = [branch.children[name] for name in names]
+        whole = _arrays.side_by_side(nodes, paths, lambda node, _: _arrays.describe(node), join, who)
+        return _trees.replaced(branch, path, [(name,) for name in names], [(levels, whole)], who)
+
+    return lambda stored, _: _trees.everywhere(stored, stacked, who, near=pattern)
+
+
+@rule
+def unstack(name: str, into: str, axis: int = 0) -> Apply:
+    """Makes numbered subtrees of one, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
+
+    Wherever the subtree occurs, each of its arrays is cut along the axis; each piece reads only its own part.
+
+    Args:
+        name: of the subtree, or several (``layers/cell``).
+        into: name of each new subtree, with ``{}`` where the number goes.
+        axis: of each array, which goes; negative counts from the end.
+
+    Raises:
+        TransformError: ``into`` without ``{}``; when applied: there is no such subtree, its arrays differ in their
+            lengths on that axis, or it holds leaves that are no arrays.
+        NameCollisionError: when applied: there already is a new name.
+    """
+    who = f"unstack({name!r}, {into!r})"
+    if into.count("{}") != 1:
+        raise TransformError(f"{who}: {into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
+
+    def unstacked(branch: Branch, path: Path) -> Branch | None:
+        level = _trees.destination_in(branch, name)
+        if not level:
+            return None
+        node, where = _trees.node_at(branch, level), (*path, *level)
+        count = _common_length(node, where, axis, who)
+        new = [
+            (_trees.names_in(into.replace("{}", str(n))), map_leaves(_piece(n, count, where), node))
+            for n in range(count)
+        ]
+        return _trees.replaced(branch, path, [level], new, who)
+
+    def _piece(number: int, count: int, where: Path) -> Callable[[Path, Any], Node]:
+        def one(path: Path, leaf: Any) -> Node:
+            if _arrays.is_nothing(leaf):
+                return leaf
+            at = _arrays.axis_of(axis, len(leaf.shape), (*where, *path), who)
+            return _arrays.piece(leaf, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
+
+        return one
+
+    return lambda stored, _: _trees.everywhere(stored, unstacked, who, near=name)
+
+
+@rule
+def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
+    """Makes one subtree, or leaf, of siblings by concatenation: ``fuse(["query", "key", "value"], "qkv")``.
+
+    Args:
+        names: of the siblings, in the order of the parts; wherever they all occur side by side.
+        into: name of what they become.
+        axis: along which their arrays are concatenated; negative counts from the end. It depends on the layer:
+            kernels of linen's attention are (embed, heads, head_dim) and biases (heads, head_dim), so -1 joins
+            head_dim and -2 heads; kernels of Dense are (in, out).
+
+    Raises:
+        TransformError: fewer than two names; when applied: they occur nowhere side by side, or differ in more than
+            the length on that axis.
+        NameCollisionError: when applied: there already is an ``into``.
+    """
+    who = f"fuse({list(names)!r}, {into!r})"
+    levels = _levels(into, who)
+    if len(set(names)) < 2 or len(set(names)) < len(names) or isinstance(names, str):
+        raise TransformError(f"{who}: expected a list of two or more different names")
+
+    def alike(node: Node, path: Path) -> str:
+        if not is_array(node):
+            return _arrays.describe(node)
+        at = _arrays.axis_of(axis, len(node.shape), path, who)
+        shape = ", ".join("any" if n == at else str(size) for n, size in enumerate(node.shape))
+        return f"{node.dtype}[{shape}]"
+
+    def join(leaves: list[Array], path: Path) -> Computed:
+        shapes = [leaf.shape or () for leaf in leaves]
+        at = _arrays.axis_of(axis, len(shapes[0]), path, who)
+        shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
+        return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
+
+    def fused(branch: Branch, path: Path) -> Branch | None:
+        if not set(names) <= branch.children.keys():
+            return None
+        nodes = [branch.children[name] for name in names]
+        whole = _arrays.side_by_side(nodes, [(*path, name) for name in names], alike, join, who)
+        return _trees.replaced(branch, path, [(name,) for name in names], [(levels, whole)], who)
+
+    return lambda stored, _: _trees.everywhere(stored, fused, who, near=names[0])
+
+
+@rule
+def split(name: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Apply:
+    """Makes several subtrees, or leaves, of one, the inverse of `fuse`: ``split("qkv", ["query", "key", "value"])``.
+
+    Wherever it occurs, each of its arrays is cut along the axis; each part reads only its own box.
+
+    Args:
+        name: of the subtree or leaf, or several names (``attention/qkv``).
+        into: names of the parts, in their order.
+        axis: along which the arrays are cut; negative counts from the end. See `fuse` on which one it is.
+        sizes: lengths of the parts on that axis; equal parts if not given.
+
+    Raises:
+        TransformError: when applied: there is no such subtree or leaf, or an array has no such parts.
+        NameCollisionError: when applied: there already is a new name.
+    """
+    who = f"split({name!r}, {list(into)!r})"
+    if not into or isinstance(into, str) or (sizes is not None and len(sizes) != len(into)):
+        raise TransformError(f"{who}: expected a list of names, and as many sizes if any; got sizes {sizes}")
+
+    def halves(branch: Branch, path: Path) -> Branch | None:
+        level = _trees.destination_in(branch, name)
+        if not level:
+            return None
+        node, where = _trees.node_at(branch, level), (*path, *level)
+        new = [(_levels(part, who), map_leaves(_part(number, where), node)) for number, part in enumerate(into)]
+        return _trees.replaced(branch, path, [level], new, who)
+
+    def _part(number: int, where: Path) -> Callable[[Path, Any], Node]:
+        def one(path: Path, leaf: Any) -> Node:
+            if _arrays.is_nothing(leaf):
+                return leaf
+            array = _arrays.require_array(leaf, (*where, *path), who)
+            at = _arrays.axis_of(axis, len(array.shape or ()), (*where, *path), who)
+            lengths = _lengths((array.shape or ())[at], (*where, *path))
+            start = sum(lengths[:number])
+            return _arrays.piece(array, at, start, start + lengths[number], f"part {number} of {len(into)}")
+
+        return one
+
+    def _lengths(length: int, path: Path) -> Sequence[int]:
+        lengths = [length // len(into)] * len(into) if sizes is None else sizes
+        if sum(lengths) != length or min(lengths) < 0:
+            shown = show_path(path)
+            parts = f"{len(into)} equal parts" if sizes is None else f"parts of {list(sizes)}"
+            raise TransformError(f"{who}: {shown} has length {length} on axis {axis}, which is not {parts}", leaf=shown)
+        return lengths
+
+    return lambda stored, _: _trees.everywhere(stored, halves, who, near=name)
+
+
+def _levels(name: str, who: str) -> Path:
+    if not name:
+        raise TransformError(f"{who}: a new name is empty")
+    return _trees.names_in(name)
+
+
+def _numbered(pattern: str, who: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise TransformError(f"{who}: {pattern!r} is no regular expression: {error}") from error
+    if compiled.groups != 1:
+        raise TransformError(f"{who}: {pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
+    return compiled
+
+
+def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, who: str) -> list[str]:
+    """Names of the children that match, in the order of their numbers, which are 0, 1, …, n-1."""
+    numbered: dict[int, str] = {}
+    for name in branch.children:
+        if (match := pattern.fullmatch(name)) is None:
+            continue
+        shown = show_path((*path, name))
+        if not (match[1] or "").isdecimal():
+            raise TransformError(f"{who}: the group matches {match[1]!r} in {shown}, expected a number", leaf=shown)
+        other = numbered.setdefault(int(match[1]), name)
+        if other != name:
+            raise TransformError(f"{who}: {shown} and {other} have the same number", leaf=shown)
+    lacking = sorted(set(range(max(numbered, default=-1) + 1)) - numbered.keys())
+    if lacking:
+        shown = show_path(path)
+        raise TransformError(f"{who}: {shown} has numbers {sorted(numbered)}, but not {lacking}", leaf=shown)
+    return [numbered[number] for number in range(len(numbered))]
+
+
+def _common_length(node: Node, where: Path, axis: int, who: str) -> int:
+    """The length that all arrays of a subtree have on an axis."""
+    lengths: dict[int, str] = {}
+    for path, leaf in iter_leaves(node):
+        if not _arrays.is_nothing(leaf):
+            full = (*where, *path)
+            shape = _arrays.require_array(leaf, full, who).shape or ()
+            lengths.setdefault(shape[_arrays.axis_of(axis, len(shape), full, who)], show_path(full))
+    if len(lengths) != 1 or math.prod(lengths) == 0:
+        shown = ", ".join(f"{leaf}: {length}" for length, leaf in lengths.items()) or "no arrays"
+        raise TransformError(
+            f"{who}: {show_path(where)} has lengths on axis {axis} other than one and the same: {shown}"
+        )
+    return next(iter(lengths))
+
+
+def _joined(function: Callable[..., Any], leaves: list[Array], axis: int, shape: tuple[int, ...], how: str) -> Computed:
+    dtype = leaves[0].dtype
+    assert dtype is not None  # they are arrays
+
+    def join(*values: Any) -> Any:
+        # Into memory of that dtype: numpy by itself would give foreign byte orders up.
+        return function(values, axis=axis, out=memory.empty(shape, dtype))
+
+    return Computed(tuple(leaves), join, shape, dtype, how)

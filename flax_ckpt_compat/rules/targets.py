@@ -1,0 +1,54 @@
+"""The rule that leaves parts of the target as they are."""
+
+from __future__ import annotations
+
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
+from flax_ckpt_compat.leaves import Own
+from flax_ckpt_compat.rules import _trees
+from flax_ckpt_compat.rules._rule import Apply, rule
+
+
+@rule
+def from_target(*paths: str) -> Apply:
+    """The target keeps its own values, whatever is stored: ``from_target("batch_stats", "params/head")``.
+
+    Args:
+        paths: literal paths of subtrees or leaves in the target.
+
+    Raises:
+        TransformError: no path; when applied: the target has no such path, or the checkpoint has a leaf where the
+            target has a subtree around it.
+    """
+    who = f"from_target({', '.join(map(repr, paths))})"
+    if not all(paths) or not paths:
+        raise TransformError(f"{who}: name at least one path in the target")
+
+    def apply(stored: Node, target: Node) -> Node:
+        for path in paths:
+            where = _trees.find(target, path, who, whose="the target")
+            stored = put(stored, where, left_to_target(_trees.node_at(target, where)), who)
+        return stored
+
+    return apply
+
+
+def left_to_target(node: Node) -> Node:
+    """A tree of the target's branches whose leaves all say that the target keeps its own value."""
+    return map_leaves(lambda _, __: Own.TARGET, node)
+
+
+def put(stored: Node, where: Path, node: Node, who: str) -> Node:
+    """The tree with this node at a key path, instead of what is there.
+
+    Raises:
+        TransformError: there is a leaf on the way.
+    """
+    if not where:
+        return node
+    if stored is not None and not isinstance(stored, Branch):
+        text = f"{who}: the checkpoint has a leaf above {show_path(where)}; move it or drop it first"
+        raise TransformError(text, leaf=show_path(where))
+    was = Branch({}) if stored is None else stored
+    child = put(was.children.get(where[0]), where[1:], node, who)
+    return Branch({**was.children, where[0]: child}, was.container, was.int_keys)

@@ -1,0 +1,109 @@
+"""Trees of stored leaves in memory, and the values of what rules make of them, checked against what they promise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat import leaves
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
+
+_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
+
+
+class Memory:
+    """A reader of values that are there already; it notes how many bytes of arrays were asked for."""
+
+    format = Format.MSGPACK
+    path = "memory"
+
+    def __init__(self, tree: Any):
+        self.bytes_read = 0
+        self.tree = self._node(tree, ())
+
+    def _node(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return Branch({name: self._node(child, (*path, name)) for name, child in value.items()})
+        if isinstance(value, list):
+            children = {str(index): self._node(child, (*path, str(index))) for index, child in enumerate(value)}
+            return Branch(children, Container.LIST)
+        if value is None:
+            return None
+        if isinstance(value, KeyData):
+            kind, array = LeafKind.PRNG_KEY, value.data
+        else:
+            kind = LeafKind.ARRAY if isinstance(value, np.ndarray) else _KINDS.get(type(value), LeafKind.NUMPY_SCALAR)
+            array = value if isinstance(value, np.ndarray | np.generic) else None
+        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        return LeafHandle(path, kind, shape, dtype, getattr(array, "nbytes", 0), "/".join(path), self, value)
+
+    def read(self, handles: Any) -> list[Any]:
+        """Copies of the values."""
+        found = []
+        for one in handles:
+            value = one.cut(one.handle.where) if isinstance(one, Part) else one.where
+            self.bytes_read += getattr(value, "nbytes", 0)
+            found.append(value.copy() if isinstance(value, np.ndarray) else value)
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def stored(tree: Any) -> Any:
+    """A tree of stored leaves with these values: nested dicts and lists of arrays, numpy scalars, Python values."""
+    return Memory(tree).tree
+
+
+def value_of(leaf: Any) -> Any:
+    """The value of a leaf; of a computed one the function's inputs are read-only, and shape and dtype must be true."""
+    if isinstance(leaf, LeafHandle):
+        return leaf.read()
+    if isinstance(leaf, Part):
+        return leaf.handle.reader.read([leaf])[0]
+    if not isinstance(leaf, leaves.Computed):
+        return leaf
+    inputs = [value_of(one) for one in leaf.inputs]
+    for value in inputs:
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    result = leaf.function(*inputs)
+    assert isinstance(result, np.ndarray)
+    assert (result.shape, result.dtype) == (leaf.shape, leaf.dtype), leaf.how
+    assert result.flags.c_contiguous, leaf.how
+    assert leaf.how
+    return result
+
+
+def values(node: Any) -> dict[str, Any]:
+    """Key path joined with ``/`` → value, for every leaf; an empty subtree is an empty dict."""
+    return {"/".join(path): {} if isinstance(leaf, Branch) else value_of(leaf) for path, leaf in iter_leaves(node)}
+
+
+def flat(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The same of the values themselves."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {"/".join(path): tree}
+    return {name: leaf for key, child in tree.items() for name, leaf in flat(child, (*path, key)).items()}
+
+
+def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Fails unless the two have the same names, and values of the same types, dtypes, shapes and bits."""
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        other = second[name]
+        assert type(value) is type(other), name
+        if isinstance(value, np.ndarray | np.generic):
+            assert (value.shape, value.dtype) == (other.shape, other.dtype), name
+            assert value.tobytes() == other.tobytes(), name
+        else:
+            assert value == other, name
+
+
+def count(shape: tuple[int, ...], dtype: Any = np.float32, start: int = 0) -> np.ndarray[Any, Any]:
+    """An array of different values."""
+    return (np.arange(math.prod(shape)) + start).astype(dtype).reshape(shape)

@@ -1,0 +1,238 @@
+"""Rules that give stored leaves other names: what moves where, what stays, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.tree import Branch, Container, iter_leaves
+from tests.support.stored import count, flat, stored, values
+
+TREE = {
+    "params": {"Dense_0": {"kernel": count((2, 3)), "bias": count((3,))}, "Dense_1": {"kernel": count((3, 1))}},
+    "opt_state": {"0": {"mu": {"Dense_0": {"kernel": count((2, 3), start=9)}}}, "1": {}},
+    "step": 7,
+}
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=5)
+TREES = st.recursive(
+    st.integers(), lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=4), max_leaves=10
+).filter(lambda tree: isinstance(tree, dict))
+
+
+def names(tree: Any, rule: rules.Rule, target: Any = None) -> list[str]:
+    """Names of all leaves after a rule."""
+    return ["/".join(path) for path, _ in iter_leaves(rule.apply(stored(tree), target))]
+
+
+def renamed(tree: Any, function: Any) -> dict[str, Any]:
+    """The values by names that a function makes of the names."""
+    return {function(name): value for name, value in flat(tree).items()}
+
+
+def check(tree: Any, rule: rules.Rule, expected: dict[str, Any]) -> None:
+    """A rule gives these leaves, in any order."""
+    found = values(rule.apply(stored(tree), None))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, expected[name])
+
+
+def test_rename_everywhere() -> None:
+    """A name is renamed wherever it occurs as a whole name, with groups, and at several levels at once."""
+    check(TREE, rules.rename(r"Dense_(\d)", r"enc/l\1"), renamed(TREE, lambda name: name.replace("Dense_", "enc/l")))
+
+
+def test_rename_whole_names_only() -> None:
+    """A part of a name does not match; the error tells names like it."""
+    with pytest.raises(TransformError, match="near it: params/Dense_1, params/Dense_0"):
+        rules.rename("Dense", "x").apply(stored(TREE), None)
+
+
+def test_rename_from_the_root() -> None:
+    """A pattern that begins with ^ matches from the root only."""
+    tree = {"a": {"a": 1}, "b": {"a": 2}}
+    check(tree, rules.rename("^a", "z"), {"z/a": 1, "b/a": 2})
+    check(tree, rules.rename("a$", "z"), {"a/z": 1, "b/z": 2})
+
+
+def test_rename_across_levels() -> None:
+    """A pattern over several names replaces them together, and an empty replacement takes them away."""
+    check({"a": {"b": {"c": 1}}}, rules.rename("a/b", "x"), {"x/c": 1})
+    check({"a": {"b": {"c": 1}}}, rules.rename("b", ""), {"a/c": 1})
+
+
+def test_rename_keeps_names_with_slashes() -> None:
+    """A name that contains / stays one name, and can be renamed as a whole but not in part."""
+    tree = {"mlp/~/linear_0": {"w": 1}, "other": 2}
+    after = rules.rename("other", "x").apply(stored(tree), None)
+    assert [path for path, _ in iter_leaves(after)] == [("mlp/~/linear_0", "w"), ("x",)]
+    after = rules.rename("mlp/~/linear_0", "Dense_0").apply(stored(tree), None)
+    assert [path for path, _ in iter_leaves(after)] == [("Dense_0", "w"), ("other",)]
+    with pytest.raises(TransformError):
+        rules.rename("linear_0", "x").apply(stored(tree), None)
+
+
+@given(TREES)
+def test_rename_and_back(tree: Any) -> None:
+    """Wrapping every top-level name by a pattern and taking it off again is the identity, in the same order."""
+    there = rules.rename("^([^/]+)", r"new name/\1").apply(stored(tree), None)
+    back = rules.rename("^new name", "").apply(there, None)
+    assert list(values(back).items()) == list(flat(tree).items())
+
+
+@given(TREES, NAMES)
+def test_wrap_and_unwrap(tree: Any, name: str) -> None:
+    """unwrap takes away what wrap put in."""
+    there = rules.wrap(name).apply(stored(tree), None)
+    assert set(there.children) == {name}
+    assert list(values(rules.unwrap(name).apply(there, None)).items()) == list(flat(tree).items())
+
+
+@given(TREES, st.data())
+def test_move_and_back(tree: Any, data: Any) -> None:
+    """A subtree that went elsewhere and came back is where it was."""
+    path = data.draw(st.sampled_from([path for path, _ in iter_leaves(stored(tree))]))
+    source = "/".join(path[: data.draw(st.integers(1, len(path)))])
+    there = rules.move(source, "somewhere else/far").apply(stored(tree), None)
+    assert values(rules.move("somewhere else/far", source).apply(there, None)) == flat(tree)
+
+
+@pytest.mark.parametrize(("pattern", "replacement"), [("(", "x"), ("a", r"\1"), ("a", r"\g<x>"), ("a", "\\")], ids=repr)
+def test_rename_refuses_bad_text(pattern: str, replacement: str) -> None:
+    """A bad pattern, a group that is not there and a stray backslash are errors when the rule is made."""
+    with pytest.raises(TransformError, match="rename"):
+        rules.rename(pattern, replacement)
+
+
+def test_two_leaves_of_one_name() -> None:
+    """A rename that would make two leaves one names both."""
+    with pytest.raises(NameCollisionError, match="params/Dense_0/kernel and params/Dense_1/kernel"):
+        rules.rename(r"Dense_\d", "x").apply(stored(TREE), None)
+
+
+def test_a_leaf_where_a_subtree_is() -> None:
+    """A leaf cannot take the name of a subtree, nor a subtree that of a leaf."""
+    for rule in (rules.move("step", "params"), rules.move("params", "step"), rules.rename("step", "params/Dense_0")):
+        with pytest.raises(NameCollisionError, match=rule.source.split("(")[0].removeprefix("rules.")):
+            rule.apply(stored(TREE), None)
+
+
+def test_move() -> None:
+    """A subtree goes to a new place, or among the children of one that is there; a leaf does, too."""
+    assert names(TREE, rules.move("params/Dense_0", "params/encoder/first"))[:2] == [
+        "params/encoder/first/kernel",
+        "params/encoder/first/bias",
+    ]
+    assert "params/Dense_0/scale" in names(TREE, rules.move("step", "params/Dense_0/scale"))
+    check({"a": {"x": 1}, "b": {"y": 2}}, rules.move("a", "b"), {"b/x": 1, "b/y": 2})
+
+
+def test_move_to_the_root_drops_the_rest() -> None:
+    """Moved to the empty path, a subtree is the whole tree."""
+    check(TREE, rules.move("params", ""), flat(TREE["params"]))
+    assert rules.move("step", "").apply(stored(TREE), None).read() == 7
+
+
+def test_move_to_names_of_the_target() -> None:
+    """A place whose names contain / is found in the target."""
+    after = rules.move("a", "mlp/~/w").apply(stored({"a": 1}), stored({"mlp/~": {"w": 2}}))
+    assert [path for path, _ in iter_leaves(after)] == [("mlp/~", "w")]
+
+
+def test_drop() -> None:
+    """Subtrees and leaves go, and nothing else."""
+    assert names(TREE, rules.drop("opt_state", "params/Dense_0/bias")) == [
+        "params/Dense_0/kernel",
+        "params/Dense_1/kernel",
+        "step",
+    ]
+
+
+def test_wrap_below_a_path() -> None:
+    """Only the children of the subtree at the path go deeper."""
+    check({"params": {"a": 1}, "step": 2}, rules.wrap("model", at="params"), {"params/model/a": 1, "step": 2})
+
+
+def test_unwrap_leaves_what_is_beside() -> None:
+    """What is beside the level that goes stays, unless it has the name of one of its children."""
+    tree = {"params": {"model": {"a": 1}, "b": 2}}
+    check(tree, rules.unwrap("model", at="params"), {"params/a": 1, "params/b": 2})
+    with pytest.raises(NameCollisionError, match="params/a"):
+        rules.unwrap("model", at="params").apply(stored({"params": {"model": {"a": 1}, "a": 2}}), None)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.move("params/Dense_2", "x"),
+        rules.drop("params/Dense_2"),
+        rules.wrap("x", at="params/Dense_2"),
+        rules.unwrap("Dense_2", at="params"),
+        rules.wrap("x", at="step"),
+        rules.unwrap("step"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there(rule: rules.Rule) -> None:
+    """A path that the checkpoint lacks, or a leaf where a subtree is needed, is an error that names the path."""
+    with pytest.raises(TransformError, match=r"params/Dense_2|step"):
+        rule.apply(stored(TREE), None)
+
+
+def test_near_names_are_told() -> None:
+    """The error for a literal path shows what is stored under similar names."""
+    with pytest.raises(TransformError, match="near it: params/Dense_0/kernel"):
+        rules.drop("model/Dense_0/kernel").apply(stored(TREE), None)
+
+
+def test_a_path_that_means_two_things() -> None:
+    """Where names contain /, a path may mean two leaves; then neither is taken."""
+    with pytest.raises(TransformError, match="means 2 things"):
+        rules.drop("a/b").apply(stored({"a": {"b": 1}, "a/b": 2}), None)
+
+
+def test_containers_survive() -> None:
+    """Lists stay lists when they move, when names around them change, and when a neighbour is dropped."""
+    tree = {"a": {"layers": [1, 2]}, "b": 3}
+    for rule, path in (
+        (rules.rename("^a", "z"), ["z", "layers"]),
+        (rules.move("a/layers", "l"), ["l"]),
+        (rules.drop("b"), ["a", "layers"]),
+        (rules.wrap("w"), ["w", "a", "layers"]),
+    ):
+        node = rule.apply(stored(tree), None)
+        for name in path:
+            node = node.children[name]
+        assert node.container is Container.LIST, rule
+
+
+@given(TREES)
+def test_nothing_is_changed_in_place(tree: Any) -> None:
+    """Rules leave the tree that they are given as it is."""
+    before = stored(tree)
+    snapshot = [(path, id(leaf)) for path, leaf in iter_leaves(before)]
+    for rule in (rules.wrap("w"), rules.rename("^([^/]+)", r"x/\1"), rules.drop(next(iter(before.children)))):
+        assert isinstance(rule.apply(before, None), Branch)
+    assert [(path, id(leaf)) for path, leaf in iter_leaves(before)] == snapshot
+
+
+def test_rules_show_their_python() -> None:
+    """The source of a rule is Python that makes it again."""
+    for text in (
+        r"rules.rename('a_(\\d)', 'b_\\1')",
+        "rules.move('params', '')",
+        "rules.drop('a', 'b')",
+        "rules.wrap('model', at='params')",
+        r"rules.stack('layer_(\\d+)', 'layers', axis=1)",
+        "rules.fuse(['q', 'k'], 'qk', axis=-2)",
+        "rules.cast('params', 'bfloat16')",
+        "rules.optimizer_state(stored_at='optimizer')",
+        "rules.pre_optax()",
+    ):
+        assert eval(text, {"rules": rules}).source == text
