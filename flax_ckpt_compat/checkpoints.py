@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -164,7 +164,7 @@ def restore_checkpoint(
     gda_manager: Any | None = None,
     allow_partial_mpa_restoration: bool = False,  # noqa: ARG001  (Flax's signature)
     orbax_checkpointer: Any | None = None,
-    orbax_transforms: Mapping[str, Any] | None = None,
+    orbax_transforms: Any | None = None,
 ) -> PyTree:
     """Restores a checkpoint of any format, which is detected from the files; the flag plays no part.
 
@@ -177,8 +177,10 @@ def restore_checkpoint(
         gda_manager: accepted as in Flax and waited for; not needed.
         allow_partial_mpa_restoration: accepted as in Flax; arrays that the target does not place come as numpy.
         orbax_checkpointer: a checkpointer of real Orbax that shall do the reading of Orbax directories.
-        orbax_transforms: ``{}`` keeps the target's values for leaves that the checkpoint lacks. Entries are not
-            supported by this version.
+        orbax_transforms: how the checkpoint's leaves become the target's, for every format: a list of rules (see
+            `flax_ckpt_compat.rules`), or a pytree of `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted)
+            by key path of the target, or regular expression. Unlike rules, transforms, ``{}`` included, keep the
+            target's values for leaves that the checkpoint lacks, and its None.
 
     Returns:
         A tree like ``target`` with the stored leaves, or ``target`` itself, with a logged warning, where there is
@@ -187,7 +189,9 @@ def restore_checkpoint(
 
     Raises:
         CheckpointNotFoundError: the given step does not exist (a ``ValueError``, as in Flax).
-        MissingLeavesError: the target has leaves that the checkpoint lacks.
+        MissingLeavesError: the target has leaves that the checkpoint lacks; the message ends with the rules that
+            would find them, where that is clear.
+        TransformError: a transform or rule that makes no sense, or does not fit.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be restored.
     """
     if gda_manager is not None:

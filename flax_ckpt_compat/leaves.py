@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.tree import Path
+from flax_ckpt_compat._core.tree import iter_leaves
 
 
 class Own(enum.Enum):
@@ -37,9 +37,15 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """A target leaf that keeps the target's value."""
+    """A target leaf that keeps the target's value.
+
+    Attributes:
+        value: the target's leaf.
+        why: the reason, in a few words.
+    """
 
     value: Any
+    why: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -89,16 +95,23 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, Computed) and leaf.shape is not None and leaf.dtype is not None
 
 
-def bytes_to_read(source: Any) -> int:
-    """Bytes of array data that a leaf, or one input, needs, in memory; what two inputs share counts twice."""
-    if isinstance(source, LeafHandle):
-        return source.nbytes
-    if isinstance(source, Part):
-        whole = math.prod(source.handle.shape)
-        return source.handle.nbytes * math.prod(side.stop - side.start for side in source.index) // max(whole, 1)
+def needs(source: Any) -> dict[Any, int]:
+    """What has to be read for a source: something that is the same for the same bytes → their number, in memory.
+
+    Args:
+        source: `Stored`, `Kept`, a leaf of a tree of sources, or an input.
+    """
     if isinstance(source, Stored):
-        return bytes_to_read(source.node)
-    return sum(map(bytes_to_read, source.inputs)) if isinstance(source, Computed) else 0
+        return {key: size for _, leaf in iter_leaves(source.node) for key, size in needs(leaf).items()}
+    if isinstance(source, LeafHandle):
+        return {id(source): source.nbytes}
+    if isinstance(source, Part):
+        sides = tuple((side.start, side.stop) for side in source.index)
+        elements = math.prod(stop - start for start, stop in sides)
+        return {(id(source.handle), sides): source.handle.nbytes * elements // max(math.prod(source.handle.shape), 1)}
+    if isinstance(source, Computed):
+        return {key: size for one in source.inputs for key, size in needs(one).items()}
+    return {}
 
 
 def box(leaf: Any, index: tuple[slice, ...]) -> Part | Computed:
@@ -112,9 +125,3 @@ def box(leaf: Any, index: tuple[slice, ...]) -> Part | Computed:
         return Part(leaf, index)
     shape = tuple(side.stop - side.start for side in index)
     return Computed((leaf,), lambda value: value[index], shape, leaf.dtype, "a part")
-
-
-def shown_inputs(computed: Computed, path_of: Callable[[LeafHandle], Path]) -> str:
-    """The inputs' names for one line: all of up to three, else the first, the last and how many."""
-    names = ["/".join(path_of(handle)) for handle in computed.handles]
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)} leaves)"

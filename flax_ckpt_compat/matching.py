@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable
+import enum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat.leaves import Computed, Kept, Own, Stored, handles_of
+from flax_ckpt_compat.similar import MAX_SHOWN, nearest, shorten
 
 # How flax before 0.3.6 wrote a namedtuple: three maps instead of one.
 _OLD_NAMEDTUPLE = {"name", "fields", "values"}
-_MAX_SHOWN = 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
-    """A target leaf that comes from the checkpoint.
-
-    Attributes:
-        node: a leaf handle, None, or a whole branch where the target asks for whatever is there.
-        target: the target's leaf, which says how to place and cast.
-    """
-
-    node: Node
-    target: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
-    """A target leaf that keeps the target's value."""
-
-    value: Any
+# Key path, stored shape, the target's shape.
+ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,7 +26,7 @@ class Match:
 
     Attributes:
         sources: nested dicts with the target's structure; leaves are `Stored` or `Kept`.
-        missing: key paths of target leaves that the checkpoint lacks.
+        missing: key paths of target leaves that the checkpoint lacks, and that nothing says to keep.
         empty: those of them that are containers without children, such as optax.EmptyState.
         unused: key paths of stored leaves that the target does not ask for.
         shapes: (key path, stored shape, target shape) where they differ.
@@ -51,21 +36,41 @@ class Match:
     missing: list[Path] = dataclasses.field(default_factory=list)
     empty: set[Path] = dataclasses.field(default_factory=set)
     unused: list[Path] = dataclasses.field(default_factory=list)
-    shapes: list[tuple[Path, tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=list)
+    shapes: list[ShapeDifference] = dataclasses.field(default_factory=list)
 
 
-def match(stored: Node, target: Node, *, lenient: bool, takes_anything: Callable[[Path], bool]) -> Match:
+# What a target leaf gets; None leaves it to the checkpoint's leaf of the same path.
+Choose = Callable[[Path, Any], Stored | Kept | None]
+
+
+def match(
+    stored: Node,
+    target: Node,
+    *,
+    lenient: bool,
+    takes_anything: Callable[[Path], bool],
+    choose: Choose | None = None,
+) -> Match:
     """Pairs the leaves of a target with those of a checkpoint.
 
     Args:
-        stored: tree of leaf handles.
+        stored: tree of leaf handles, or of what rules made of them.
         target: tree of the target's own leaves.
         lenient: Orbax's transform semantics: None in the target stays None, a stored None counts as missing.
         takes_anything: true for key paths of target nodes whose type restores foreign structures by its own rules.
+        choose: asked for every leaf of the target but None.
     """
     outcome = Match()
-    outcome.sources = _Matcher(outcome, lenient, takes_anything).node(stored, target, ())
+    matcher = _Matcher(outcome, lenient, takes_anything, choose)
+    outcome.sources = matcher.node(stored, target, ())
+    if matcher.chosen:
+        there = dict(iter_leaves(stored))
+        outcome.unused = [path for path in outcome.unused if id(there[path]) not in matcher.chosen]
     return outcome
+
+
+class _Nothing(enum.Enum):
+    ABSENT = "not in the checkpoint"
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,52 +78,80 @@ class _Matcher:
     outcome: Match
     lenient: bool
     takes_anything: Callable[[Path], bool]
+    choose: Choose | None
+    chosen: set[int] = dataclasses.field(default_factory=set)
 
     def node(self, stored: Node, target: Node, path: Path) -> Any:
+        if stored is Own.TARGET:
+            return _kept(target, "from_target")
         if not isinstance(target, Branch):
             return self.leaf(stored, target, path)
         if isinstance(stored, Branch):
             return self.branch(stored, target, path)
-        if target.children:
-            return self.absent(target, path)
-        if stored is not None:
-            self.outcome.unused.append(path)
-        return {}
+        self.leave(stored, path)
+        return self.absent(target, path) if target.children or stored is _Nothing.ABSENT else {}
 
     def branch(self, stored: Branch, target: Branch, path: Path) -> Any:
         there = _modern(stored) if target.container is Container.NAMEDTUPLE else stored.children
-        if self.takes_anything(path) and not _same_names(stored, target):
+        if self.choose is None and self.takes_anything(path) and not _same_names(stored, target):
             return Stored(stored, None)
         for name, child in there.items():
             if name not in target.children:
-                self.outcome.unused.extend((*path, name, *rest) for rest, _ in iter_leaves(child))
+                self.leave(child, (*path, name))
         return {
-            name: self.node(there[name], child, (*path, name)) if name in there else self.absent(child, (*path, name))
+            name: self.node(there.get(name, _Nothing.ABSENT), child, (*path, name))
             for name, child in target.children.items()
         }
 
     def leaf(self, stored: Node, target: Any, path: Path) -> Any:
         if self.lenient and target is None:
-            return Kept(None)
-        if self.lenient and stored is None:
+            self.leave(stored, path)
+            return Kept(None, "None in the target")
+        source = self.choose(path, target) if self.choose is not None else None
+        if source is not None:
+            self.leave(stored, path)
+            if isinstance(source, Stored):
+                self.chosen.update(map(id, handles_of(source)))
+                self.compare(source.node, target, path)
+            return source
+        if stored is _Nothing.ABSENT or (self.lenient and (stored is None or isinstance(stored, Branch))):
+            self.leave(stored, path)
             return self.absent(target, path)
-        shape = getattr(target, "shape", None)
-        if shape is not None and isinstance(stored, LeafHandle) and _differ(stored, tuple(shape)):
-            self.outcome.shapes.append((path, stored.shape, tuple(shape)))
+        self.compare(stored, target, path)
         return Stored(stored, target)
+
+    def compare(self, stored: Node, target: Any, path: Path) -> None:
+        """Notes a shape that is not the target's."""
+        shape = getattr(target, "shape", None)
+        if shape is not None and isinstance(stored, LeafHandle | Computed) and _differ(stored, tuple(shape)):
+            assert stored.shape is not None  # it differs
+            self.outcome.shapes.append((path, stored.shape, tuple(shape)))
+
+    def leave(self, stored: Node, path: Path) -> None:
+        """Notes what is stored here as unused."""
+        if stored is not None and stored is not _Nothing.ABSENT:
+            self.outcome.unused.extend((*path, *rest) for rest, _ in iter_leaves(stored))
 
     def absent(self, target: Node, path: Path) -> Any:
         """The target's own values for a node that the checkpoint lacks, each noted as missing."""
         if isinstance(target, Branch) and target.children:
-            return {name: self.absent(child, (*path, name)) for name, child in target.children.items()}
+            return {name: self.node(_Nothing.ABSENT, child, (*path, name)) for name, child in target.children.items()}
         self.outcome.missing.append(path)
         if not isinstance(target, Branch):
-            return Kept(target)
+            return Kept(target, _Nothing.ABSENT.value)
         self.outcome.empty.add(path)
         return {}
 
 
-def _differ(stored: LeafHandle, shape: tuple[int, ...]) -> bool:
+def _kept(target: Node, why: str) -> Any:
+    if not isinstance(target, Branch):
+        return Kept(target, why)
+    return {name: _kept(child, why) for name, child in target.children.items()}
+
+
+def _differ(stored: LeafHandle | Computed, shape: tuple[int, ...]) -> bool:
+    if isinstance(stored, Computed):
+        return stored.shape is not None and stored.shape != shape
     if stored.kind is LeafKind.PRNG_KEY:
         # The stored shape is that of the key data; a typed target shows the shape of the keys.
         return stored.shape[: len(shape)] != shape
@@ -146,7 +179,7 @@ def explain_missing(match: Match, stored: Node, source: str) -> str:
     names = [show_path(path) for path, _ in iter_leaves(stored)]
     lines, any_near = [f"{source} lacks {len(match.missing)} of the leaves that the target asks for:"], False
     for number, path in enumerate(match.missing):
-        near = _nearest(show_path(path), names) if number < _MAX_SHOWN else []
+        near = nearest(show_path(path), names) if number < MAX_SHOWN else []
         any_near = any_near or bool(near)
         line = f"  {show_path(path)}" + (f"   (stored: {', '.join(near)})" if near else "")
         lines.append(line + ("   (empty: holds no values)" if path in match.empty else ""))
@@ -167,27 +200,13 @@ def _top_level(stored: Node) -> str:
     return f"None of the stored names is similar. At the top level the checkpoint holds: {shorten(stored.children)}"
 
 
-def explain_shapes(match: Match, source: str, *, refused: bool) -> str:
+def explain_shapes(shapes: Sequence[ShapeDifference], source: str, *, refused: bool) -> str:
     """The message for shapes that differ: a line for every leaf up to twenty, and what to do."""
-    shown = [f"  {show_path(path)}: stored {was}, target {want}" for path, was, want in match.shapes[:_MAX_SHOWN]]
-    if len(match.shapes) > _MAX_SHOWN:
-        shown.append(f"  and {len(match.shapes) - _MAX_SHOWN} more")
+    shown = [f"  {show_path(path)}: stored {was}, target {want}" for path, was, want in shapes[:MAX_SHOWN]]
+    if len(shapes) > MAX_SHOWN:
+        shown.append(f"  and {len(shapes) - MAX_SHOWN} more")
     remedy = "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
-    first = f"{source}: {len(match.shapes)} of the stored arrays have another shape than the target's"
+    first = f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"
     first += ":" if refused else "; they are returned as stored:"
     last = "Change the model's configuration to the one that was saved." + (f" {remedy}" if refused else "")
     return "\n".join([first, *shown, last])
-
-
-def _nearest(wanted: str, names: list[str]) -> list[str]:
-    """Stored names like this one: the same last part first, then the most similar text."""
-    last = wanted.rpartition("/")[2]
-    same_last = [name for name in names if name.rpartition("/")[2] == last]
-    return difflib.get_close_matches(wanted, (same_last or names)[:2000], n=2, cutoff=0.5)
-
-
-def shorten(paths: Iterable[str]) -> str:
-    """Paths for one line of a log: all of them up to twenty, then how many more."""
-    shown = list(paths)
-    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-    return ", ".join(shown[:_MAX_SHOWN]) + more

@@ -14,6 +14,45 @@ from flax_ckpt_compat._core.errors import ShapeMismatchError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, box_of, show_path
 
 
+class Form:
+    """The form that a target's leaf wants a value in: dtype and place.
+
+    Attributes:
+        target: the target's leaf, or None.
+        sharding: where the value goes; None leaves it in host memory, as a numpy array.
+    """
+
+    __slots__ = ("_cast", "sharding", "target")
+
+    def __init__(self, target: Any, cast: bool, on_device: bool):
+        """Takes what the target says.
+
+        Args:
+            target: the target's leaf, or None.
+            cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
+            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
+        """
+        self.target = target
+        self._cast = cast or isinstance(target, jax.ShapeDtypeStruct)
+        self.sharding = _sharding(target) if on_device else None
+
+    def dtype(self, stored: Any) -> Any:
+        """What an array of this dtype is cast to."""
+        wanted = getattr(self.target, "dtype", None) if self._cast and not state.is_prng_key(self.target) else None
+        return stored if wanted is None else wanted
+
+    def place(self, value: np.ndarray[Any, Any]) -> Any:
+        """The array, cast and placed.
+
+        Raises:
+            ValueError: jax's own, where the sharding cannot hold the shape.
+        """
+        value = value.astype(self.dtype(value.dtype), copy=False)
+        if self.sharding is None or not _is_held(value.dtype):
+            return value
+        return _on_devices(value, self.sharding)
+
+
 class Wish:
     """One stored leaf that was asked for.
 
@@ -22,24 +61,20 @@ class Wish:
         asked: what of it has to be read: all, or each distinct shard that a device of this process shall hold.
     """
 
-    __slots__ = ("_cast", "_sharding", "_target", "asked", "handle")
+    __slots__ = ("_form", "asked", "handle")
 
-    def __init__(self, handle: LeafHandle, target: Any, cast: bool, on_device: bool):
+    def __init__(self, handle: LeafHandle, form: Form):
         """Decides what has to be read.
 
         Args:
             handle: of the leaf.
-            target: the target's leaf, or None.
-            cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
-            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
+            form: what the target's leaf wants.
 
         Raises:
             ShapeMismatchError: the target's sharding cannot hold an array of the stored shape.
         """
-        self.handle, self._target = handle, target
-        self._cast = cast or isinstance(target, jax.ShapeDtypeStruct)
-        self._sharding = _sharding(target) if on_device else None
-        boxes = self._boxes() if handle.kind is LeafKind.ARRAY and not state.is_prng_key(target) else []
+        self.handle, self._form = handle, form
+        boxes = self._boxes() if handle.kind is LeafKind.ARRAY and not state.is_prng_key(form.target) else []
         self.asked: list[LeafHandle | Part] = [Part(handle, box) for box in boxes] or [handle]
 
     def grant(self, values: list[Any]) -> Any:
@@ -50,17 +85,15 @@ class Wish:
         """
         if isinstance(self.asked[0], Part):
             return self._sharded(values)
-        value, handle = kinds.settle(values[0], self.handle, self._target)
+        target = self._form.target
+        value, handle = kinds.settle(values[0], self.handle, target)
         if isinstance(value, KeyData):
-            sharding = _sharding(self._target) if state.is_prng_key(self._target) else None
+            sharding = _sharding(target) if state.is_prng_key(target) else None
             return state.put_key_together(value, sharding)
         if handle.kind is not LeafKind.ARRAY:
             return value
-        value = np.asarray(value).astype(self._dtype(value.dtype), copy=False)
-        if self._sharding is None or not _is_held(value.dtype):
-            return value
         try:
-            return _on_devices(value, self._sharding)
+            return self._form.place(np.asarray(value))
         except ValueError as error:
             raise self._misfit() from error
 
@@ -68,27 +101,20 @@ class Wish:
     def narrowed(self) -> str | None:
         """How the cast that an abstract target asks for may lose values, or None; the setting asks for it outright."""
         stored = self.handle.dtype
-        if (
-            self.handle.kind is not LeafKind.ARRAY
-            or stored is None
-            or not isinstance(self._target, jax.ShapeDtypeStruct)
-        ):
+        is_abstract = isinstance(self._form.target, jax.ShapeDtypeStruct)
+        if self.handle.kind is not LeafKind.ARRAY or stored is None or not is_abstract:
             return None
-        wanted = self._dtype(stored)
+        wanted = self._form.dtype(stored)
         return None if np.can_cast(stored, wanted, "safe") else f"{show_path(self.handle.path)}: {stored} to {wanted}"
-
-    def _dtype(self, stored: Any) -> Any:
-        wanted = getattr(self._target, "dtype", None) if self._cast and not state.is_prng_key(self._target) else None
-        return stored if wanted is None else wanted
 
     def _boxes(self) -> list[tuple[slice, ...]]:
         """The distinct shards, if there are several and jax can hold them."""
-        shape, sharding = self.handle.shape, self._sharding
+        shape, sharding = self.handle.shape, self._form.sharding
         if (
             sharding is None
             or sharding.is_fully_replicated
             or 0 in shape
-            or not _is_held(self._dtype(self.handle.dtype))
+            or not _is_held(self._form.dtype(self.handle.dtype))
         ):
             return []
         try:
@@ -100,28 +126,31 @@ class Wish:
 
     def _sharded(self, values: list[Any]) -> jax.Array:
         """An array of its shards; each value goes to all devices that hold its box."""
-        dtype, shape = self._dtype(self.handle.dtype), self.handle.shape
+        dtype, shape = self._form.dtype(self.handle.dtype), self.handle.shape
         shards: dict[Any, np.ndarray[Any, Any]] = {
             _key(part.index): value.astype(dtype, copy=False)
             for part, value in zip(self.asked, values, strict=True)
             if isinstance(part, Part)
         }
-        sharding: Any = self._sharding
 
         def shard(index: Any) -> np.ndarray[Any, Any]:
             return shards[_key(box_of(index, shape))]
 
+        sharding: Any = self._form.sharding
         return jax.make_array_from_callback(shape, sharding, shard)
 
     def _misfit(self) -> ShapeMismatchError:
-        leaf = show_path(self.handle.path)
-        return ShapeMismatchError(
-            f"{leaf}: the stored array of shape {self.handle.shape} cannot be placed as the target says, "
-            f"{self._sharding}; give the target's leaf a sharding that fits, or a numpy array, and place it "
-            f"afterwards.",
-            path=self.handle.reader.path,
-            leaf=leaf,
-        )
+        return misfit(show_path(self.handle.path), self.handle.shape, self._form, self.handle.reader.path)
+
+
+def misfit(leaf: str, shape: tuple[int, ...], form: Form, path: str) -> ShapeMismatchError:
+    """The error for an array that the target's sharding cannot hold."""
+    return ShapeMismatchError(
+        f"{leaf}: the stored array of shape {shape} cannot be placed as the target says, {form.sharding}; give the "
+        "target's leaf a sharding that fits, or a numpy array, and place it afterwards.",
+        path=path,
+        leaf=leaf,
+    )
 
 
 def _key(box: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:

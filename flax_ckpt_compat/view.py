@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from flax_ckpt_compat import _listing, notes, opening, placing, restoring
+from flax_ckpt_compat import _listing, notes, opening, placing, restoring, similar
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingLeavesError, NameCollisionError
@@ -140,10 +139,10 @@ class Checkpoint:
         choice = _Choice(paths)
         root = choice.prune(self._root, ())
         if choice.missing:
-            names = ["/".join(path) for path, _ in iter_leaves(self._root)][:2000]
+            names = ["/".join(path) for path, _ in iter_leaves(self._root)]
             lines = []
             for missing in choice.missing:
-                near = difflib.get_close_matches(missing, names, n=2, cutoff=0.5)
+                near = similar.nearest(missing, names)
                 lines.append(f"  {missing}" + (f"   (stored: {', '.join(near)})" if near else ""))
             raise MissingLeavesError(
                 "\n".join([f"{self.path} has no leaf and no subtree of these paths:", *lines, "See .leaves()."]),

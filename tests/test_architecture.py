@@ -14,7 +14,7 @@ STOREYS = (
     {"__init__"},
     {"_install"},
     {"checkpoints"},
-    {"view"},
+    {"api", "plan", "view"},
     {"saving", "restoring"},
     {"(parts)"},
     {"config", "errors", "_routing"},

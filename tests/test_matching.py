@@ -170,7 +170,7 @@ def test_shapes_have_a_line_each() -> None:
     target = {f"k{n:02}": np.zeros(2) for n in range(25)}
     outcome = match({name: np.zeros(3) for name in target}, target)
     for refused in (True, False):
-        lines = matching.explain_shapes(outcome, "/p", refused=refused).splitlines()
+        lines = matching.explain_shapes(outcome.shapes, "/p", refused=refused).splitlines()
         assert lines[1:21] == [f"  k{n:02}: stored (3,), target (2,)" for n in range(20)]
         assert lines[21] == "  and 5 more" and "model's configuration" in lines[22] and len(lines) == 23
         assert lines[0].startswith("/p: 25 of") and ("are returned" in lines[0]) == (not refused)

@@ -162,7 +162,7 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
 
 def _collision(path: Path) -> NameCollisionError:
     shown = show_path(path)
-    return NameCollisionError(f"{shown} would be two things at once: a leaf, and a subtree or a second leaf", leaf=shown)
+    return NameCollisionError(f"{shown} would be two things at once, a leaf and a subtree, or two leaves", leaf=shown)
 
 
 def _in_containers(node: Node, like: Node) -> Node:

@@ -1,0 +1,105 @@
+"""How a plan prints: as plain text, and as a rich table with the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flax_ckpt_compat.similar import shorten
+
+Plan = Any  # flax_ckpt_compat.plan.Plan, which imports this module
+PlannedLeaf = Any
+# Leaves that simply come from the stored leaf of the same name are listed up to this many, then only counted.
+_MAX_PLAIN = 30
+_HEADINGS = ("leaf", "comes from", "shape and dtype")
+_STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "checkpoint": ""}
+
+
+def plain(plan: Plan) -> str:
+    """The plan as text, with aligned columns and no colours."""
+    rows = [_HEADINGS, *(_row(leaf) for leaf in _shown(plan))]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
+    return "\n".join([_title(plan), *lines, *_notes(plan)])
+
+
+def rich(plan: Plan) -> Iterator[Any]:
+    """The plan as rich renderables."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*_HEADINGS, title=Text(_title(plan)), title_justify="left")
+    for leaf in _shown(plan):
+        style = "magenta" if leaf.is_reshaped else _STYLES[leaf.origin]
+        table.add_row(*map(Text, _row(leaf)), style=style)
+    yield table
+    for note in _notes(plan):
+        yield Text(note)
+
+
+def _title(plan: Plan) -> str:
+    counts = {origin: sum(leaf.origin == origin for leaf in plan.leaves) for origin in _STYLES}
+    words = [
+        f"{counts['checkpoint']} from the checkpoint",
+        f"{counts['computed']} computed",
+        f"{counts['target']} kept from the target",
+        f"{counts['missing']} missing",
+    ]
+    told = ", ".join(word for word in words if not word.startswith("0 "))
+    return f"{plan.path} ({plan.format}): {told or 'no leaves'}; {_bytes(plan.nbytes)} to read"
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def _shown(plan: Plan) -> list[PlannedLeaf]:
+    simple = [leaf for leaf in plan.leaves if _is_simple(leaf)]
+    if len(simple) <= _MAX_PLAIN:
+        return list(plan.leaves)
+    left_out = {id(leaf) for leaf in simple[_MAX_PLAIN:]}
+    return [leaf for leaf in plan.leaves if id(leaf) not in left_out]
+
+
+def _is_simple(leaf: PlannedLeaf) -> bool:
+    same_name = leaf.origin == "checkpoint" and leaf.sources == (leaf.path,)
+    return same_name and not leaf.is_reshaped and not leaf.is_retyped
+
+
+def _row(leaf: PlannedLeaf) -> tuple[str, str, str]:
+    return leaf.path, _source(leaf), _what(leaf)
+
+
+def _source(leaf: PlannedLeaf) -> str:
+    if leaf.origin == "missing":
+        return "MISSING"
+    if leaf.origin == "target":
+        return f"target ({leaf.how})"
+    if leaf.sources == (leaf.path,) and not leaf.how:
+        return "same name"
+    names = ", ".join(leaf.sources) if len(leaf.sources) < 3 else f"{leaf.sources[0]} … {leaf.sources[-1]}"
+    return f"{leaf.how}: {names}" if leaf.how else names or "None"
+
+
+def _what(leaf: PlannedLeaf) -> str:
+    if leaf.shape is None:
+        return ""
+    shape = f"{leaf.shape}, target {leaf.target_shape}" if leaf.is_reshaped else str(leaf.shape)
+    dtype = f"{leaf.dtype}, target {leaf.target_dtype}" if leaf.is_retyped else str(leaf.dtype)
+    return f"{shape} {dtype}"
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    more = sum(map(_is_simple, plan.leaves)) - _MAX_PLAIN
+    if more > 0:
+        yield f"  … and {more} more, each from the stored leaf of the same name"
+    if plan.unused:
+        yield f"Stored, but not used: {shorten(plan.unused)}"
+    if plan.missing and plan.suggestion is None:
+        yield "Nothing that is stored resembles what is missing."
+    if plan.suggestion is not None:
+        sure = "These rules would map it" if plan.suggestion.confident else "A guess, to be checked leaf by leaf"
+        yield f"{sure}:\n{plan.suggestion}"

@@ -1,0 +1,218 @@
+"""What callers pass as transforms: rules, applied to the checkpoint's tree, or Orbax's, asked leaf by leaf."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+try:
+    from flax_ckpt_compat import transforms
+except ImportError:
+    transforms = None  # type: ignore
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CheckpointError, TransformError
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat.leaves import Computed, Kept, Stored
+from flax_ckpt_compat.matching import Choose
+from flax_ckpt_compat.rules import Rule
+from flax_ckpt_compat.similar import nearest
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+class Adaptation:
+    """The ``transforms`` of one call.
+
+    Attributes:
+        rules: ready-made rules, in order.
+        lenient: Orbax's semantics: what the checkpoint lacks is the target's. So it is wherever transforms were given,
+            ``{}`` included; rules are strict.
+    """
+
+    def __init__(self, given: Any, *, default_to_original: bool = True):
+        """Takes apart what the caller gave.
+
+        Args:
+            given: None, a rule, a list or tuple of rules, or a pytree of transforms (ours or Orbax's).
+            default_to_original: what no transform matches comes from the checkpoint; else from the target.
+
+        Raises:
+            TransformError: it is neither.
+        """
+        self.rules = _rules(given)
+        self.lenient = given is not None and not self.rules
+        self._transforms = transforms.Transforms(given if self.lenient else None) if transforms else None
+        self._default_to_original = default_to_original
+        self._is_asked = self.lenient and (bool(self._transforms) or not default_to_original)
+
+    def through_rules(self, tree: Node, target: Node, path: str) -> Node:
+        """The checkpoint's tree after all rules.
+
+        Args:
+            tree: of leaf handles.
+            target: the target's neutral tree, or None.
+            path: of the checkpoint, for messages.
+
+        Raises:
+            TransformError, NameCollisionError: a rule that does not fit.
+        """
+        for rule in self.rules:
+            try:
+                tree = rule.apply(tree, target)
+            except CheckpointError as error:
+                raise type(error)(f"{path}: {rule}: {error}", path=path, leaf=error.leaf) from error
+        return tree
+
+    def chooser(self, tree: Node) -> Choose | None:
+        """What each target leaf gets, or None where there is nothing to ask."""
+        return _Chooser(tree, self._transforms, self._default_to_original) if self._is_asked else None
+
+    def warn_without_target(self) -> None:
+        """Says that transforms do nothing without a target, as in Flax."""
+        if self._is_asked:
+            _log.warning("orbax_transforms say what becomes of a target's leaves; without a target they do nothing")
+
+
+def _rules(given: Any) -> tuple[Rule, ...]:
+    if isinstance(given, Rule):
+        return (given,)
+    if not isinstance(given, Sequence) or isinstance(given, str) or not any(isinstance(one, Rule) for one in given):
+        return ()
+    for one in given:
+        if not isinstance(one, Rule):
+            raise TransformError(
+                f"rules and other transforms cannot be mixed: found {one!r:.100} in a list of rules; pass either a "
+                "list of rules, or a dict of Transforms"
+            )
+    return tuple(given)
+
+
+class _Chooser:
+    """Resolves Orbax's transforms against one checkpoint; called with a target's key path and leaf."""
+
+    def __init__(self, tree: Node, given: Any, default_to_original: bool):
+        self._tree, self._given, self._default_to_original = tree, given, default_to_original
+        self._leaves: dict[Path, LeafHandle | Computed] = {
+            path: leaf for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Computed)
+        }
+        self._paths: dict[str, list[Path]] = {}
+        for path in self._leaves:
+            self._paths.setdefault("/".join(path), []).append(path)
+        self._inputs: dict[int, dict[Path, Stored]] = {}
+
+    def __call__(self, path: Path, leaf: Any) -> Stored | Kept | None:
+        key = "/".join(path)
+        outcome = self._resolve(key)
+        if isinstance(outcome, transforms.Call):
+            return Stored(self._called(key, outcome.transform, leaf), leaf)
+        if isinstance(outcome, transforms.Keep):
+            # Where it is in neither, the match itself notes that.
+            return Kept(leaf, "as the transforms say") if outcome.known else None
+        if outcome.transform is None and outcome.source == key:
+            return None
+        stored = self._leaf(outcome.source)
+        if outcome.transform is None or outcome.transform.value_fn is None:
+            return Stored(stored, leaf)
+        function = functools.partial(_call_value_fn, outcome.transform, key, transforms.restore_args(leaf))
+        one = stored if isinstance(stored, Computed) else Stored(stored, _fitting(leaf, stored))
+        return Stored(Computed((one,), function, None, None, "value_fn"), leaf)
+
+    def _resolve(self, key: str) -> Any:
+        try:
+            return self._given.resolve(key, self._has, self._default_to_original)
+        except TransformError as error:
+            near = nearest(key, list(self._paths))
+            like = f" (stored names like {key}: {', '.join(near)})" if near else ""
+            raise TransformError(f"{error}{like}", leaf=key) from error
+
+    def _has(self, source: str | Path) -> bool:
+        return source in self._leaves if isinstance(source, tuple) else source in self._paths
+
+    def _leaf(self, source: str | Path) -> LeafHandle | Computed:
+        if isinstance(source, tuple):
+            return self._leaves[source]
+        paths = self._paths[source]
+        if len(paths) > 1:
+            raise TransformError(
+                f"{source!r} means {len(paths)} stored leaves, {' and '.join(map(repr, paths))}; give original_key as "
+                "a tuple of names",
+                leaf=source,
+            )
+        return self._leaves[paths[0]]
+
+    def _called(self, key: str, transform: Any, leaf: Any) -> Computed:
+        """A multi_value_fn, with the stored leaves that it says it needs."""
+        if id(transform) not in self._inputs:
+            self._inputs[id(transform)] = self._inputs_of(key, transform)
+        inputs = self._inputs[id(transform)]
+        args = transforms.restore_args(leaf)
+
+        def function(*values: Any) -> Any:
+            tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
+            with _noted(key):
+                return transforms.call_multi_value_fn(transform, key, tree, args)
+
+        return Computed(tuple(inputs.values()), function, None, None, "multi_value_fn")
+
+    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Any]:
+        wanted = getattr(transform, "multi_value_fn_input_args", None)
+        if wanted is None:
+            raise TransformError(
+                f"{key}: a multi_value_fn has to say which stored leaves it needs; use RestoreTransform with "
+                "multi_value_fn_input_args, a dict of their names (or regular expressions) to RestoreArgs or None",
+                leaf=key,
+            )
+        found: dict[Path, Any] = {}
+        for path, leaf in self._leaves.items():
+            for pattern, args in wanted.items():
+                if re.fullmatch(pattern, "/".join(path)):
+                    found[path] = leaf if isinstance(leaf, Computed) else Stored(leaf, _example(leaf, args))
+                    break
+        return found
+
+
+def _call_value_fn(transform: Any, key: str, args: Any, value: Any) -> Any:
+    with _noted(key):
+        return transforms.call_value_fn(transform, value, args)
+
+
+@contextlib.contextmanager
+def _noted(key: str) -> Iterator[None]:
+    """Says which leaf it was if a function of the caller fails; the error stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by the function that transforms {key}")
+        raise
+
+
+def _fitting(leaf: Any, handle: LeafHandle) -> Any:
+    """The target's leaf if what the function takes can be placed like what it gives, else None."""
+    sharding = getattr(leaf, "sharding", None)
+    is_spread = sharding is not None and not sharding.is_fully_replicated
+    return None if is_spread and tuple(leaf.shape) != handle.shape else leaf
+
+
+def _example(handle: LeafHandle, args: Any) -> Any:
+    """An abstract array that asks for what RestoreArgs ask for, or None."""
+    dtype, sharding = getattr(args, "dtype", None), getattr(args, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        on_device = getattr(args, "restore_type", None) is jax.Array
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if on_device else None
+    if handle.kind is not LeafKind.ARRAY or (dtype is None and sharding is None):
+        return None
+    return jax.ShapeDtypeStruct(handle.shape, handle.dtype if dtype is None else dtype, sharding=sharding)
+
+
+def _with_values(tree: Node, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Nested dicts and lists, as Orbax shows them, with handles for the leaves that were not asked for."""
+    if not isinstance(tree, Branch):
+        return values.get(path, tree)
+    children = {name: _with_values(child, values, (*path, name)) for name, child in tree.children.items()}
+    return list(children.values()) if tree.container.is_sequence else children

@@ -1,0 +1,179 @@
+"""What a match decided → the values, with one call of the reader for all that has to be read."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat import placing
+from flax_ckpt_compat._core.backend import Format, LeafHandle, Part
+from flax_ckpt_compat._core.tree import Branch, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat.leaves import Computed, Kept, Stored
+from flax_ckpt_compat.matching import ShapeDifference
+from flax_ckpt_compat.similar import shorten
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+def execute(sources: Any, reader: Any, *, cast: bool, lists: bool) -> tuple[Any, list[ShapeDifference]]:
+    """The values of a tree of sources.
+
+    Args:
+        sources: nested dicts, or branches, of `Stored` and `Kept`.
+        reader: of the checkpoint that the leaf handles are of.
+        cast: cast arrays to their target's dtype.
+        lists: stored lists that the target asks for as they are stay lists.
+
+    Returns:
+        Dicts, or branches, like those of the sources; and the shapes that differ from the target's and that only
+        the functions that computed them knew.
+    """
+    run = _Run(reader, cast)
+    jobs = [
+        (leaf, run.plan(leaf, source))
+        for source in _stored(sources)
+        for _, leaf in iter_leaves(source.node)
+        if isinstance(leaf, LeafHandle | Computed)
+    ]
+    run.read()
+    done = (run.value(leaf, form) for leaf, form in jobs)
+    values = _fill(sources, lambda leaf: next(done) if isinstance(leaf, LeafHandle | Computed) else leaf, lists)
+    return values, run.shapes
+
+
+def _stored(sources: Any) -> Iterator[Stored]:
+    if isinstance(sources, Stored):
+        yield sources
+    children = sources.children if isinstance(sources, Branch) else sources
+    if isinstance(children, dict):
+        for child in children.values():
+            yield from _stored(child)
+
+
+def _fill(sources: Any, value_of: Callable[[Any], Any], lists: bool) -> Any:
+    """Sources → their values, asked for in the order of `_stored`."""
+    if isinstance(sources, dict):
+        return {name: _fill(child, value_of, lists) for name, child in sources.items()}
+    if isinstance(sources, Branch):
+        return map_leaves(lambda _, source: _fill(source, value_of, lists), sources)
+    if isinstance(sources, Kept):
+        return sources.value
+    return placing.as_state(map_leaves(lambda _, leaf: value_of(leaf), sources.node), lists=lists)
+
+
+class _Run:
+    """Reads once what all leaves need, then gives their values in the order in which they were planned.
+
+    Attributes:
+        shapes: where a function gave another shape than the target's; the paths are those of what it took.
+    """
+
+    def __init__(self, reader: Any, cast: bool):
+        self._reader, self._cast = reader, cast
+        self.shapes: list[ShapeDifference] = []
+        self._asked: list[LeafHandle | Part] = []
+        self._values: list[Any] = []
+        # Inputs of computations, by id: several may need one, and each is read, or computed, once.
+        self._uses: Counter[int] = Counter()
+        self._wishes: dict[int, placing.Wish] = {}
+        self._ready: dict[int, Any] = {}
+        self._narrowed: list[str] = []
+
+    def plan(self, leaf: LeafHandle | Computed, source: Stored) -> placing.Wish | placing.Form:
+        """Notes what has to be read for a leaf of a source.
+
+        Returns:
+            What `value` takes.
+        """
+        if isinstance(leaf, LeafHandle):
+            return self._wish(leaf, source)
+        self._plan_inputs(leaf)
+        on_device = self._reader.format is Format.ORBAX or any(handle.distributed for handle in leaf.handles)
+        return placing.Form(source.target, self._cast or source.cast, on_device)
+
+    def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
+        on_device = self._reader.format is Format.ORBAX or handle.distributed
+        wish = placing.Wish(handle, placing.Form(source.target, self._cast or source.cast, on_device))
+        self._asked.extend(wish.asked)
+        if not self._cast and not source.cast and wish.narrowed is not None:
+            self._narrowed.append(wish.narrowed)
+        return wish
+
+    def _plan_inputs(self, computed: Computed) -> None:
+        for one in computed.inputs:
+            self._uses[id(one)] += 1
+            if self._uses[id(one)] > 1:
+                continue
+            if isinstance(one, Computed):
+                self._plan_inputs(one)
+            elif isinstance(one, Stored):
+                self._wishes[id(one)] = self._wish(one.node, one)
+            else:
+                self._asked.append(one)
+
+    def read(self) -> None:
+        """Reads all that was planned."""
+        if self._narrowed:
+            _log.warning(
+                "%s: cast to what the abstract target says, which cannot hold every value that was saved: %s",
+                self._reader.path,
+                shorten(self._narrowed),
+            )
+        if self._asked:
+            self._values = self._reader.read(self._asked)
+            self._values.reverse()
+
+    def value(self, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form) -> Any:
+        """The value of a leaf that was planned, in its final form."""
+        if isinstance(how, placing.Wish):
+            # Popped, so that nothing but the result holds the bytes any longer.
+            return how.grant([self._values.pop() for _ in how.asked])
+        assert isinstance(leaf, Computed)  # it has no wish
+        value = self._compute(leaf)
+        self._compare(leaf, value, how.target)
+        if not isinstance(value, np.ndarray):
+            return value
+        try:
+            return how.place(value)
+        except ValueError as error:
+            names = ", ".join(show_path(handle.path) for handle in leaf.handles)
+            raise placing.misfit(f"{leaf.how} of {names}", value.shape, how, self._reader.path) from error
+
+    def _compare(self, leaf: Computed, value: Any, target: Any) -> None:
+        found, wanted = getattr(value, "shape", None), getattr(target, "shape", None)
+        if leaf.shape is None and found is not None and wanted is not None and tuple(found) != tuple(wanted):
+            path = leaf.handles[0].path if leaf.handles else ()
+            self.shapes.append((path, tuple(found), tuple(wanted)))
+
+    def _compute(self, computed: Computed) -> Any:
+        """The value of a computed leaf; an array is writable and shares no memory with any other leaf."""
+        inputs, shared = [], []
+        for one in computed.inputs:
+            value = self._ready[id(one)] if id(one) in self._ready else self._input(one)
+            inputs.append(value)
+            self._uses[id(one)] -= 1
+            if self._uses[id(one)]:
+                self._ready[id(one)] = value
+                shared.append(value)
+            elif self._ready.pop(id(one), None) is not None:
+                shared.append(value)  # others have taken from it before
+        result = computed.function(*inputs)
+        if isinstance(result, np.ndarray) and (not result.flags.writeable or _is_of(result, shared)):
+            return np.array(result)
+        return result
+
+    def _input(self, one: Any) -> Any:
+        if isinstance(one, Computed):
+            return self._compute(one)
+        if isinstance(one, Stored):
+            wish = self._wishes.pop(id(one))
+            return wish.grant([self._values.pop() for _ in wish.asked])
+        return self._values.pop()
+
+
+def _is_of(result: np.ndarray[Any, Any], values: list[Any]) -> bool:
+    return any(isinstance(value, np.ndarray) and np.may_share_memory(result, value) for value in values)

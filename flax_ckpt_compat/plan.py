@@ -1,0 +1,222 @@
+"""A restore, told before it happens: what `plan_restore` gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flax_ckpt_compat import _plan_text, config, opening, placing, restoring, suggesting
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError
+from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
+from flax_ckpt_compat.adapting import Adaptation
+from flax_ckpt_compat.leaves import Computed, Kept, Stored, handles_of, needs
+from flax_ckpt_compat.works import Work, Works, plan_all
+from flax_ckpt_compat.suggesting import Suggestion
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedLeaf:
+    """One leaf of the result.
+
+    Attributes:
+        path: its key path, joined with ``/``.
+        origin: ``checkpoint`` (as stored), ``computed`` (from stored leaves), ``target`` (its own value is kept), or
+            ``missing`` (the restore is going to raise).
+        sources: key paths, in the checkpoint, of the stored leaves that it comes from.
+        how: what is computed, or why the target's value is kept; else empty.
+        shape: of the result; None where it is no array, or where only a function of the caller's knows.
+        dtype: of the result, after casting; None as for ``shape``.
+        target_shape, target_dtype: of the target's leaf; None where it is no array.
+        nbytes: size in memory of the stored data that it needs, in bytes.
+    """
+
+    path: str
+    origin: str
+    sources: tuple[str, ...]
+    how: str
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any] | None
+    target_shape: tuple[int, ...] | None
+    target_dtype: np.dtype[Any] | None
+    nbytes: int
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether the result has another shape than the target's leaf."""
+        return self.shape is not None and self.target_shape is not None and self.shape != self.target_shape
+
+    @property
+    def is_retyped(self) -> bool:
+        """Whether the result has another dtype than the target's leaf."""
+        return self.dtype is not None and self.target_dtype is not None and self.dtype != self.target_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a restore is going to do; prints as a table.
+
+    Attributes:
+        path: absolute path of the checkpoint.
+        format: ``msgpack`` or ``orbax``.
+        leaves: every leaf of the result, in the target's order.
+        unused: key paths of the stored leaves that nothing asks for.
+        nbytes: size in memory of all stored data that is going to be read, in bytes.
+    """
+
+    path: str
+    format: str
+    leaves: tuple[PlannedLeaf, ...]
+    unused: tuple[str, ...]
+    nbytes: int
+    _works: tuple[Work, ...] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Key paths of the leaves for which the restore is going to raise `MissingLeavesError`."""
+        return tuple(leaf.path for leaf in self.leaves if leaf.origin == "missing")
+
+    @functools.cached_property
+    def suggestion(self) -> Suggestion | None:
+        """Rules that would map the checkpoint to the target, where leaves are missing or shapes differ; else None."""
+        for work in self._works:
+            if work.match.missing or work.match.shapes:
+                return suggesting.suggest(work.tree, work.described)
+        return None
+
+    def __str__(self) -> str:
+        return _plan_text.plain(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from _plan_text.rich(self)
+
+
+def plan_restore(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    step: int | float | str | None = None,
+    prefix: str = "checkpoint_",
+    transforms: Any = None,
+    transforms_default_to_original: bool = True,
+) -> Plan:
+    """Says what a restore with these arguments does, without reading array data.
+
+    Args:
+        path: a directory of checkpoints, or one checkpoint.
+        target: tree of the wanted structure, or None.
+        step: which checkpoint of the directory; None takes the latest complete one.
+        prefix: literal text before the step in the checkpoints' names.
+        transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
+        transforms_default_to_original: what no transform matches comes from the checkpoint; else from the target.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        TransformError, NameCollisionError: a rule or transform that does not fit.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be opened.
+        StorageError: the file system refused.
+    """
+    ckpt_dir = os.fspath(path)
+    adaptation = Adaptation(transforms, default_to_original=transforms_default_to_original)
+    restoring.settle(ckpt_dir, prefix)
+    found, why = opening.find(ckpt_dir, step, prefix)
+    if found is None:
+        raise CheckpointNotFoundError(f"nothing to restore: {why}", path=os.path.abspath(ckpt_dir))
+    opened = opening.Opened(found)
+    try:
+        return _plan(opened, plan_all(opened, target, adaptation))
+    finally:
+        opened.close()
+
+
+def _plan(opened: opening.Opened, works: Works) -> Plan:
+    leaves: list[PlannedLeaf] = []
+    unused: list[str] = []
+    needed: dict[Any, int] = {}
+    for name, work in works.items.items():
+        item = (name,) if works.is_mapping else ()
+        describe = _Describer(work, item)
+        for path, source, target in _pairs(work.match.sources, work.described, ()):
+            leaves.append(describe(path, source, target))
+            needed.update(needs(source))
+        leaves.extend(describe(path, Kept({}, "not in the checkpoint"), None) for path in sorted(work.match.empty))
+        there = dict(iter_leaves(work.tree)) if work.match.unused else {}
+        unused.extend("/".join((*item, *_origin(there.get(path), path))) for path in work.match.unused)
+    formats = {work.reader.format.value for work in works.items.values()}
+    return Plan(
+        opened.path,
+        formats.pop() if len(formats) == 1 else "orbax",
+        tuple(leaves),
+        tuple(unused),
+        sum(needed.values()),
+        tuple(works.items.values()),
+    )
+
+
+def _pairs(sources: Any, target: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
+    """(key path, source, target's leaf) of every leaf; without a target the sources are a branch."""
+    if not isinstance(sources, dict | Branch):
+        yield path, sources, target
+        return
+    children = sources.children if isinstance(sources, Branch) else sources
+    for name, child in children.items():
+        below = target.children.get(name) if isinstance(target, Branch) else None
+        yield from _pairs(child, below, (*path, name))
+
+
+class _Describer:
+    """Describes the leaves of one tree."""
+
+    def __init__(self, work: Work, item: Path):
+        settings = config.current()
+        self._item, self._cast = item, settings.dtype == "target"
+        raises = settings.missing_leaves == "error" and not work.adaptation.lenient
+        self._missing = frozenset(work.match.missing) if raises else frozenset()
+
+    def __call__(self, path: Path, source: Stored | Kept, target: Any) -> PlannedLeaf:
+        wanted = getattr(target, "shape", None), getattr(target, "dtype", None)
+        shape, dtype = wanted
+        sources: tuple[str, ...] = ()
+        if isinstance(source, Kept):
+            origin, how = "missing" if path in self._missing else "target", source.why
+        else:
+            node = source.node
+            origin, how = _origin_of(node)
+            sources = tuple(self._name(handle.path) for _, leaf in iter_leaves(node) for handle in handles_of(leaf))
+            shape, dtype = getattr(node, "shape", None), getattr(node, "dtype", None)
+            if isinstance(node, LeafHandle) and node.kind not in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR):
+                # Of a key, shape and dtype are those of its data; Python values have none.
+                wanted = shape, dtype = None, None
+            dtype = None if dtype is None else placing.Form(target, self._cast, False).dtype(dtype)
+        return PlannedLeaf(
+            self._name(path),
+            origin,
+            sources,
+            how,
+            None if shape is None else tuple(shape),
+            dtype,
+            None if wanted[0] is None else tuple(wanted[0]),
+            wanted[1],
+            sum(needs(source).values()),
+        )
+
+    def _name(self, path: Path) -> str:
+        return show_path((*self._item, *path))
+
+
+def _origin_of(node: Any) -> tuple[str, str]:
+    if isinstance(node, Computed):
+        return "computed", node.how
+    return "checkpoint", "by the rules of the target's own type" if isinstance(node, Branch) else ""
+
+
+def _origin(leaf: Any, path: Path) -> Path:
+    return leaf.path if isinstance(leaf, LeafHandle) else path

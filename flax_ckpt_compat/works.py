@@ -1,0 +1,132 @@
+"""What a restore is going to do, tree by tree: which target leaf gets what. Reads no array data."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from flax_ckpt_compat import _detect, matching, opening, state
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.tree import Node, Path, map_leaves
+from flax_ckpt_compat.adapting import Adaptation
+from flax_ckpt_compat.leaves import Stored
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """One tree that is to be restored.
+
+    Attributes:
+        path: of its file or directory, for messages.
+        reader: of the checkpoint's tree.
+        target: the user's tree, or None.
+        described: the target's neutral tree, or None.
+        tree: the checkpoint's tree after the rules.
+        match: what each leaf gets. Without a target, its sources are a tree like the checkpoint's.
+        own_rules: the target's nodes that take whatever there is.
+        adaptation: the caller's rules and transforms.
+    """
+
+    path: str
+    reader: Any
+    target: Any
+    described: Node
+    tree: Node
+    match: matching.Match
+    own_rules: frozenset[Path]
+    adaptation: Adaptation
+
+    def without_own_rules(self) -> Work:
+        """The same, leaf by leaf also below nodes that have rules of their own."""
+        match = _match(self.tree, self.described, self.adaptation, frozenset())
+        return dataclasses.replace(self, match=match, own_rules=frozenset())
+
+
+def plan_tree(reader: Any, tree: Node, target: Any, adaptation: Adaptation, path: str) -> Work:
+    """Decides what a restore of one tree does.
+
+    Args:
+        reader: of the checkpoint.
+        tree: its tree, or a part of it.
+        target: the user's tree, or None.
+        adaptation: the caller's rules and transforms.
+        path: for messages.
+
+    Raises:
+        TransformError, NameCollisionError: a rule or transform that does not fit.
+    """
+    described = None if target is None else state.describe(target)
+    tree = adaptation.through_rules(tree, described, path)
+    if target is None:
+        match = matching.Match(sources=map_leaves(lambda _, leaf: Stored(leaf, None), tree))
+        return Work(path, reader, target, described, tree, match, frozenset(), adaptation)
+    own_rules = frozenset(state.nodes_with_own_rules(target))
+    match = _match(tree, described, adaptation, own_rules)
+    return Work(path, reader, target, described, tree, match, own_rules, adaptation)
+
+
+def _match(tree: Node, described: Node, adaptation: Adaptation, own_rules: frozenset[Path]) -> matching.Match:
+    return matching.match(
+        tree,
+        described,
+        lenient=adaptation.lenient,
+        takes_anything=own_rules.__contains__,
+        choose=adaptation.chooser(tree),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Works:
+    """All that a restore of a checkpoint does.
+
+    Attributes:
+        items: item name → its work; '' for a checkpoint, or a target, that is one tree.
+        is_mapping: whether the result is a mapping of item name → tree.
+    """
+
+    items: Mapping[str, Work]
+    is_mapping: bool
+
+
+def plan_all(opened: opening.Opened, target: Any, adaptation: Adaptation) -> Works:
+    """Decides what a restore of a checkpoint of one tree or several does.
+
+    Raises:
+        CheckpointError: several trees, and a target that does not say which.
+    """
+    if target is None:
+        parts: Mapping[str, Any] = dict.fromkeys(opened.parts)
+        return Works({name: _item(opened, name, None, adaptation) for name in parts}, opened.is_mapping)
+    is_mapping = len(opened.trees) > 1 and isinstance(target, Mapping) and target.keys() <= opened.items.keys()
+    if is_mapping:
+        return Works({name: _item(opened, name, part, adaptation) for name, part in target.items()}, True)
+    name = "" if "" in opened.items else main_item(opened)
+    return Works({name: _item(opened, name, target, adaptation)}, False)
+
+
+def _item(opened: opening.Opened, name: str, target: Any, adaptation: Adaptation) -> Work:
+    reader, path = opened.reader(name), opened.items[name].path
+    if name not in opened.trees:
+        # Neither a target nor a rule says anything about a JSON item, which is restored as it is.
+        return plan_tree(reader, reader.tree, None, Adaptation(None), path)
+    return plan_tree(reader, reader.tree, target, adaptation, path)
+
+
+def main_item(opened: opening.Opened) -> str:
+    """The item that a target means which is no mapping of items.
+
+    Raises:
+        CheckpointError: several trees, none of which has a usual name.
+    """
+    if len(opened.trees) == 1:
+        return next(iter(opened.trees))
+    for name in _detect.USUAL_ITEMS:
+        if name in opened.trees:
+            return name
+    raise CheckpointError(
+        f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
+        f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
+        path=opened.path,
+    )

@@ -1,0 +1,225 @@
+"""plan_restore: what it says, before it is done, and that just this is what is done."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rich.console
+from flax.training import train_state
+
+from flax_ckpt_compat import checkpoints, config, plan_restore, rules
+from flax_ckpt_compat.errors import CheckpointNotFoundError, MissingLeavesError, TransformError
+from flax_ckpt_compat.transforms import RestoreTransform, Transform
+from tests.support.samples import fingerprint
+
+STORED = {
+    "params": {"dense": {"kernel": np.arange(6.0).reshape(2, 3), "bias": np.ones(3, np.float32)}, "scale": np.ones(2)},
+    "step": 7,
+    "extra": {"note": "x"},
+}
+TARGET = {
+    "params": {"encoder": {"kernel": np.zeros((2, 3)), "bias": np.zeros(3, np.float16)}, "scale": np.zeros(4)},
+    "step": 0,
+    "stats": {"mean": np.full(2, 9.0)},
+}
+RULES = [rules.rename("dense", "encoder"), rules.from_target("stats")]
+
+
+@pytest.fixture
+def saved(flag: bool, tmp_path: Path) -> str:
+    """A checkpoint of STORED, in each format."""
+    return checkpoints.save_checkpoint(tmp_path, STORED, 3)
+
+
+def by_path(plan: Any) -> dict[str, Any]:
+    """The planned leaves by their paths."""
+    return {leaf.path: leaf for leaf in plan.leaves}
+
+
+def test_every_target_leaf_is_told(saved: str, flag: bool, tmp_path: Path) -> None:
+    """For every leaf of the target: where it comes from, its shape and dtype, and the bytes that it needs."""
+    plan = plan_restore(tmp_path, TARGET, transforms=RULES)
+    leaves = by_path(plan)
+    assert list(leaves) == ["/".join(path) for path in paths_of(TARGET)]
+    kernel = leaves["params/encoder/kernel"]
+    assert (kernel.origin, kernel.sources, kernel.nbytes) == ("checkpoint", ("params/dense/kernel",), 48)
+    assert (kernel.shape, kernel.dtype) == ((2, 3), np.float64)
+    bias = leaves["params/encoder/bias"]
+    assert bias.is_retyped and (bias.dtype, bias.target_dtype) == (np.float32, np.float16)
+    assert leaves["params/scale"].is_reshaped and leaves["params/scale"].target_shape == (4,)
+    assert leaves["step"].shape is None
+    mean = leaves["stats/mean"]
+    assert (mean.origin, mean.how, mean.sources, mean.nbytes) == ("target", "from_target", (), 0)
+    assert plan.missing == () and plan.unused == ("extra/note",)
+    assert plan.path == saved and plan.format == ("orbax" if flag else "msgpack")
+
+
+def paths_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Key paths of a nested dict's leaves, in its order."""
+    if not isinstance(tree, dict):
+        return [path]
+    return [found for name, child in tree.items() for found in paths_of(child, (*path, name))]
+
+
+def test_what_is_missing(saved: str, tmp_path: Path) -> None:
+    """Missing leaves are those for which the restore raises; the policy keep and {} make them the target's."""
+    plan = plan_restore(tmp_path, TARGET)
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, TARGET)
+    assert plan.missing == caught.value.missing
+    assert set(plan.missing) == {"params/encoder/kernel", "params/encoder/bias", "stats/mean"}
+    for kept in (plan_restore(tmp_path, TARGET, transforms={}), plan_with(tmp_path, missing_leaves="keep")):
+        assert kept.missing == () and by_path(kept)["stats/mean"].origin == "target"
+
+
+def plan_with(path: Path, **settings: Any) -> Any:
+    """A plan under other settings."""
+    with config.override(**settings):
+        return plan_restore(path, TARGET)
+
+
+def test_an_empty_state_that_is_missing_is_told(flag: bool, tmp_path: Path) -> None:
+    """An optimizer state without values, which the restore would miss, is in the plan too."""
+    checkpoints.save_checkpoint(tmp_path, {"opt": {"0": {}}}, 1)
+    target = {"opt": (optax.EmptyState(), optax.EmptyState())}
+    assert plan_restore(tmp_path, target).missing == ("opt/1",)
+    with pytest.raises(MissingLeavesError):
+        checkpoints.restore_checkpoint(tmp_path, target)
+
+
+def test_the_dtype_is_that_of_the_result(saved: str, tmp_path: Path) -> None:
+    """A cast that a setting or an abstract target asks for is in the plan."""
+    with config.override(dtype="target"):
+        leaf = by_path(plan_restore(tmp_path, TARGET, transforms=RULES))["params/encoder/bias"]
+    assert leaf.dtype == np.float16 and not leaf.is_retyped
+    target = {"params": {"dense": {"bias": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}}}
+    assert by_path(plan_restore(tmp_path, target))["params/dense/bias"].dtype == jnp.bfloat16
+
+
+def test_transforms_in_a_plan(saved: str, tmp_path: Path) -> None:
+    """Functions of the caller are named, with the stored leaves that they take; the shape is theirs to tell."""
+    target = {"a": np.zeros(3), "b": np.zeros(3), "c": np.zeros(1), "step": 0}
+    several = RestoreTransform(
+        multi_value_fn=lambda key, tree, args: tree["params"]["scale"],
+        multi_value_fn_input_args={"params/scale": None, "params/dense/b.*": None},
+    )
+    transforms = {
+        "a": Transform(original_key="params/dense/bias"),
+        "b": Transform(original_key="params/dense/bias", value_fn=lambda value: value * 2),
+        "c": several,
+        "step": Transform(use_fallback=True),
+    }
+    leaves = by_path(plan_restore(tmp_path, target, transforms=transforms))
+    assert (leaves["a"].origin, leaves["a"].sources) == ("checkpoint", ("params/dense/bias",))
+    assert (leaves["b"].origin, leaves["b"].how, leaves["b"].shape) == ("computed", "value_fn", None)
+    assert set(leaves["c"].sources) == {"params/scale", "params/dense/bias"}
+    assert leaves["step"].origin == "target"
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=transforms)
+    expected = {"a": np.ones(3, np.float32), "b": np.full(3, 2, np.float32), "c": np.ones(2), "step": 0}
+    assert fingerprint(restored) == fingerprint(expected)
+
+
+def test_bytes_are_counted_once(saved: str, tmp_path: Path) -> None:
+    """A stored leaf that two functions take is read once, and counted once; one given out twice is read twice."""
+    target = {"a": np.zeros(3), "b": np.zeros(3)}
+    several = RestoreTransform(
+        multi_value_fn=lambda key, tree, args: tree["params"]["dense"]["bias"],
+        multi_value_fn_input_args={"params/dense/bias": None},
+    )
+    assert plan_restore(tmp_path, target, transforms={"a|b": several}).nbytes == 12
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={"a|b": several})
+    restored["a"][:] = 5
+    np.testing.assert_array_equal(restored["b"], np.ones(3))
+
+
+def test_the_plan_reads_no_array_data(saved: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning with rules asks no reader for a value."""
+    from flax_ckpt_compat import opening
+
+    asked: list[Any] = []
+    real = opening.Opened.reader
+
+    def reader(self: Any, item: str) -> Any:
+        found = real(self, item)
+        monkeypatch.setattr(found, "read", asked.append)
+        return found
+
+    monkeypatch.setattr(opening.Opened, "reader", reader)
+    plan = plan_restore(tmp_path, TARGET, transforms=RULES)
+    assert plan.nbytes == 48 + 12 + 16
+    str(plan)
+    assert asked == []
+
+
+def test_it_prints_as_text_and_as_a_table(saved: str, tmp_path: Path) -> None:
+    """Both forms name every leaf that does not simply come from its own name, and what is not used."""
+    plan = plan_restore(tmp_path, TARGET, transforms=RULES)
+    console = rich.console.Console(width=200, record=True, quiet=True)
+    console.print(plan)
+    for text in (str(plan), console.export_text()):
+        for word in ("params/encoder/kernel", "params/dense/kernel", "stats/mean", "extra/note", "(4,)", "float16"):
+            assert word in text, text
+    assert "1 kept from the target" in str(plan)
+
+
+def test_many_plain_leaves_are_counted_and_odd_ones_listed(flag: bool, tmp_path: Path) -> None:
+    """Of leaves under their own names thirty are listed; a missing one among hundreds is still seen."""
+    tree = {f"layer_{n}": np.ones(2) for n in range(300)}
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    text = str(plan_restore(tmp_path, {**tree, "new": np.ones(1)}))
+    assert "MISSING" in text and "270 more" in text and len(text.splitlines()) < 45
+
+
+def test_without_a_target(saved: str, tmp_path: Path) -> None:
+    """Without a target the plan is every stored leaf; rules work there too."""
+    plan = plan_restore(tmp_path, transforms=[rules.move("params/dense", "")])
+    assert [(leaf.path, leaf.sources) for leaf in plan.leaves] == [
+        ("kernel", ("params/dense/kernel",)),
+        ("bias", ("params/dense/bias",)),
+    ]
+    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.move("params/dense", "")])
+    assert fingerprint(restored) == fingerprint(STORED["params"]["dense"])
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    """A plan of nothing is an error, whatever must_exist says."""
+    with pytest.raises(CheckpointNotFoundError, match="nothing to restore"):
+        plan_restore(tmp_path / "none", TARGET)
+
+
+def test_bad_transforms_are_told(saved: str, tmp_path: Path) -> None:
+    """What is neither rule nor transform, a mixture, and a source that is not there name the culprit."""
+    with pytest.raises(TransformError, match="mixed"):
+        plan_restore(tmp_path, TARGET, transforms=[rules.drop("extra"), {"a": Transform()}])
+    with pytest.raises(TransformError, match="dens"):
+        plan_restore(tmp_path, TARGET, transforms=[rules.rename("dens", "encoder")])
+    with pytest.raises(TransformError, match="params/dense/bias"):
+        plan_restore(tmp_path, TARGET, transforms={"stats/mean": Transform(original_key="params/dens/bias")})
+    with pytest.raises(TransformError):
+        plan_restore(tmp_path, TARGET, transforms={"step": 3})
+
+
+def test_real_train_state(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a real TrainState, what the plan says comes true leaf by leaf."""
+
+    def create(tx: Any, name: str) -> Any:
+        params = {name: {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}
+        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    old = create(optax.adam(0.1), "Dense_0")
+    old = old.apply_gradients(grads=jax.tree.map(jnp.ones_like, old.params))
+    checkpoints.save_checkpoint(tmp_path, old, 1)
+    new = create(optax.chain(optax.clip(1.0), optax.adam(0.1)), "encoder")
+    given = [rules.rename("Dense_0", "encoder"), rules.optimizer_state()]
+    plan = plan_restore(tmp_path, new, transforms=given)
+    assert plan.missing == () and not any(leaf.is_reshaped or leaf.is_retyped for leaf in plan.leaves)
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        restored = checkpoints.restore_checkpoint(tmp_path, new, orbax_transforms=given)
+    assert not caplog.records
+    np.testing.assert_array_equal(restored.opt_state[1][0].mu["encoder"]["kernel"], old.opt_state[0].mu["Dense_0"]["kernel"])
+    assert int(restored.opt_state[1][0].count) == 1 and int(restored.step) == 1
