@@ -1,0 +1,266 @@
+"""Rules that make one layer of several, or several of one: values against numpy, bytes read, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import leaves, rules
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.tree import KeyData, iter_leaves
+from tests.support.stored import Memory, count, flat, same, stored, value_of, values
+
+DTYPES = [np.dtype(name) for name in ("f4", ">f4", "i8", "c8", "?", "U3")] + [
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(ml_dtypes.int4),
+]
+
+
+@st.composite
+def arrays(draw: Any, ndim: int = 0) -> np.ndarray[Any, Any]:
+    """Arrays with at least so many axes."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=ndim, max_size=3)))
+    return count(shape, np.int64).astype(draw(st.sampled_from(DTYPES)))
+
+
+def layers(arrays_: list[dict[str, Any]], name: str = "layer_{}") -> dict[str, Any]:
+    """Numbered siblings."""
+    return {name.format(number): tree for number, tree in enumerate(arrays_)}
+
+
+@given(st.dictionaries(st.sampled_from("abc"), arrays(), min_size=1), st.integers(1, 12), st.data())
+def test_stack_is_numpys(tree: dict[str, Any], number: int, data: Any) -> None:
+    """Each array of the stack is np.stack of the layers', in the order of their numbers, on any axis."""
+    least = min(array.ndim for array in tree.values())
+    axis = data.draw(st.integers(-least - 1, least))
+    all_layers = [{name: np.roll(array, shift) for name, array in tree.items()} for shift in range(number)]
+    mixed = dict(data.draw(st.permutations(list(layers(all_layers).items()))))
+    after = rules.stack(r"layer_(\d+)", "layers", axis).apply(stored({"x": mixed}), None)
+    stacked = {}
+    for name, array in tree.items():
+        expected = np.stack([layer[name] for layer in all_layers], axis)
+        stacked[f"x/layers/{name}"] = expected.astype(array.dtype, order="C")
+    same(values(after), {f"x/layers/{name}": stacked[f"x/layers/{name}"] for name in mixed["layer_0"]})
+
+
+@given(st.dictionaries(st.sampled_from("abc"), arrays(), min_size=1), st.integers(1, 5), st.data())
+def test_unstack_undoes_stack(tree: dict[str, Any], number: int, data: Any) -> None:
+    """Stacked and unstacked, and the other way round, every layer is bit for bit what it was."""
+    least = min(array.ndim for array in tree.values())
+    axis = data.draw(st.integers(-least - 1, least))
+    before = layers([tree] * number)
+    there = rules.stack(r"layer_(\d+)", "layers", axis).apply(stored(before), None)
+    same(values(rules.unstack("layers", "layer_{}", axis).apply(there, None)), flat(before))
+    whole = {"layers": {name: value_of(leaf) for (_, name), leaf in iter_leaves(there)}}
+    apart = rules.unstack("layers", "layer_{}", axis).apply(stored(whole), None)
+    same(values(apart), flat(before))
+    same(values(rules.stack(r"layer_(\d+)", "layers", axis).apply(apart, None)), flat(whole))
+
+
+@given(arrays(1), st.data())
+def test_split_is_numpys(array: Any, data: Any) -> None:
+    """Each part is what np.split gives, and fuse puts the parts together again."""
+    axis = data.draw(st.integers(-array.ndim, array.ndim - 1))
+    length = array.shape[axis]
+    cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=1, max_size=3)))
+    sizes = np.diff([0, *cuts, length]).tolist()
+    into = [f"p{number}" for number in range(len(sizes))]
+    parts = rules.split("w", into, axis, sizes).apply(stored({"w": array}), None)
+    expected = [part.copy() for part in np.split(array, cuts, axis)]
+    same(values(parts), dict(zip(into, expected, strict=True)))
+    same(values(rules.fuse(into, "w", axis).apply(parts, None)), {"w": array})
+
+
+def test_equal_parts() -> None:
+    """Without sizes the parts are equal, in every leaf of a subtree and wherever the name occurs."""
+    dense = {"kernel": count((4, 6)), "bias": count((6,))}
+    tree = {"params": {"att": {"qkv": dense}}, "mu": {"att": {"qkv": dense}}}
+    after = values(rules.split("qkv", ["q", "k", "v"]).apply(stored(tree), None))
+    expected = {}
+    for top in ("params", "mu"):
+        for number, name in enumerate("qkv"):
+            for leaf, array in dense.items():
+                expected[f"{top}/att/{name}/{leaf}"] = array[..., 2 * number : 2 * number + 2].copy()
+    same(after, expected)
+
+
+def test_fuse_heads() -> None:
+    """linen's attention kernels (embed, heads, head_dim) fused on heads: axis -2 fits kernels and biases alike."""
+    tree = {name: {"kernel": count((6, 2, 3), start=i), "bias": count((2, 3), start=i)} for i, name in enumerate("qkv")}
+    after = values(rules.fuse(["q", "k", "v"], "qkv", -2).apply(stored(tree), None))
+    for leaf in ("kernel", "bias"):
+        expected = np.concatenate([tree[name][leaf] for name in "qkv"], axis=-2)
+        np.testing.assert_array_equal(after[f"qkv/{leaf}"], expected)
+
+
+def test_everywhere_with_neighbours() -> None:
+    """Layers are stacked in params and moments, each by themselves, below several levels; neighbours stay."""
+    block = {"w": count((2,))}
+    tree = {
+        "params": {"enc": {**layers([block] * 3), "norm": count((1,))}, "dec": layers([block] * 2)},
+        "opt_state": {"0": {"mu": {"enc": layers([block] * 3)}, "count": np.int32(4)}},
+    }
+    after = values(rules.stack(r"layer_(\d+)", "layers/cell").apply(stored(tree), None))
+    assert {name: value.shape for name, value in after.items()} == {
+        "params/enc/layers/cell/w": (3, 2),
+        "params/enc/norm": (1,),
+        "params/dec/layers/cell/w": (2, 2),
+        "opt_state/0/mu/enc/layers/cell/w": (3, 2),
+        "opt_state/0/count": (),
+    }
+    back = rules.unstack("layers/cell", "layer_{}").apply(
+        rules.stack(r"layer_(\d+)", "layers/cell").apply(stored(tree), None), None
+    )
+    assert values(back).keys() == flat(tree).keys()
+
+
+def test_numbers_count_as_numbers() -> None:
+    """Layer 10 comes after layer 9, not after layer 1."""
+    tree = layers([{"w": np.array([n])} for n in range(12)])
+    after = values(rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None))
+    assert after["layers/w"][:, 0].tolist() == list(range(12))
+
+
+def test_scalars_stack() -> None:
+    """Numpy scalars and arrays without axes become a vector."""
+    after = rules.stack(r"l(\d)", "l").apply(stored({"l0": np.float32(1), "l1": np.float32(2)}), None)
+    same(values(after), {"l": np.array([1, 2], np.float32)})
+
+
+def test_what_holds_no_value_stays() -> None:
+    """None, empty subtrees and leaves left to the target need no stacking, and no cutting."""
+    tree = stored(layers([{"w": count((2,)), "none": None, "empty": {}}] * 2))
+    for node in tree.children.values():
+        node.children["own"] = leaves.Own.TARGET
+    after = rules.stack(r"layer_(\d+)", "layers").apply(tree, None)
+    found = values(after)
+    assert (found["layers/none"], found["layers/empty"], found["layers/own"]) == (None, {}, leaves.Own.TARGET)
+    assert values(rules.unstack("layers", "layer_{}").apply(after, None))["layer_1/own"] is leaves.Own.TARGET
+
+
+@pytest.mark.parametrize("rule", [rules.unstack("w", "w_{}"), rules.split("w", ["a", "b", "c", "d"], axis=0)], ids=str)
+def test_each_piece_reads_its_own_part(rule: rules.Rule) -> None:
+    """One piece of a stored array reads as many bytes as it has."""
+    reader = Memory({"w": count((4, 1000))})
+    name, leaf = next(iter(iter_leaves(rule.apply(reader.tree, None))))
+    assert value_of(leaf).nbytes == reader.bytes_read == 4000, name
+
+
+def test_pieces_are_memory_of_their_own() -> None:
+    """Writing to one piece changes no other, also where they were computed."""
+    before = stored(layers([{"w": count((2,))}] * 2))
+    stacked = rules.stack(r"layer_(\d+)", "x").apply(before, None).children["x"].children["w"]
+    whole = value_of(stacked)
+    for rule in (rules.unstack("x", "x_{}"), rules.split("x", ["a", "b"])):
+        tree = rule.apply(rules.stack(r"layer_(\d+)", "x").apply(before, None), None)
+        for _, leaf in iter_leaves(tree):
+            part = leaf.inputs[0]
+            assert isinstance(part, leaves.Computed)
+            assert not np.shares_memory(leaf.function(part.function(whole)), whole)
+
+
+def test_handles_are_known() -> None:
+    """A stacked leaf knows the stored leaves behind it, in the order of the layers."""
+    after = rules.stack(r"layer_(\d+)", "x").apply(stored(layers([{"w": count((2,))}] * 3)), None)
+    leaf = after.children["x"].children["w"]
+    assert ["/".join(handle.path) for handle in leaf.handles] == ["layer_0/w", "layer_1/w", "layer_2/w"]
+    assert leaf.how == "stack of 3"
+
+
+KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
+ODD: list[tuple[dict[str, Any], str]] = [
+    (layers([{"w": count((2,))}, {"w": count((3,))}, {"w": count((2,))}]), r"layer_1/w is float32\[3\]"),
+    (layers([{"w": count((2,))}, {"w": count((2,), np.int32)}, {"w": count((2,))}]), "layer_1/w is int32"),
+    (layers([{"w": count((2,))}, {"w": count((2,))}, {"v": count((2,))}]), "layer_2 is a subtree of v"),
+    ({"layer_0": {"w": count((2,))}, "layer_2": {"w": count((2,))}}, r"not \[1\]"),
+    ({"layer_1": {"w": count((2,))}}, r"not \[0\]"),
+    ({"layer_0": {"w": count((2,))}, "layer_00": {"w": count((2,))}}, "same number"),
+    (layers([{"w": 1.0}, {"w": 2.0}]), "layer_0/w is a stored float"),
+    (layers([{"w": KEY}, {"w": KEY}]), "layer_0/w is a stored prng key"),
+    (layers([{"w": "a"}, {"w": "a"}]), "layer_0/w is a stored str"),
+    (layers([{"w": count((2,))}, {"w": None}, {"w": count((2,))}]), "layer_1/w is None"),
+    ({"other": 1}, "matches nothing"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), ODD, ids=[message for _, message in ODD])
+def test_stack_refuses(tree: dict[str, Any], message: str) -> None:
+    """Layers that differ, gaps in the numbers and leaves that are no arrays are errors that name the odd one."""
+    with pytest.raises(TransformError, match=message):
+        rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None)
+
+
+def test_stack_refuses_bad_arguments() -> None:
+    """A pattern without exactly one group, a bad one, a group that is no number, an axis that is not there."""
+    for pattern in ("layer", r"(l)ayer_(\d)", "("):
+        with pytest.raises(TransformError, match="stack"):
+            rules.stack(pattern, "x")
+    with pytest.raises(TransformError, match="expected a number"):
+        rules.stack("layer_(.)", "x").apply(stored({"layer_a": {"w": count((1,))}}), None)
+    with pytest.raises(TransformError, match="no axis 3"):
+        rules.stack(r"layer_(\d)", "x", axis=3).apply(stored(layers([{"w": count((1,))}])), None)
+
+
+def test_a_new_name_that_is_taken() -> None:
+    """The new subtree may not be among others of the same leaves."""
+    tree = {**layers([{"w": count((2,))}] * 2), "layers": {"w": 1}}
+    with pytest.raises(NameCollisionError, match="layers/w"):
+        rules.stack(r"layer_(\d+)", "layers").apply(stored(tree), None)
+    with pytest.raises(NameCollisionError, match="l_1"):
+        rules.unstack("l", "l_{}").apply(stored({"l": count((2, 2)), "l_1": 3}), None)
+
+
+def test_unstack_refuses() -> None:
+    """Leaves of different lengths, without the axis, or that are no arrays; a name without a place for the number."""
+    with pytest.raises(TransformError, match="x/a: 2, x/b: 3"):
+        rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": count((3,))}}), None)
+    with pytest.raises(TransformError, match="x/b has 0 axes"):
+        rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": np.float32(1)}}), None)
+    with pytest.raises(TransformError, match="x/b is a stored int"):
+        rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": 1}}), None)
+    for tree in ({"x": {}}, {"x": count((0, 2))}):
+        with pytest.raises(TransformError, match="one and the same"):
+            rules.unstack("x", "x_{}").apply(stored(tree), None)
+    with pytest.raises(TransformError, match="where the number goes"):
+        rules.unstack("x", "x")
+    with pytest.raises(TransformError, match="matches nothing"):
+        rules.unstack("y", "y_{}").apply(stored({"x": count((2,))}), None)
+
+
+def test_fuse_and_split_refuse() -> None:
+    """Parts that differ elsewhere than on the axis, lengths that do not add up, names that are not there."""
+    tree = stored({"q": count((2, 3)), "k": count((4, 3)), "w": count((2, 5))})
+    with pytest.raises(TransformError, match=r"\[2, any\]"):
+        rules.fuse(["q", "k"], "qk").apply(tree, None)
+    assert rules.fuse(["q", "k"], "qk", axis=0).apply(tree, None).children["qk"].shape == (6, 3)
+    with pytest.raises(TransformError, match="matches nothing"):
+        rules.fuse(["q", "v"], "qv").apply(tree, None)
+    with pytest.raises(TransformError, match="length 5 on axis -1, which is not 2 equal parts"):
+        rules.split("w", ["a", "b"]).apply(tree, None)
+    with pytest.raises(TransformError, match=r"parts of \[2, 2\]"):
+        rules.split("w", ["a", "b"], sizes=[2, 2]).apply(tree, None)
+    with pytest.raises(TransformError, match="no axis 2"):
+        rules.split("w", ["a", "b"], axis=2).apply(tree, None)
+    for bad in (lambda: rules.fuse(["q"], "x"), lambda: rules.fuse("qk", "x"), lambda: rules.fuse(["q", "q"], "x")):
+        with pytest.raises(TransformError, match="different names"):
+            bad()
+    for bad in (lambda: rules.split("w", []), lambda: rules.split("w", ["a"], sizes=[1, 2])):
+        with pytest.raises(TransformError, match="list of names"):
+            bad()
+
+
+def test_the_tree_given_stays() -> None:
+    """Neither rule changes the tree that it is given."""
+    before = stored({**layers([{"w": count((2, 2))}] * 2), "qkv": {"w": count((6,))}})
+    names = [path for path, _ in iter_leaves(before)]
+    rules.stack(r"layer_(\d+)", "layers/cell").apply(before, None)
+    rules.split("qkv", ["q", "k", "v"]).apply(before, None)
+    rules.unstack("layer_0", "qkv/x{}").apply(before, None)
+    assert [path for path, _ in iter_leaves(before)] == names
+    assert all(isinstance(leaf, LeafHandle) for _, leaf in iter_leaves(before))
