@@ -3,20 +3,20 @@
 Importing this package loads nothing else; each of its names is imported when it is first used.
 """
 
+import typing as _typing
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
 if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
     # A checkout keeps the backends beside this folder; a wheel keeps them inside it.
     __path__.append(str(_Path(__file__).parents[1]))
 
-if _TYPE_CHECKING:
-    from flax_ckpt_compat import checkpoints, config, errors
+if _typing.TYPE_CHECKING:
+    from flax_ckpt_compat import checkpoints, config, errors, rules, transforms
     from flax_ckpt_compat._install import install, installed, uninstall
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.inventory import iter_checkpoints
+    from flax_ckpt_compat.plan import plan_restore
     from flax_ckpt_compat.view import open_checkpoint
 
 __version__ = "0.1.0"
@@ -30,8 +30,11 @@ __all__ = [
     "installed",
     "iter_checkpoints",
     "open_checkpoint",
+    "plan_restore",
     "restore",
+    "rules",
     "save",
+    "transforms",
     "uninstall",
 ]
 
@@ -40,14 +43,15 @@ _FUNCTIONS = {
     "installed": "_install",
     "iter_checkpoints": "inventory",
     "open_checkpoint": "view",
+    "plan_restore": "plan",
     "restore": "api",
     "save": "api",
     "uninstall": "_install",
 }
 
-if not _TYPE_CHECKING:  # a type checker would take any misspelt name for one of these
+if not _typing.TYPE_CHECKING:  # a type checker would take any misspelt name for one of these
 
-    def __getattr__(name: str) -> _Any:
+    def __getattr__(name: str) -> _typing.Any:
         # Scripts set jax's environment variables after this import, so nothing that loads jax may be loaded here.
         if name in _FUNCTIONS:
             return getattr(_import_module(f"flax_ckpt_compat.{_FUNCTIONS[name]}"), name)

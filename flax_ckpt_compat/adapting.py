@@ -11,17 +11,15 @@ from typing import Any
 
 import jax
 
-try:
-    from flax_ckpt_compat import transforms
-except ImportError:
-    transforms = None  # type: ignore
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._resolve import AbsentSourceError, Call, Keep, Transforms, call_multi_value_fn, call_value_fn
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
 from flax_ckpt_compat.matching import Choose
 from flax_ckpt_compat.rules import Rule
 from flax_ckpt_compat.similar import nearest
+from flax_ckpt_compat.transforms import restore_args
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -47,7 +45,7 @@ class Adaptation:
         """
         self.rules = _rules(given)
         self.lenient = given is not None and not self.rules
-        self._transforms = transforms.Transforms(given if self.lenient else None) if transforms else None
+        self._transforms = Transforms(given if self.lenient else None)
         self._default_to_original = default_to_original
         self._is_asked = self.lenient and (bool(self._transforms) or not default_to_original)
 
@@ -96,7 +94,7 @@ def _rules(given: Any) -> tuple[Rule, ...]:
 class _Chooser:
     """Resolves Orbax's transforms against one checkpoint; called with a target's key path and leaf."""
 
-    def __init__(self, tree: Node, given: Any, default_to_original: bool):
+    def __init__(self, tree: Node, given: Transforms, default_to_original: bool):
         self._tree, self._given, self._default_to_original = tree, given, default_to_original
         self._leaves: dict[Path, LeafHandle | Computed] = {
             path: leaf for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Computed)
@@ -109,9 +107,9 @@ class _Chooser:
     def __call__(self, path: Path, leaf: Any) -> Stored | Kept | None:
         key = "/".join(path)
         outcome = self._resolve(key)
-        if isinstance(outcome, transforms.Call):
+        if isinstance(outcome, Call):
             return Stored(self._called(key, outcome.transform, leaf), leaf)
-        if isinstance(outcome, transforms.Keep):
+        if isinstance(outcome, Keep):
             # Where it is in neither, the match itself notes that.
             return Kept(leaf, "as the transforms say") if outcome.known else None
         if outcome.transform is None and outcome.source == key:
@@ -119,17 +117,19 @@ class _Chooser:
         stored = self._leaf(outcome.source)
         if outcome.transform is None or outcome.transform.value_fn is None:
             return Stored(stored, leaf)
-        function = functools.partial(_call_value_fn, outcome.transform, key, transforms.restore_args(leaf))
+        function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
         one = stored if isinstance(stored, Computed) else Stored(stored, _fitting(leaf, stored))
         return Stored(Computed((one,), function, None, None, "value_fn"), leaf)
 
     def _resolve(self, key: str) -> Any:
         try:
             return self._given.resolve(key, self._has, self._default_to_original)
-        except TransformError as error:
-            near = nearest(key, list(self._paths))
-            like = f" (stored names like {key}: {', '.join(near)})" if near else ""
-            raise TransformError(f"{error}{like}", leaf=key) from error
+        except AbsentSourceError as error:
+            near = nearest(
+                "/".join(error.source) if isinstance(error.source, tuple) else error.source, list(self._paths)
+            )
+            like = f"; stored names like it: {', '.join(near)}" if near else ""
+            raise AbsentSourceError(f"{error}{like}", leaf=key, source=error.source) from error
 
     def _has(self, source: str | Path) -> bool:
         return source in self._leaves if isinstance(source, tuple) else source in self._paths
@@ -151,12 +151,12 @@ class _Chooser:
         if id(transform) not in self._inputs:
             self._inputs[id(transform)] = self._inputs_of(key, transform)
         inputs = self._inputs[id(transform)]
-        args = transforms.restore_args(leaf)
+        args = restore_args(leaf)
 
         def function(*values: Any) -> Any:
             tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
             with _noted(key):
-                return transforms.call_multi_value_fn(transform, key, tree, args)
+                return call_multi_value_fn(transform, key, tree, args)
 
         return Computed(tuple(inputs.values()), function, None, None, "multi_value_fn")
 
@@ -179,7 +179,7 @@ class _Chooser:
 
 def _call_value_fn(transform: Any, key: str, args: Any, value: Any) -> Any:
     with _noted(key):
-        return transforms.call_value_fn(transform, value, args)
+        return call_value_fn(transform, value, args)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flax_ckpt_compat import _plan_text, config, opening, placing, restoring, suggesting
+from flax_ckpt_compat import _plan_text, config, opening, placing, restoring
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
 from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.leaves import Computed, Kept, Stored, handles_of, needs
-from flax_ckpt_compat.works import Work, Works, plan_all
 from flax_ckpt_compat.suggesting import Suggestion
+from flax_ckpt_compat.works import Work, Works, plan_all
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -87,10 +87,8 @@ class Plan:
     @functools.cached_property
     def suggestion(self) -> Suggestion | None:
         """Rules that would map the checkpoint to the target, where leaves are missing or shapes differ; else None."""
-        for work in self._works:
-            if work.match.missing or work.match.shapes:
-                return suggesting.suggest(work.tree, work.described)
-        return None
+        found: Iterator[Suggestion] = filter(None, (work.suggest() for work in self._works))
+        return next(found, None)
 
     def __str__(self) -> str:
         return _plan_text.plain(self)

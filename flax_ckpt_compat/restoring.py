@@ -30,8 +30,8 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.tree import Node, show_path
 from flax_ckpt_compat.adapting import Adaptation
-from flax_ckpt_compat.works import Work, main_item, plan_all, plan_tree
 from flax_ckpt_compat.similar import shorten
+from flax_ckpt_compat.works import Work, main_item, plan_all, plan_tree
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -163,11 +163,7 @@ def _judge_shapes(work: Work, shapes: Sequence[matching.ShapeDifference]) -> Non
 
 def _suggestion(work: Work) -> str:
     """What to add to a message about leaves: rules that map the checkpoint to the target, if that is clear."""
-    from flax_ckpt_compat import suggesting
-
-    if not hasattr(suggesting, "suggest"):
-        return ""
-    suggestion = suggesting.suggest(work.tree, work.described)
+    suggestion = work.suggest()
     if suggestion is None or not suggestion.confident:
         return ""
     after = ", after those that were given" if work.adaptation.rules else ""

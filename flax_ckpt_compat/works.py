@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Node, Path, map_leaves
 from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.leaves import Stored
+
+_log = logging.getLogger("flax_ckpt_compat")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +40,18 @@ class Work:
     match: matching.Match
     own_rules: frozenset[Path]
     adaptation: Adaptation
+
+    def suggest(self) -> Any:
+        """The `flax_ckpt_compat.suggesting.Suggestion` for what is missing or of another shape, or None."""
+        from flax_ckpt_compat import suggesting  # most restores need none of it
+
+        if self.target is None or not (self.match.missing or self.match.shapes):
+            return None
+        try:
+            return suggesting.suggest(self.tree, self.described)
+        except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
+            _log.debug("no suggestion for %s", self.path, exc_info=True)
+            return None
 
     def without_own_rules(self) -> Work:
         """The same, leaf by leaf also below nodes that have rules of their own."""

@@ -1,5 +1,6 @@
 """plan_restore: what it says, before it is done, and that just this is what is done."""
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def test_the_plan_reads_no_array_data(saved: str, flag: bool, tmp_path: Path, mo
 
     monkeypatch.setattr(opening.Opened, "reader", reader)
     plan = plan_restore(tmp_path, TARGET, transforms=RULES)
-    assert plan.nbytes == 48 + 12 + 16
+    assert plan.nbytes == 48 + 12 + 16 + 8
     str(plan)
     assert asked == []
 
@@ -159,9 +160,9 @@ def test_the_plan_reads_no_array_data(saved: str, flag: bool, tmp_path: Path, mo
 def test_it_prints_as_text_and_as_a_table(saved: str, tmp_path: Path) -> None:
     """Both forms name every leaf that does not simply come from its own name, and what is not used."""
     plan = plan_restore(tmp_path, TARGET, transforms=RULES)
-    console = rich.console.Console(width=200, record=True, quiet=True)
+    console = rich.console.Console(width=200, file=io.StringIO())
     console.print(plan)
-    for text in (str(plan), console.export_text()):
+    for text in (str(plan), console.file.getvalue()):
         for word in ("params/encoder/kernel", "params/dense/kernel", "stats/mean", "extra/note", "(4,)", "float16"):
             assert word in text, text
     assert "1 kept from the target" in str(plan)
@@ -178,12 +179,12 @@ def test_many_plain_leaves_are_counted_and_odd_ones_listed(flag: bool, tmp_path:
 def test_without_a_target(saved: str, tmp_path: Path) -> None:
     """Without a target the plan is every stored leaf; rules work there too."""
     plan = plan_restore(tmp_path, transforms=[rules.move("params/dense", "")])
-    assert [(leaf.path, leaf.sources) for leaf in plan.leaves] == [
-        ("kernel", ("params/dense/kernel",)),
-        ("bias", ("params/dense/bias",)),
-    ]
+    assert {leaf.path: leaf.sources for leaf in plan.leaves} == {
+        "kernel": ("params/dense/kernel",),
+        "bias": ("params/dense/bias",),
+    }
     restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.move("params/dense", "")])
-    assert fingerprint(restored) == fingerprint(STORED["params"]["dense"])
+    assert fingerprint(dict(sorted(restored.items()))) == fingerprint(dict(sorted(STORED["params"]["dense"].items())))
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -221,5 +222,7 @@ def test_real_train_state(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
         restored = checkpoints.restore_checkpoint(tmp_path, new, orbax_transforms=given)
     assert not caplog.records
-    np.testing.assert_array_equal(restored.opt_state[1][0].mu["encoder"]["kernel"], old.opt_state[0].mu["Dense_0"]["kernel"])
+    np.testing.assert_array_equal(
+        restored.opt_state[1][0].mu["encoder"]["kernel"], old.opt_state[0].mu["Dense_0"]["kernel"]
+    )
     assert int(restored.opt_state[1][0].count) == 1 and int(restored.step) == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat.errors import CheckpointNotFoundError
 from tests.support.samples import fingerprint
 from tests.support.saves import Save, use_flag
 
@@ -97,13 +97,6 @@ def test_structure_stored(flag: bool, tmp_path: Path) -> None:
     assert checkpoints.restore_checkpoint(tmp_path, None) == plain
     with config.override(structure="stored"):
         assert checkpoints.restore_checkpoint(tmp_path, None) == (tree if flag else plain)
-
-
-def test_transforms_with_entries_are_refused(flag: bool, tmp_path: Path) -> None:
-    """This version has no transforms: entries are an error that says so, before anything is read."""
-    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
-    with pytest.raises(CheckpointError, match="orbax_transforms"):
-        checkpoints.restore_checkpoint(tmp_path, {"a": 0}, orbax_transforms={"a": object()})
 
 
 def test_nothing_is_warned(save: Save, flag: bool, tmp_path: Path) -> None:
