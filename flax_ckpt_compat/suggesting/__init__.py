@@ -1,0 +1,64 @@
+"""Proposes rules when a checkpoint lacks leaves of a target, from names, shapes, dtypes and structure alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax_ckpt_compat._core.tree import Branch, Node, show_path
+from flax_ckpt_compat.rules import Rule
+from flax_ckpt_compat.suggesting._finish import finished, missing
+from flax_ckpt_compat.suggesting._judge import doubts
+from flax_ckpt_compat.suggesting._names import Step
+from flax_ckpt_compat.suggesting._search import Search
+
+__all__ = ["Step", "Suggestion", "suggest"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Rules that make a checkpoint fit a target; prints as Python to paste.
+
+    Attributes:
+        steps: in the order in which they apply.
+        confident: nothing is missing afterwards, and names or shapes speak for each step and against any other.
+        remaining: key paths of target leaves that are still missing, joined with ``/``.
+        doubts: what speaks against being confident, a sentence each.
+    """
+
+    steps: tuple[Step, ...]
+    confident: bool
+    remaining: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def rules(self) -> list[Rule]:
+        """What ``orbax_transforms`` takes."""
+        return [step.rule for step in self.steps]
+
+    def __str__(self) -> str:
+        lines = [f"    {step.rule},  # {step.reason}" for step in self.steps]
+        return "\n".join(["from flax_ckpt_compat import rules", "", "orbax_transforms=[", *lines, "]"])
+
+
+def suggest(stored: Node, target: Node) -> Suggestion | None:
+    """Proposes steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes.
+
+    Args:
+        stored: the checkpoint's tree of leaf handles; no array data is read.
+        target: the target's tree, of `flax_ckpt_compat.state.describe`.
+
+    Returns:
+        The proposal, or None where nothing is missing or nothing helps.
+    """
+    if not isinstance(stored, Branch) or not isinstance(target, Branch) or not missing(stored, target):
+        return None
+    search = Search(stored, target)
+    found = search.best()
+    if not found.matched:
+        return None
+    state = finished(search, found, stored)
+    if not state.steps:
+        return None
+    lacking = missing(state.tree, target)
+    against = doubts(stored, target, state, lacking)
+    return Suggestion(state.steps, not against, tuple(map(show_path, lacking)), tuple(against))

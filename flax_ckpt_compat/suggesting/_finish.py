@@ -1,0 +1,92 @@
+"""The last steps: optimizers' states, and what the target has to keep because nothing stored belongs there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat.leaves import handles_of
+from flax_ckpt_compat.suggesting._looks import EMPTY, MOMENTS, Roles, branches, fits, flatten, look, node_at
+from flax_ckpt_compat.suggesting._names import Step
+from flax_ckpt_compat.suggesting._outcome import unused
+from flax_ckpt_compat.suggesting._search import Search, State
+
+
+def finished(search: Search, state: State, stored: Node) -> State:
+    """The state after the steps for optimizers and for all that is new."""
+    roles = Roles(state.tree)
+    for at in sorted(search.roles.roots):
+        if missing(state.tree, search.target, at):
+            state = _optimizer(search, state, at, roles)
+    return _kept(search, state, stored)
+
+
+def missing(tree: Node, target: Node, at: Path = ()) -> list[Path]:
+    """Key paths of the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
+    have, goal = flatten(node_at(tree, at)), flatten(node_at(target, at))
+    inner = {path[:end] for path in have for end in range(len(path))}
+    return [
+        (*at, *path)
+        for path, seen in goal.items()
+        if (path not in have and path not in inner) or (seen != EMPTY and not fits(have.get(path, EMPTY), seen))
+    ]
+
+
+def _optimizer(search: Search, state: State, at: Path, roles: Roles) -> State:
+    text, theirs = "/".join(at), node_at(search.target, at)
+    for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
+        extra = {} if stored_at == at else {"stored_at": "/".join(stored_at)}
+        step = Step(rules.optimizer_state(text, **extra), f"both hold {_fields(theirs)}")
+        tried = search.tried(state, (step,))
+        if tried is not None and not missing(tried.tree, search.target, at) and _takes_moments(tried.tree, at):
+            return tried if tried.matched >= state.matched else state
+    ours = [_fields(node_at(state.tree, root)) for root in sorted(roles.roots)]
+    reason = f"the stored optimizer has {ours[0]}, the target's has {_fields(theirs)}" if ours else "nothing stored"
+    return search.tried(state, (Step(rules.from_target(text), reason),)) or state
+
+
+def _takes_moments(tree: Node, at: Path) -> bool:
+    return any(handles_of(leaf) and MOMENTS & set(path) for path, leaf in iter_leaves(node_at(tree, at)))
+
+
+def _fields(node: Node) -> str:
+    """The names by which an optimizer keeps its arrays."""
+    found = [name for _, branch in branches(node) for name in branch.children if name in MOMENTS or name == "count"]
+    return ", ".join(dict.fromkeys(found)) or "no moments"
+
+
+def _kept(search: Search, state: State, stored: Node) -> State:
+    lacking = set(missing(state.tree, search.target))
+    rivals = {
+        seen for path, seen in unused(stored, state.tree, search.goal).items() if not Roles(stored).is_optimizer(path)
+    }
+    steps: dict[str, list[str]] = {}
+    for path in _tops(search.target, lacking, ()):
+        leaves = flatten(node_at(search.target, path)).values()
+        if path and not any(len(seen[0]) > 1 and seen in rivals for seen in leaves):
+            steps.setdefault(_reason(state.tree, search.target, path), []).append("/".join(path))
+    if len(steps) + sum(map(len, steps.values())) > 40:
+        return state
+    all_steps = tuple(Step(rules.from_target(*paths), reason) for reason, paths in steps.items())
+    return (search.tried(state, all_steps) if all_steps else None) or state
+
+
+def _tops(target: Node, lacking: set[Path], path: Path) -> Iterator[Path]:
+    """The topmost nodes of which every leaf is lacking."""
+    leaves = [(*path, *rest) for rest, _ in iter_leaves(target)]
+    count = sum(leaf in lacking for leaf in leaves)
+    if count == len(leaves) and path:
+        yield path
+    elif count and isinstance(target, Branch):
+        for name, child in target.children.items():
+            yield from _tops(child, lacking, (*path, name))
+
+
+def _reason(tree: Node, target: Node, path: Path) -> str:
+    there, wanted = node_at(tree, path), node_at(target, path)
+    if there is None:
+        return "nothing stored belongs there"
+    if isinstance(there, Branch) or isinstance(wanted, Branch):
+        return "stored with other shapes"
+    return f"stored {look(there)[0]}, target {look(wanted)[0]}"

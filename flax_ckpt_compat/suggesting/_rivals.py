@@ -1,0 +1,227 @@
+"""Whether another leaf of the same shape might as well be the right one, for parameters and all but optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat.suggesting._akin import akin, natural, numbered, tells_apart, words
+from flax_ckpt_compat.suggesting._looks import Look, bare
+from flax_ckpt_compat.suggesting._outcome import Outcome
+
+Print = frozenset[tuple[str, Look]]
+_PAIRWISE = 60
+_WINDOW = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """A stored layer, or a single leaf, that goes to another place.
+
+    Attributes:
+        old: its key path in the checkpoint.
+        new: its key path in the target.
+        print: names and looks of its leaves; for a leaf that gets another name, its look alone.
+    """
+
+    old: Path
+    new: Path
+    print: Print
+
+
+def doubts(outcome: Outcome) -> list[str]:
+    """What speaks against where parameters, statistics and other leaves would come from."""
+    moved = _moved(outcome)
+    idle = _layers({path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)})
+    fresh = _layers({path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)})
+    found = list(_weak(moved))
+    found += _swappable(moved)
+    found += _replaceable(moved, idle, fresh)
+    found += _renumbered(moved, idle, fresh, outcome)
+    found += _kept(outcome)
+    return found
+
+
+def _moved(outcome: Outcome) -> list[Moved]:
+    layers: dict[tuple[Path, Path], dict[str, Look]] = {}
+    single: list[Moved] = []
+    for new, old in outcome.pairs.items():
+        if outcome.has.spot(new).field or bare(new) == bare(old):
+            continue
+        ours, theirs = bare(new), bare(old)
+        seen = outcome.stored[old]
+        if ours[-1] == theirs[-1]:
+            layers.setdefault((theirs[:-1], ours[:-1]), {})[ours[-1]] = seen
+        else:
+            single.append(Moved(theirs, ours, frozenset({("", seen)})))
+    return single + [Moved(old, new, frozenset(own.items())) for (old, new), own in layers.items()]
+
+
+def _layers(leaves: dict[Path, Look]) -> dict[Path, dict[str, Look]]:
+    found: dict[Path, dict[str, Look]] = {}
+    for path, seen in leaves.items():
+        path = bare(path)
+        if path:
+            found.setdefault(path[:-1], {})[path[-1]] = seen
+    return found
+
+
+def _weak(moved: Sequence[Moved]) -> Iterator[str]:
+    """Single leaves for which shape and name say too little."""
+    sure = {(one.old[-1], one.new[-1]) for one in moved if _is_leaf(one) and not _square(one) and _rank(one) > 1}
+    for one in moved:
+        if not _is_leaf(one):
+            continue
+        if _rank(one) == 0 or (_square(one) and (one.old[-1], one.new[-1]) not in sure):
+            yield f"only its shape says that {show_path(one.new)} is {show_path(one.old)}"
+
+
+def _is_leaf(one: Moved) -> bool:
+    return any(name == "" for name, _ in one.print)
+
+
+def _rank(one: Moved) -> int:
+    return max(len(shape) for _, (shape, _) in one.print)
+
+
+def _square(one: Moved) -> bool:
+    shape = next(iter(one.print))[1][0]
+    return len(shape) > 1 and shape[-1] == shape[-2]
+
+
+def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
+    """Two moved layers of one shape that nothing tells apart."""
+    groups: dict[Print, list[Moved]] = {}
+    for one in moved:
+        groups.setdefault(one.print, []).append(one)
+    for group in groups.values():
+        by_old = {"\0".join((*one.old, "\1", *one.new)): one for one in group}
+        ordered = [by_old[key] for key in natural(by_old)]
+        reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
+        for number, one in enumerate(ordered):
+            for other in ordered[number + 1 : number + 1 + reach]:
+                if not _told_apart(one, other):
+                    yield f"nothing tells {show_path(one.old)} and {show_path(other.old)} apart but their names"
+                    return
+
+
+def _told_apart(one: Moved, other: Moved) -> bool:
+    if one.old == other.old or one.new == other.new:
+        return True
+    first = tells_apart(_parting(one.old, other.old), _parting(one.new, other.new))
+    last = tells_apart(_parting(one.old[::-1], other.old[::-1]), _parting(one.new[::-1], other.new[::-1]))
+    return False not in (first, last) and True in (first, last)
+
+
+def _parting(one: Path, other: Path) -> tuple[str, str]:
+    """The first names in which two key paths differ."""
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            return left, right
+    short = min(len(one), len(other))
+    return (one[short] if len(one) > short else ""), (other[short] if len(other) > short else "")
+
+
+def _replaceable(
+    moved: Sequence[Moved], idle: dict[Path, dict[str, Look]], fresh: dict[Path, dict[str, Look]]
+) -> Iterator[str]:
+    """Moved layers where an unused stored one, or one the target would keep, fits as well."""
+    for one in moved:
+        for path in _fitting(one, idle):
+            if not _better(one.old, path, one.new):
+                yield f"{show_path(path)} fits {show_path(one.new)} as well as {show_path(one.old)} does"
+                return
+        for path in _fitting(one, fresh):
+            if not _better(one.new, path, one.old):
+                yield f"{show_path(one.old)} fits {show_path(path)} as well as {show_path(one.new)}"
+                return
+
+
+def _fitting(one: Moved, layers: dict[Path, dict[str, Look]]) -> Iterator[Path]:
+    if _is_leaf(one):
+        seen = next(iter(one.print))[1]
+        yield from ((*path, name) for path, own in layers.items() for name, look in own.items() if look == seen)
+        return
+    yield from (path for path, own in layers.items() if one.print <= own.items())
+
+
+def _better(right: Path, rival: Path, there: Path) -> bool:
+    """True where the names say that one key path, rather than its rival, belongs to a third."""
+    ours, theirs = (_shared(right, there), _shared(rival, there))
+    if ours != theirs:
+        return ours[0] >= theirs[0] and ours[1] >= theirs[1]
+    left, other = _parting(right, rival)
+    common = words(left) & words(other)
+    return any(akin(left, name, common) for name in there) and not any(akin(other, name, common) for name in there)
+
+
+def _shared(one: Path, other: Path) -> tuple[int, int]:
+    """How many names two key paths share at their beginning and at their end."""
+    return _same_start(one, other), _same_start(one[::-1], other[::-1])
+
+
+def _same_start(one: Path, other: Path) -> int:
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _renumbered(
+    moved: Sequence[Moved], idle: dict[Path, dict[str, Look]], fresh: dict[Path, dict[str, Look]], outcome: Outcome
+) -> Iterator[str]:
+    """Layers numbered by Flax that stay where they are while one of their row comes or goes: they may have shifted."""
+    staying: dict[Path, dict[str, Look]] = {}
+    for new, old in outcome.pairs.items():
+        if bare(new) == bare(old) and not outcome.has.spot(new).field:
+            path = bare(new)
+            staying.setdefault(path[:-1], {})[path[-1]] = outcome.stored[old]
+    rows = {key: path for path, own in staying.items() for key in _rows(path, frozenset(own.items()))}
+    changed = [(path, one.print) for one in moved for path in (one.old, one.new)]
+    changed += [(path, frozenset(own.items())) for side in (idle, fresh) for path, own in side.items()]
+    for path, print_ in changed:
+        for key in _rows(path, print_):
+            if key in rows:
+                yield f"{show_path(rows[key])} may not be what it was, as {show_path(path)} comes or goes"
+                return
+
+
+def _rows(path: Path, print_: Print) -> Iterator[tuple[Path, str, Path, Print]]:
+    """The rows of numbered names of which a layer is a member."""
+    for number, name in enumerate(path):
+        if found := numbered(name):
+            yield path[:number], found[0], path[number + 1 :], print_
+
+
+def _kept(outcome: Outcome) -> Iterator[str]:
+    """Leaves that would stay as the target has them although something stored might belong there."""
+    idle = {seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
+    fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
+    for path, seen in fresh.items():
+        if seen in idle:
+            yield f"{show_path(path)} has the shape of a stored leaf that is not used"
+            return
+        if path in outcome.stored and any("embed" in name.lower() for name in path):
+            yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
+            return
+    yield from _copies(outcome, fresh)
+    taken = [path for path in outcome.pairs if outcome.goal[path][0] and not outcome.has.is_optimizer(path)]
+    arrays = [path for path, seen in fresh.items() if len(seen[0]) > 1]
+    if len(arrays) > len(taken):
+        yield "more arrays would stay as the target has them than come from the checkpoint"
+
+
+def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
+    """New collections that look like a copy of another, as averages of the parameters do."""
+    tops: dict[str, dict[Path, Look]] = {}
+    for path, seen in outcome.goal.items():
+        tops.setdefault(path[0], {})[path[1:]] = seen
+    for name, leaves in tops.items():
+        if len(leaves) > 1 and all((name, *path) in fresh for path in leaves):
+            for other, others in tops.items():
+                if other != name and leaves == others:
+                    yield f"{name} looks like a copy of {other}, which from_target does not make"
+                    return

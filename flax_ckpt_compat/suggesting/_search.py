@@ -1,0 +1,201 @@
+"""Tries candidates one after the other, on the real trees and with the real rules, and keeps those that help."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.tree import Branch, Node, Path
+from flax_ckpt_compat.suggesting import _layers, _names
+from flax_ckpt_compat.suggesting._gaps import Prints, gaps
+from flax_ckpt_compat.suggesting._looks import EMPTY, KEPT, Look, Roles, fits, flatten, items
+from flax_ckpt_compat.suggesting._names import Candidate, Step
+from flax_ckpt_compat.suggesting._scattered import scattered
+
+# Leaves handled, over all candidates tried: about a second of work.
+_BUDGET = 60_000
+_LEAST_TRIES = 10
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """A checkpoint's tree after some steps.
+
+    Attributes:
+        tree: of handles and what the rules made of them.
+        steps: so far.
+        matched: how many leaves of the target are found with their shape.
+    """
+
+    tree: Node
+    steps: tuple[Step, ...]
+    matched: int
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """More is better: leaves found, then fewer steps."""
+        return self.matched, -len(self.steps)
+
+
+class Search:
+    """One search for the steps from a checkpoint to a target."""
+
+    def __init__(self, stored: Node, target: Node):
+        self.target, self.goal = target, flatten(target)
+        self.roles = Roles(target)
+        self.wanted = sum(seen != EMPTY for seen in self.goal.values())
+        self._cost = max(len(flatten(stored)), len(self.goal), 1)
+        self._budget = max(_BUDGET, _LEAST_TRIES * self._cost)
+        self.first = State(stored, (), self.matched(stored))
+
+    def matched(self, tree: Node) -> int:
+        """How many leaves of the target a tree holds with their shape, or leaves to the target."""
+        have = flatten(tree)
+        return sum(
+            path in have and fits(have[path], seen) and have[path] != KEPT
+            for path, seen in self.goal.items()
+            if seen != EMPTY
+        )
+
+    def tried(self, state: State, steps: tuple[Step, ...]) -> State | None:
+        """The state after more steps; None where a rule does not fit, or all the work allowed is done."""
+        tree = state.tree
+        for step in steps:
+            self._budget -= self._cost
+            if self._budget < 0:
+                return None
+            try:
+                tree = step.rule.apply(tree, self.target)
+            except CheckpointError:
+                return None
+        return State(tree, (*state.steps, *steps), self.matched(tree))
+
+    def best(self) -> State:
+        """The steps that find most of the target's leaves outside of optimizers."""
+        best = self._improved(self.first)
+        if self._is_done(best):
+            return best
+        for start in self._starts():
+            begun = self.tried(self.first, start.steps)
+            if begun is not None and (state := self._improved(begun)).rank > best.rank:
+                best = state
+        return best
+
+    def _is_done(self, state: State) -> bool:
+        have = flatten(state.tree)
+        return all(
+            (path in have and fits(have[path], seen)) or self.roles.is_optimizer(path)
+            for path, seen in self.goal.items()
+            if seen != EMPTY
+        )
+
+    def _improved(self, state: State) -> State:
+        while not self._is_done(state):
+            better = self._step(state)
+            if better is None:
+                break
+            state = better
+        return state
+
+    def _step(self, state: State) -> State | None:
+        found = list(self._candidates(state))
+        batch = [one for one in found if one.steps[0].rule.source.startswith("rules.rename")]
+        others = sorted(found, key=lambda one: (-one.expected, len(one.steps)))
+        for candidate in others:
+            better = self.tried(state, candidate.steps)
+            if better is not None and better.matched > state.matched:
+                return better
+        return self._together(state, batch)
+
+    def _together(self, state: State, batch: list[Candidate]) -> State | None:
+        """All renames at once, for names that only fit when several have changed."""
+        if len(batch) < 2:
+            return None
+        better = self.tried(state, tuple(step for one in batch[:8] for step in one.steps))
+        return better if better is not None and better.matched > state.matched else None
+
+    def _candidates(self, state: State) -> Iterator[Candidate]:
+        roles, prints = Roles(state.tree), Prints()
+        found = list(gaps(state.tree, self.target, roles))
+        yield from _names.renames(found, prints, self._settled(state.tree), state.tree)
+        yield from _names.wrappers(found, prints, roles, state.tree)
+        yield from _layers.stacks(found, prints)
+        yield from _layers.lists(found)
+        yield from _layers.fused(found, prints)
+        yield from self._eras(state)
+        yield from scattered(state.tree, self.target, roles, self.roles)
+
+    def _settled(self, tree: Node) -> frozenset[str]:
+        """Names on the way to leaves that are found already."""
+        have = flatten(tree)
+        return frozenset(
+            name for path, seen in self.goal.items() if path in have and fits(have[path], seen) for name in path
+        )
+
+    def _eras(self, state: State) -> Iterator[Candidate]:
+        for at in ("params", "") if not state.steps else ():
+            yield Candidate((Step(rules.pre_linen(at), "its names count modules of all classes together"),), 0)
+
+    def _starts(self) -> Iterator[Candidate]:
+        """First steps that may find nothing by themselves but make the rest possible, the likeliest first."""
+        stored = self.first.tree
+        if not isinstance(stored, Branch) or not isinstance(self.target, Branch):
+            return
+        yield from _names.endings(stored, self.target)
+        prepared = _pre_optax(stored)
+        if prepared is not None:
+            yield prepared
+            return
+        likely = sorted(_collections(stored, self.target, self.roles), key=lambda one: -one.expected)
+        yield from likely[:4]
+
+
+def _pre_optax(stored: Branch) -> Candidate | None:
+    optimizer = stored.children.get("optimizer")
+    if not isinstance(optimizer, Branch) or not {"target", "state"} <= optimizer.children.keys():
+        return None
+    return Candidate((Step(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's"),), 0)
+
+
+def _collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candidate]:
+    """Collections of the checkpoint that became the whole tree, or one part of it."""
+    kinds = ("params", "batch_stats")
+    gone = {name: node for name, node in stored.children.items() if name not in target.children}
+    present = [name for name in kinds if name in gone]
+    if "params" in gone:
+        steps = tuple(Step(rules.unwrap(name), f"the target has no {name}") for name in present)
+        yield Candidate(steps, _likeness(gone, present, target))
+        yield Candidate(
+            (Step(rules.move("params", ""), "the target has no params"),), _likeness(gone, ["params"], target)
+        )
+    for name, child in target.children.items():
+        if name not in stored.children and not roles.is_optimizer((name,)):
+            for names in ([one] for one in gone):
+                steps = tuple(Step(rules.move(one, name), f"{name} looks like {one}") for one in names)
+                yield Candidate(steps, _likeness(gone, names, child))
+            if len(present) > 1:
+                steps = tuple(Step(rules.move(one, name), f"{name} looks like {one}") for one in present)
+                yield Candidate(steps, _likeness(gone, present, child))
+    if not any(name in target.children for name in stored.children):
+        for name, child in target.children.items():
+            yield Candidate(
+                (Step(rules.wrap(name), f"{name} looks like the whole"),),
+                _likeness(stored.children, list(stored.children), child),
+            )
+
+
+def _likeness(children: dict[str, Node], names: list[str], target: Node) -> int:
+    """How many leaves have the same last name, shape and kind."""
+    return (_ends({name: children[name] for name in names}) & _ends(target)).total()
+
+
+def _ends(tree: Node | dict[str, Node]) -> Counter[tuple[str, Look]]:
+    node = Branch(tree) if isinstance(tree, dict) else tree
+    return Counter((_last(path), seen) for path, seen in items(node).items())
+
+
+def _last(path: Path) -> str:
+    return path[-2] if len(path) > 1 and path[-1] == "value" else (path[-1] if path else "")
