@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,13 +121,13 @@ def side_by_side(
 
 
 def each_array(
-    stored: Node, pattern: str, who: str, change: Callable[[Array, Path], Node], *, needed: str = "array"
+    stored: Node, names: re.Pattern[str], who: str, change: Callable[[Array, Path], Node], *, needed: str = "array"
 ) -> Node:
     """The tree with every array changed whose path has a match; other leaves stay.
 
     Args:
         stored: the tree.
-        pattern: as in `flax_ckpt_compat.rules.rename`.
+        names: of `flax_ckpt_compat.rules._trees.whole_names`.
         who: the rule, for the messages.
         change: gives the new leaf, or None to leave it as it is and not count it.
         needed: what there must be one of.
@@ -134,12 +135,11 @@ def each_array(
     Raises:
         TransformError: there is no such array.
     """
-    compiled = _trees.whole_names(pattern, who)
     found = False
 
     def changed(path: Path, leaf: Any) -> Node:
         nonlocal found
-        if not is_array(leaf) or not any(_trees.matches(compiled, path)):
+        if not is_array(leaf) or not any(_trees.matches(names, path)):
             return leaf
         new = change(leaf, path)
         found = found or new is not None
@@ -147,7 +147,9 @@ def each_array(
 
     tree = map_leaves(changed, stored)
     if not found:
-        raise TransformError(f"{who}: matches no {needed} in the checkpoint; {_trees.near_names(pattern, stored)}")
+        raise TransformError(
+            f"{who}: matches no {needed} in the checkpoint; the pattern must match whole names of a key path"
+        )
     return tree
 
 

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, is_jax_array, show_path
-from flax_ckpt_compat.rules import _arrays
+from flax_ckpt_compat.rules import _arrays, _trees
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -35,6 +35,7 @@ def cast(pattern: str, dtype: Any) -> Apply:
     """
     wanted = _dtype(dtype)
     who = f"cast({pattern!r}, {wanted.name!r})"
+    names = _trees.whole_names(pattern, who)
     kind = _kind(wanted)
     if kind is None:
         raise TransformError(f"{who}: expected a dtype of floats, ints or complex numbers")
@@ -51,7 +52,7 @@ def cast(pattern: str, dtype: Any) -> Apply:
 
         return _arrays.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
 
-    return lambda stored, _: _arrays.each_array(stored, pattern, who, changed, needed=f"array of {kind}")
+    return lambda stored, _: _arrays.each_array(stored, names, who, changed, needed=f"array of {kind}")
 
 
 @rule
@@ -69,6 +70,7 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
             or the target has no such array with values.
     """
     who = f"pad({pattern!r}, {size!r})"
+    names = _trees.whole_names(pattern, who)
     if isinstance(value, str) and value != "target":
         raise TransformError(f"{who}: value is {value!r}, expected a number or 'target'")
 
@@ -90,7 +92,7 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
                 function, how = _filled(None, value, shape, leaf.dtype), f"{how}, filled with {value}"
             return _arrays.apply_to(leaf, function, how, shape=shape)
 
-        return _arrays.each_array(stored, pattern, who, changed)
+        return _arrays.each_array(stored, names, who, changed)
 
     return apply
 
@@ -108,6 +110,7 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
         TransformError: when applied: it matches no array, or one is shorter.
     """
     who = f"cut({pattern!r}, {size!r})"
+    names = _trees.whole_names(pattern, who)
     if size < 0:
         raise TransformError(f"{who}: a length cannot be negative")
 
@@ -120,7 +123,7 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
             raise _misfit(f"{who}: {show_path(path)} has length {shape[at]} on axis {axis} only; see pad", path)
         return _arrays.piece(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
 
-    return lambda stored, _: _arrays.each_array(stored, pattern, who, changed)
+    return lambda stored, _: _arrays.each_array(stored, names, who, changed)
 
 
 @rule
@@ -135,6 +138,7 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
         TransformError: when applied: it matches no array, or one has other axes than these.
     """
     who = f"transpose({pattern!r}, {tuple(axes)!r})"
+    names = _trees.whole_names(pattern, who)
 
     def changed(leaf: Array, path: Path) -> Node:
         shape = leaf.shape or ()
@@ -144,7 +148,7 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
         new = tuple(shape[axis] for axis in order)
         return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
 
-    return lambda stored, _: _arrays.each_array(stored, pattern, who, changed)
+    return lambda stored, _: _arrays.each_array(stored, names, who, changed)
 
 
 @rule
@@ -159,6 +163,7 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
         TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
     """
     who = f"reshape({pattern!r}, {tuple(shape)!r})"
+    names = _trees.whole_names(pattern, who)
     known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
         raise TransformError(f"{who}: at most one length may be -1, and none below")
@@ -171,7 +176,7 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
             raise _misfit(f"{who}: {show_path(path)} is {list(old)}, which has {count} values", path)
         return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
 
-    return lambda stored, _: _arrays.each_array(stored, pattern, who, changed)
+    return lambda stored, _: _arrays.each_array(stored, names, who, changed)
 
 
 def _misfit(message: str, path: Path) -> TransformError:

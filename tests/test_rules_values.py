@@ -1,0 +1,226 @@
+"""Rules that change arrays one by one: values against numpy, what is left alone, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import leaves, rules, state
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import KeyData
+from tests.support.stored import Memory, count, same, stored, value_of, values
+from tests.support.trees import fill
+
+FLOATS = [np.dtype(name) for name in ("f2", "f4", "f8", ">f4")] + [np.dtype(ml_dtypes.bfloat16)]
+INTS = [np.dtype(name) for name in ("i1", "i4", "u4", ">i8")] + [np.dtype(ml_dtypes.int4)]
+SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+KEY = KeyData("threefry2x32", np.zeros(2, np.uint32))
+OTHERS = {"count": np.int32(3), "step": 4, "name": "adam", "key": KEY, "none": None, "flag": np.array(True)}
+
+
+@given(SHAPES, st.sampled_from(FLOATS), st.sampled_from(FLOATS))
+def test_cast_floats_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None:
+    """Floats of any dtype become what astype makes of them, and nothing else does."""
+    array = np.linspace(-3, 3, int(np.prod(shape))).astype(old).reshape(shape)
+    after = values(rules.cast("params", new).apply(stored({"params": {"w": array, **OTHERS}}), None))
+    same({"w": after.pop("params/w")}, {"w": array.astype(new)})
+    assert after.keys() == {f"params/{name}" for name in OTHERS}
+    assert all(type(after[f"params/{name}"]) is type(value) for name, value in OTHERS.items())
+
+
+@given(SHAPES, st.sampled_from(INTS), st.sampled_from(INTS))
+def test_cast_ints_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None:
+    """Ints that fit become what astype makes of them."""
+    array = (np.arange(np.prod(shape)) % 8).astype(old).reshape(shape)
+    same(values(rules.cast("w", new).apply(stored({"w": array}), None)), {"w": array.astype(new)})
+
+
+def test_cast_says_how() -> None:
+    """The new leaf has the new dtype before anything is read, and says what is done; a leaf that has it stays."""
+    tree = stored({"w": count((3,)), "v": count((3,), ml_dtypes.bfloat16)})
+    after = rules.cast("[wv]", "bfloat16").apply(tree, None)
+    assert after.children["w"].how == "float32 → bfloat16"
+    assert after.children["w"].dtype == ml_dtypes.bfloat16
+    assert after.children["v"] is tree.children["v"]
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "shown"),
+    [
+        (np.array([1, 300]), "int8", "300"),
+        (np.array([-1]), "uint32", "-1"),
+        (np.array([1.0, 1e39]), "float32", "1e\\+39"),
+        (np.array([70000], np.float32), "float16", "70000"),
+        (np.array([1e39 + 0j]), "complex64", "1e\\+39"),
+    ],
+)
+def test_cast_never_wraps(array: Any, dtype: str, shown: str) -> None:
+    """A number that the new dtype cannot hold at all is an error when it is read, not another number or infinity."""
+    after = rules.cast("w", dtype).apply(stored({"w": array}), None)
+    with pytest.raises(TransformError, match=f"w has 1 values.*{shown}"):
+        value_of(after.children["w"])
+
+
+def test_cast_keeps_what_is_not_finite() -> None:
+    """Infinities and NaN stay what they are."""
+    array = np.array([np.inf, -np.inf, np.nan])
+    after = rules.cast("w", "bfloat16").apply(stored({"w": array}), None)
+    np.testing.assert_array_equal(value_of(after.children["w"]).astype(float), array)
+
+
+def test_cast_refuses() -> None:
+    """Names that are no dtype, dtypes of no numbers, patterns without an array of that kind."""
+    for dtype in ("bfloat17", "str", object):
+        with pytest.raises(TransformError, match="cast"):
+            rules.cast("w", dtype)
+    for tree in ({"w": 1.0}, {"w": count((2,), np.int32)}, {"v": count((2,))}, {"w": KEY}):
+        with pytest.raises(TransformError, match="matches no array of floats"):
+            rules.cast("w", "float16").apply(stored(tree), None)
+
+
+@given(SHAPES, st.sampled_from(FLOATS + INTS), st.integers(0, 4), st.integers(0, 7), st.data())
+def test_pad_is_numpys(shape: tuple[int, ...], dtype: Any, more: int, value: int, data: Any) -> None:
+    """Padded arrays are those of np.pad with a constant; pad and cut give the array back."""
+    array = fill(shape, dtype, 1)
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    size = shape[axis] + more
+    there = rules.pad("w", size, axis, value).apply(stored({"w": array}), None)
+    widths = [(0, more if n == axis % len(shape) else 0) for n in range(len(shape))]
+    expected = np.pad(array, widths, constant_values=np.asarray(value).astype(dtype))
+    same(values(there), {"w": expected})
+    same(values(rules.cut("w", shape[axis], axis).apply(there, None)), {"w": array})
+
+
+@given(SHAPES, st.data())
+def test_cut_is_numpys(shape: tuple[int, ...], data: Any) -> None:
+    """The first values on the axis, of which alone the bytes are read."""
+    array = count(shape)
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    size = data.draw(st.integers(0, shape[axis]))
+    reader = Memory({"w": array})
+    found = values(rules.cut("w", size, axis).apply(reader.tree, None))
+    expected = np.take(array, range(size), axis)
+    same(found, {"w": expected})
+    assert reader.bytes_read == expected.nbytes
+
+
+def test_pad_from_the_target() -> None:
+    """New rows are the target's own, for the parameter and its moments alike; jax and numpy arrays."""
+    tree = {"params": {"emb": count((2, 3))}, "mu": {"emb": count((2, 3), start=50)}}
+    target = {"params": {"emb": jnp.full((4, 3), -1.0)}, "mu": {"emb": np.zeros((4, 3))}}
+    after = rules.pad("emb", 4, value="target").apply(stored(tree), state.describe(target))
+    found = values(after)
+    np.testing.assert_array_equal(found["params/emb"][:2], tree["params"]["emb"])
+    np.testing.assert_array_equal(found["params/emb"][2:], -1)
+    np.testing.assert_array_equal(found["mu/emb"][2:], 0)
+    assert found["mu/emb"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (jax.ShapeDtypeStruct((4, 3), np.float32), "abstract"),
+        (np.zeros((5, 3), np.float32), r"\(5, 3\), expected \(4, 3\)"),
+        (np.zeros((4, 3), np.int32), "int32"),
+        (3.5, "no array"),
+        (None, "no array"),
+    ],
+)
+def test_pad_from_a_target_that_does_not_fit(own: Any, message: str) -> None:
+    """An abstract leaf, another shape or kind, or no array in the target is an error that names the leaf."""
+    with pytest.raises(TransformError, match=message) as caught:
+        rules.pad("emb", 4, value="target").apply(stored({"emb": count((2, 3))}), state.describe({"emb": own}))
+    assert caught.value.leaf == "emb"
+
+
+def test_pad_and_cut_refuse() -> None:
+    """Arrays that are too long or too short, fills that do not fit, axes that are not there, no array at all."""
+    tree = stored({"w": count((3,)), "n": count((3,), np.int32), "s": 1})
+    for rule, message in (
+        (rules.pad("w", 2), "length 3 on axis 0 already; see cut"),
+        (rules.cut("w", 4), "length 3 on axis 0 only; see pad"),
+        (rules.pad("n", 4, value=0.5), "0.5 does not fit n"),
+        (rules.pad("n", 4, value=2**40), "does not fit n"),
+        (rules.pad("n", 4, value=[1]), "does not fit n"),
+        (rules.pad("w", 4, axis=1), "no axis 1"),
+        (rules.cut("w", 1, axis=-2), "no axis -2"),
+        (rules.pad("s", 4), "matches no array"),
+        (rules.cut("x", 4), "matches no array"),
+    ):
+        with pytest.raises(TransformError, match=message):
+            rule.apply(tree, None)
+    for make in (lambda: rules.pad("w", 4, value="zero"), lambda: rules.cut("w", -1), lambda: rules.pad("(", 1)):
+        with pytest.raises(TransformError):
+            make()
+
+
+@given(SHAPES, st.data())
+def test_transpose_is_numpys(shape: tuple[int, ...], data: Any) -> None:
+    """Any order of axes, counted from the front or the end."""
+    array = count(shape)
+    axes = data.draw(st.permutations(range(len(shape))))
+    signed = [axis - len(shape) * data.draw(st.booleans()) for axis in axes]
+    found = values(rules.transpose("w", signed).apply(stored({"w": array}), None))
+    same(found, {"w": array.transpose(axes).copy(order="C")})
+
+
+@given(SHAPES, st.data())
+def test_reshape_is_numpys(shape: tuple[int, ...], data: Any) -> None:
+    """Flat and back, with a length left open; the values are in C order."""
+    array = count(shape)
+    flat = rules.reshape("w", (-1,)).apply(stored({"w": array}), None)
+    same(values(flat), {"w": array.reshape(-1)})
+    open_at = data.draw(st.integers(0, len(shape) - 1))
+    again = [-1 if n == open_at else size for n, size in enumerate(shape)]
+    same(values(rules.reshape("w", again).apply(flat, None)), {"w": array})
+
+
+def test_transpose_and_reshape_refuse() -> None:
+    """Axes that are not those of the array, and shapes with another number of values."""
+    tree = stored({"w": count((2, 3))})
+    for rule in (
+        rules.transpose("w", (0,)),
+        rules.transpose("w", (0, 0)),
+        rules.transpose("w", (0, 2)),
+        rules.reshape("w", (4, 2)),
+        rules.reshape("w", (4, -1)),
+        rules.reshape("v", (6,)),
+    ):
+        with pytest.raises(TransformError, match=r"\bw\b|'v'"):
+            rule.apply(tree, None)
+    with pytest.raises(TransformError, match="at most one"):
+        rules.reshape("w", (-1, -1))
+
+
+def test_rules_after_rules() -> None:
+    """Casting, cutting, padding and turning what was stacked gives what numpy gives."""
+    arrays = [count((4, 3), start=10 * n) for n in range(3)]
+    tree: Any = stored({f"layer_{n}": {"w": array} for n, array in enumerate(arrays)})
+    for rule in (
+        rules.stack(r"layer_(\d+)", "layers", axis=1),
+        rules.cast("layers", "float64"),
+        rules.cut("w", 2),
+        rules.pad("w", 5, axis=-1, value=7),
+        rules.transpose("w", (2, 0, 1)),
+        rules.split("layers", ["a", "b"], axis=1),
+        rules.fuse(["b", "a"], "c", axis=1),
+        rules.unstack("c", "d{}"),
+    ):
+        tree = rule.apply(tree, None)
+    expected = np.pad(np.stack(arrays, 1).astype(float)[:2], [(0, 0), (0, 0), (0, 2)], constant_values=7)
+    expected = expected.transpose(2, 0, 1)[:, ::-1]
+    same(values(tree), {f"d{n}/w": expected[n].copy() for n in range(5)})
+
+
+def test_own_leaves_are_left_alone() -> None:
+    """Leaves left to the target have no values to change."""
+    tree = stored({"w": count((2,))})
+    tree.children["v"] = leaves.Own.TARGET
+    assert rules.cast("[wv]", "float16").apply(tree, None).children["v"] is leaves.Own.TARGET
