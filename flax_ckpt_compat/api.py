@@ -9,7 +9,6 @@ from typing import Any, Literal, SupportsFloat
 from flax_ckpt_compat import config, restoring, saving
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat.background import AsyncManager
-from flax_ckpt_compat.checkpoints import safe_normpath
 from flax_ckpt_compat.errors import SettingError, StepError
 
 __all__ = ["restore", "save"]
@@ -81,7 +80,7 @@ def restore(
     given = {name: value for name, value in policies.items() if value is not None}
     with config.defaults(config.STRICT), config.override(**given):
         return restoring.restore(
-            safe_normpath(os.fspath(path)), target, step, prefix, None, transforms, transforms_default_to_original
+            os.fspath(path), target, step, prefix, None, transforms, transforms_default_to_original
         )
 
 
@@ -130,7 +129,8 @@ def save(
     """
     chosen = _format(format)
     codec = {} if isinstance(compression, _Unset) else {"compression": compression}
-    directory = safe_normpath(os.fspath(path))
+    place = os.fspath(path)
+    place = place if "://" in place else os.path.normpath(place)  # a URL is refused as it was given
     with config.override(**codec):
         if codec and compression is not None and chosen is Format.MSGPACK:
             raise SettingError(
@@ -138,12 +138,12 @@ def save(
             )
         if step is not None:
             return saving.save(
-                directory, tree, step, prefix, 0 if keep is None else keep, overwrite, keep_every_n_steps,
+                place, tree, step, prefix, 0 if keep is None else keep, overwrite, keep_every_n_steps,
                 async_manager, None, careful=True, format=chosen,
             )  # fmt: skip
         if keep is not None or keep_every_n_steps is not None:
             raise StepError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
-        return saving.save_at(directory, tree, overwrite, async_manager, chosen)
+        return saving.save_at(place, tree, overwrite, async_manager, chosen)
 
 
 def _format(name: str | None) -> Format:

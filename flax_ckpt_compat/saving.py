@@ -124,9 +124,8 @@ def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format:
     directory, name = os.path.split(path)
     if name in ("", os.curdir, os.pardir):
         raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
+    _place(path, "")  # refuses a URL, of which the directory alone may not look like one
     where = _place(directory, "")
-    if "\0" in name:
-        raise StepError("a path cannot contain the NUL character")
     request = Request(where, steps.check_name(name), None, overwrite, 0, None, True, format, False, start)
     _carry_out(request, target, async_manager, None)
     return path

@@ -371,12 +371,15 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
     assert names(tmp_path) == []
 
 
-def test_prefixes_of_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object store is a StorageError, not a directory called gs:."""
     monkeypatch.chdir(tmp_path)
     for step in (None, 1):
-        with pytest.raises(errors.StorageError, match="object stores"):
-            save("gs://bucket/model", tree(1), step=step)
+        for url in ("gs://bucket/model", "gs://model", "file:///tmp/model"):
+            with pytest.raises(errors.StorageError, match="object stores"):
+                save(url, tree(1), step=step)
+            with pytest.raises(errors.StorageError, match="object stores"):
+                restore(url, step=step)
     assert names(tmp_path) == []
 
 

@@ -12,6 +12,12 @@ from tests.support.saves import run_python, start_python, use_flag
 PRINT = "from flax_ckpt_compat import config; print(config.current())"
 
 
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings as in a process that set none; what a test sets for the process goes with it."""
+    monkeypatch.setattr(config, "_process", {})
+
+
 def test_defaults_are_those_of_the_table() -> None:
     """The first value of each row of the module's table is the default."""
     rows = [line for line in (config.__doc__ or "").splitlines() if line.startswith("``") and "  " in line]
@@ -45,17 +51,63 @@ def test_override_is_of_one_thread() -> None:
 
 def test_update_is_for_the_process() -> None:
     """update changes what every thread sees; an override is still stronger."""
-    try:
-        config.update(missing_leaves="warn")
-        seen: list[config.Settings] = []
+    config.update(missing_leaves="warn")
+    seen: list[config.Settings] = []
+    thread = threading.Thread(target=lambda: seen.append(config.current()))
+    thread.start()
+    thread.join()
+    assert seen[0].missing_leaves == config.current().missing_leaves == "warn"
+    with config.override(missing_leaves="keep"):
+        assert config.current().missing_leaves == "keep"
+
+
+def test_what_was_set_stands_over_other_defaults() -> None:
+    """defaults gives values to what nobody set, in its block only; a setting counts also where it says the default."""
+    with config.defaults(config.STRICT) as settings:
+        assert settings == config.current() == config.STRICT != config.Settings()
+        with config.override(structure="flax", must_exist=False):
+            assert config.current() == config.Settings(shape_mismatch="error")
+        config.update(shape_mismatch="warn")
+        assert config.current() == config.Settings(structure="stored", must_exist=True)
+        with config.override(shape_mismatch="error"):
+            assert config.current() == config.STRICT
+    assert config.current() == config.Settings()
+    with config.override(must_exist=True), config.defaults(config.Settings(dtype="target", must_exist=False)):
+        assert config.current() == config.Settings(dtype="target", must_exist=True)
+
+
+def test_defaults_end_with_their_block_and_thread() -> None:
+    """An error ends the block as well, and no other thread sees it."""
+    seen: list[config.Settings] = []
+    with pytest.raises(RuntimeError), config.defaults(config.STRICT):
         thread = threading.Thread(target=lambda: seen.append(config.current()))
         thread.start()
         thread.join()
-        assert seen[0].missing_leaves == config.current().missing_leaves == "warn"
-        with config.override(missing_leaves="keep"):
-            assert config.current().missing_leaves == "keep"
-    finally:
-        config.update(missing_leaves="error")
+        raise RuntimeError
+    assert seen == [config.current()] == [config.Settings()]
+
+
+def test_an_override_holds_only_what_it_sets() -> None:
+    """What a block leaves alone follows the process, as it is at the moment."""
+    with config.override(dtype="target"):
+        config.update(missing_leaves="warn")
+        assert config.current() == config.Settings(dtype="target", missing_leaves="warn")
+
+
+@pytest.mark.parametrize("choice", ["missing_leaves", "shape_mismatch", "dtype", "structure", "must_exist"])
+def test_none_is_a_value_of_compression_only(choice: str) -> None:
+    """Setting another to None is an error, not a way to unset it; compression=None is a set value."""
+    with pytest.raises(SettingError):
+        config.update(**{choice: None})
+    config.update(compression=None)
+    with config.defaults(config.Settings(compression="zstd")):
+        assert config.compression is None
+
+
+def test_the_strict_defaults() -> None:
+    """Those of the modern functions differ from the table's in the three ways that could surprise."""
+    expected = config.Settings(shape_mismatch="error", structure="stored", must_exist=True)
+    assert expected == config.STRICT
 
 
 @pytest.mark.parametrize("change", [{"missing_leave": "keep"}, {"missing_leaves": "kepe"}, {"must_exist": "yes"}])
@@ -116,18 +168,16 @@ def test_settings_are_attributes(name: str) -> None:
     assert not hasattr(config, "must_exits")
 
 
-@pytest.mark.parametrize(("name", "value", "default"), [("must_exist", True, False), ("compression", None, None)])
-def test_update_as_flax_spells_it(name: str, value: object, default: object) -> None:
-    """update takes a name and a value, too, as Flax's own config.update does."""
-    try:
-        config.update(name, value)
-        assert getattr(config, name) is value
-    finally:
-        config.update(name, default)
+@pytest.mark.parametrize(("name", "value"), [("must_exist", True), ("compression", "zstd"), ("compression", None)])
+def test_update_as_flax_spells_it(name: str, value: object) -> None:
+    """update takes a name and a value, too, as Flax's own config.update does; a mistake changes nothing."""
+    config.update(name, value)
+    assert getattr(config, name) is value
+    before = config.current()
     for wrong in (("must_exist",), ("must_exist", True, 1), (True, "must_exist"), ("must_exits", True)):
         with pytest.raises(SettingError):
             config.update(*wrong)
-    assert config.current() == config.Settings()
+    assert config.current() == before
 
 
 def test_flax_flag_is_read_afresh() -> None:

@@ -1,0 +1,250 @@
+"""restore(): strict where nobody said otherwise, and whose word counts where somebody did."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import train_state
+
+from flax_ckpt_compat import checkpoints, config, errors, restore, save
+from tests.support.samples import fingerprint
+from tests.support.saves import names, run_python, tree, use_flag
+
+STORED = {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, np.int8)}
+OTHER_SHAPE = {"a": np.zeros(4, np.float32), "b": np.zeros(2, np.int8)}
+ONE_MORE = {**STORED, "c": np.full(1, 7.0)}
+
+
+@pytest.fixture(params=["msgpack", "orbax"])
+def format(request: pytest.FixtureRequest) -> Any:
+    """Each test once for each format."""
+    return request.param
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings as in a process that set none; what the test sets for the process goes with it."""
+    monkeypatch.setattr(config, "_process", {})
+
+
+pytestmark = pytest.mark.usefixtures("nothing_set")
+
+
+def state(step: int = 0) -> Any:
+    """A TrainState."""
+    params = {"w": jnp.full((2, 3), float(step)), "b": jnp.zeros(3, jnp.bfloat16)}
+    return train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1)).replace(step=step)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_checkpoints_of_real_flax(tmp_path: Path, flag: bool) -> None:
+    """What Flax saved restores the same as by our restore_checkpoint: latest, a step, another prefix, one path."""
+    with use_flag(flag):
+        for step in (1, 2, 10):
+            flax_checkpoints.save_checkpoint(tmp_path, state(step), step, prefix="m_", keep=9)
+    for arguments in ({}, {"step": 2}, {"step": jnp.asarray(2)}, {"step": "10"}):
+        mine = restore(tmp_path, state(), prefix="m_", **arguments)  # type: ignore[arg-type]
+        theirs = checkpoints.restore_checkpoint(tmp_path, state(), prefix="m_", **arguments)  # type: ignore[arg-type]
+        assert mine.step == (10 if arguments.get("step") in (None, "10") else 2)
+        assert fingerprint(jax.tree.leaves(mine)) == fingerprint(jax.tree.leaves(theirs))
+    for path in (tmp_path / "m_1", str(tmp_path / "m_1")):
+        assert restore(path, state()).step == 1
+
+
+def test_directories_of_real_orbax(tmp_path: Path) -> None:
+    """A step of Orbax's CheckpointManager, with several items, comes as a dict of them; lists are lists."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        trees = {name: ocp.args.StandardSave({"l": [np.ones(1), 2]}) for name in ("state", "ema")}
+        manager.save(3, args=ocp.args.Composite(**trees, note=ocp.args.JsonSave({"k": [1]})))
+    restored = restore(tmp_path)
+    assert restored.keys() == {"state", "ema", "note"} and restored["note"] == {"k": [1]}
+    assert fingerprint(restore(tmp_path / "3" / "state")) == fingerprint(restored["state"])
+    assert isinstance(restored["state"]["l"], list)
+
+
+@pytest.mark.parametrize("path", ["nowhere", ".", "checkpoint_9", "file/below"])
+def test_nothing_there_is_an_error(tmp_path: Path, path: str) -> None:
+    """No directory, an empty one, no such checkpoint: an error of the kinds that callers catch; or the target."""
+    (tmp_path / "file").touch()
+    for given in (None, STORED):
+        with pytest.raises(errors.CheckpointNotFoundError) as caught:
+            restore(tmp_path / path, given)
+        assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value, ValueError)
+        assert str(tmp_path) in str(caught.value)
+        assert restore(tmp_path / path, given, must_exist=False) is given
+    with pytest.raises(errors.CheckpointNotFoundError):
+        restore(tmp_path / path, step=1, must_exist=False)
+    assert names(tmp_path) == ["file"]
+
+
+def test_other_shapes_are_an_error(tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They name the leaf; on request the stored shape comes back, with or without a warning."""
+    save(tmp_path / "m", STORED, format=format)
+    with pytest.raises(errors.ShapeMismatchError) as caught:
+        restore(tmp_path / "m", OTHER_SHAPE)
+    assert caught.value.leaf == "a" and "(3,)" in str(caught.value) and "(4,)" in str(caught.value)
+    for policy in ("ignore", "warn"):
+        caplog.clear()
+        assert restore(tmp_path / "m", OTHER_SHAPE, shape_mismatch=policy)["a"].shape == (3,)  # type: ignore[arg-type]
+        assert bool(caplog.records) == (policy == "warn")
+
+
+def test_missing_leaves_are_an_error(tmp_path: Path, format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """All are listed; on request the target's values stay, with or without a warning."""
+    save(tmp_path / "m", STORED, format=format)
+    with pytest.raises(errors.MissingLeavesError) as caught:
+        restore(tmp_path / "m", ONE_MORE)
+    assert caught.value.missing == ("c",)
+    for policy in ("keep", "warn"):
+        caplog.clear()
+        restored = restore(tmp_path / "m", ONE_MORE, missing_leaves=policy)  # type: ignore[arg-type]
+        assert fingerprint(restored) == fingerprint(ONE_MORE)
+        assert bool(caplog.records) == (policy == "warn")
+
+
+def test_dtypes_are_the_stored_ones(tmp_path: Path, format: Any) -> None:
+    """Unless the target's are asked for, or the target is abstract."""
+    save(tmp_path / "m", STORED, format=format)
+    wide = {"a": np.zeros(3, np.float64), "b": np.zeros(2, np.int64)}
+    assert fingerprint(restore(tmp_path / "m", wide)) == fingerprint(STORED)
+    cast = {name: value.astype(wide[name].dtype) for name, value in STORED.items()}
+    assert fingerprint(restore(tmp_path / "m", wide, dtype="target")) == fingerprint(cast)
+
+
+def test_lists_come_back_as_lists(tmp_path: Path) -> None:
+    """Where the format records containers; Flax's nested dicts on request, and from files, which record none."""
+    nested = {"l": [np.ones(2), {"x": np.zeros(1)}], "t": (np.ones(1),)}
+    flaxs = {"l": {"0": np.ones(2), "1": {"x": np.zeros(1)}}, "t": {"0": np.ones(1)}}
+    directory, file = (save(tmp_path / name, nested, format=name) for name in ("orbax", "msgpack"))  # type: ignore[arg-type]
+    assert fingerprint(restore(directory)) == fingerprint(nested)
+    assert fingerprint(restore(directory, structure="flax")) == fingerprint(flaxs)
+    assert fingerprint(restore(file)) == fingerprint(flaxs)
+
+
+def test_flaxs_own_functions_are_not_strict(tmp_path: Path, format: Any) -> None:
+    """restore_checkpoint goes on as it was, also after restore() was called, and after it failed."""
+    save(tmp_path, STORED, step=1, format=format)
+    with pytest.raises(errors.ShapeMismatchError):
+        restore(tmp_path, OTHER_SHAPE)
+    assert restore(tmp_path, STORED).keys() == STORED.keys()
+    assert checkpoints.restore_checkpoint(tmp_path, OTHER_SHAPE)["a"].shape == (3,)
+    assert checkpoints.restore_checkpoint(tmp_path / "nowhere", STORED) is STORED
+    assert config.current() == config.Settings()
+
+
+def test_what_was_set_beats_the_strict_defaults(tmp_path: Path, format: Any) -> None:
+    """A block beats the process, the process beats the strict default, and an argument of the call beats them all."""
+    save(tmp_path / "m", STORED, format=format)
+
+    def is_strict(**arguments: Any) -> bool:
+        try:
+            return restore(tmp_path / "m", OTHER_SHAPE, **arguments) is None
+        except errors.ShapeMismatchError:
+            return True
+
+    assert is_strict()
+    with config.override(shape_mismatch="warn"):  # the very default of Flax's functions, but set on purpose
+        assert not is_strict()
+        with config.override(dtype="target"):
+            assert not is_strict()
+        assert is_strict(shape_mismatch="error")
+    config.update(shape_mismatch="ignore")
+    assert not is_strict() and is_strict(shape_mismatch="error")
+    with config.override(shape_mismatch="error"):
+        assert is_strict() and not is_strict(shape_mismatch="ignore")
+    config.update(missing_leaves="keep")
+    assert fingerprint(restore(tmp_path / "m", ONE_MORE)) == fingerprint(ONE_MORE)
+    with pytest.raises(errors.MissingLeavesError):
+        restore(tmp_path / "m", ONE_MORE, missing_leaves="error")
+
+
+ENVIRONMENT = """
+import sys
+import numpy as np
+from flax_ckpt_compat import errors, restore
+path, target = sys.argv[1], {"a": np.zeros(4, np.float32)}
+print(restore(path + "/nowhere", target) is target, restore(path, target)["a"].shape)
+try:
+    restore(path, target, shape_mismatch="error")
+except errors.ShapeMismatchError:
+    print("refused")
+try:
+    restore(path + "/nowhere", must_exist=True)
+except errors.CheckpointNotFoundError:
+    print("not found")
+print(restore(path)["a"])
+"""
+
+
+def test_environment_variables_beat_the_strict_defaults(tmp_path: Path) -> None:
+    """A variable counts as set also where it names Flax's default; an argument of the call is stronger."""
+    save(tmp_path, {"a": [1, 2]}, step=1, format="orbax")
+    save(tmp_path, {"a": np.zeros(3, np.float32)}, step=2, format="orbax")
+    variables = {"MUST_EXIST": "0", "SHAPE_MISMATCH": "warn", "STRUCTURE": "flax"}
+    out, _ = run_python(ENVIRONMENT, tmp_path, **{f"FLAX_CKPT_COMPAT_{name}": text for name, text in variables.items()})
+    assert out.splitlines()[:3] == ["True (3,)", "refused", "not found"]
+
+
+def test_each_thread_has_its_own_blocks(tmp_path: Path) -> None:
+    """An override in one thread does not soften the restores of another that run meanwhile."""
+    save(tmp_path / "m", STORED)
+    inside, outside, outcomes = threading.Event(), threading.Event(), {}
+
+    def lenient() -> None:
+        with config.override(shape_mismatch="ignore"):
+            inside.set()
+            outside.wait(60)
+            outcomes["lenient"] = restore(tmp_path / "m", OTHER_SHAPE)["a"].shape
+
+    def strict() -> None:
+        inside.wait(60)
+        try:
+            restore(tmp_path / "m", OTHER_SHAPE)
+        except errors.ShapeMismatchError as error:
+            outcomes["strict"] = error.leaf
+        outside.set()
+
+    threads = [threading.Thread(target=function) for function in (lenient, strict)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {"lenient": (3,), "strict": "a"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"missing_leaves": "kepe"}, {"shape_mismatch": "raise"}, {"dtype": "f4"}, {"structure": "x"}, {"must_exist": "y"}],
+)
+def test_mistakes_name_the_choices(tmp_path: Path, wrong: Any) -> None:
+    """A misspelt policy is a SettingError that lists what there is, before anything is read."""
+    with pytest.raises(errors.SettingError, match=f"setting {next(iter(wrong))} takes "):
+        restore(tmp_path / "nowhere", **wrong)
+    with pytest.raises(TypeError):
+        restore(tmp_path, None, 3)  # type: ignore[misc]
+
+
+def test_a_failed_background_save_is_told(tmp_path: Path) -> None:
+    """restore() raises, once, what a save into the same place failed with that nobody waited for."""
+    manager = checkpoints.AsyncManager()
+    save(tmp_path / "m", tree(1), format="msgpack")
+    save(tmp_path / "m" / "below", tree(2), format="msgpack", async_manager=manager)
+    manager.executor.shutdown()
+    with pytest.raises(errors.StorageError, match="is a file"):
+        restore(tmp_path / "m")
+    assert restore(tmp_path / "m")["n"] == 1
+
+
+def test_transforms_reach_the_restore(tmp_path: Path, format: Any) -> None:
+    """{} gives Orbax's lenient ways: the target's values for what the checkpoint lacks."""
+    save(tmp_path / "m", STORED, format=format)
+    assert fingerprint(restore(tmp_path / "m", ONE_MORE, transforms={})) == fingerprint(ONE_MORE)
