@@ -211,7 +211,8 @@ def test_each_thread_has_its_own_blocks(tmp_path: Path) -> None:
             restore(tmp_path / "m", OTHER_SHAPE)
         except errors.ShapeMismatchError as error:
             outcomes["strict"] = error.leaf
-        outside.set()
+        finally:
+            outside.set()
 
     threads = [threading.Thread(target=function) for function in (lenient, strict)]
     for thread in threads:
