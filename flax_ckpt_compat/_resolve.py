@@ -47,6 +47,18 @@ class Keep:
     known: bool
 
 
+class AbsentSourceError(TransformError):
+    """A transform asks for a leaf that is not there.
+
+    Attributes:
+        source: what it asks for.
+    """
+
+    def __init__(self, message: str, *, leaf: str | None = None, source: str | Path = ""):
+        super().__init__(message, leaf=leaf)
+        self.source = source
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     key: str
@@ -102,10 +114,11 @@ def _of_one(
     source = _source(entry, matched)
     if not has(source):
         told = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
-        raise TransformError(
+        raise AbsentSourceError(
             f"the transform {entry.key!r} takes {_shown(source)} for {show_path((key,) if key else ())}, but no such "
             f"leaf is stored{told}; correct its original_key, or leave the transform out to keep the target's value",
             leaf=key,
+            source=source,
         )
     return Take(source, transform)
 
