@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from flax_ckpt_compat import placing
-from flax_ckpt_compat._core.backend import Format, LeafHandle, Part
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.tree import Branch, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
 from flax_ckpt_compat.matching import ShapeDifference
@@ -83,17 +84,29 @@ class _Run:
         self._ready: dict[int, Any] = {}
         self._narrowed: list[str] = []
 
-    def plan(self, leaf: LeafHandle | Computed, source: Stored) -> placing.Wish | placing.Form:
+    def plan(self, leaf: LeafHandle | Computed, source: Stored) -> placing.Wish | placing.Form | None:
         """Notes what has to be read for a leaf of a source.
 
         Returns:
-            What `value` takes.
+            What `value` takes; None for what is in its final form as soon as it is read.
         """
         if isinstance(leaf, LeafHandle):
-            return self._wish(leaf, source)
+            if not self._is_final(leaf, source):
+                return self._wish(leaf, source)
+            self._asked.append(leaf)
+            return None
         self._plan_inputs(leaf)
         on_device = self._reader.format is Format.ORBAX or any(handle.distributed for handle in leaf.handles)
         return placing.Form(source.target, self._cast or source.cast, on_device)
+
+    def _is_final(self, handle: LeafHandle, source: Stored) -> bool:
+        """True for arrays that are neither cast nor placed; most leaves of a msgpack file are, so this is quick."""
+        if handle.kind is not LeafKind.ARRAY or handle.may_be or self._cast or source.cast:
+            return False
+        if isinstance(source.target, jax.ShapeDtypeStruct):
+            return False
+        on_device = self._reader.format is Format.ORBAX or handle.distributed
+        return not on_device or not isinstance(source.target, jax.Array)
 
     def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
         on_device = self._reader.format is Format.ORBAX or handle.distributed
@@ -127,8 +140,10 @@ class _Run:
             self._values = self._reader.read(self._asked)
             self._values.reverse()
 
-    def value(self, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form) -> Any:
+    def value(self, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form | None) -> Any:
         """The value of a leaf that was planned, in its final form."""
+        if how is None:
+            return self._values.pop()
         if isinstance(how, placing.Wish):
             # Popped, so that nothing but the result holds the bytes any longer.
             return how.grant([self._values.pop() for _ in how.asked])
