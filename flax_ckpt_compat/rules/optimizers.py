@@ -158,6 +158,9 @@ def _choose(number: int, wanted: list[_State], stored: list[_State], who: str) -
         return equal[0]
     if len(wanted) == len(stored) and stored[number] in equal:
         return stored[number]
+    moments = [path for one in equal for path in state.fitting(one) if path in state.moments]
+    if moments and len(moments) == len(set(moments)):
+        return equal[0]  # each has other parameters, and `_take` takes those of the rest, too
     raise _ambiguous(who, [state], equal)
 
 

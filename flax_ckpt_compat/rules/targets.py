@@ -38,17 +38,26 @@ def left_to_target(node: Node) -> Node:
     return map_leaves(lambda _, __: Own.TARGET, node)
 
 
-def put(stored: Node, where: Path, node: Node, who: str) -> Node:
+def put(stored: Node, where: Path, node: Node, who: str, *, depth: int = 0) -> Node:
     """The tree with this node at a key path, instead of what is there.
+
+    Args:
+        stored: the tree, or what is of it after so many names of the path.
+        where: the key path.
+        node: what goes there.
+        who: the rule, for the message.
+        depth: how many names of the path lead to ``stored``.
 
     Raises:
         TransformError: there is a leaf on the way.
     """
-    if not where:
+    if depth == len(where):
         return node
     if stored is not None and not isinstance(stored, Branch):
-        text = f"{who}: the checkpoint has a leaf above {show_path(where)}; move it or drop it first"
-        raise TransformError(text, leaf=show_path(where))
+        leaf, inner = show_path(where[:depth]), show_path(where)
+        raise TransformError(
+            f"{who}: stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf
+        )
     was = Branch({}) if stored is None else stored
-    child = put(was.children.get(where[0]), where[1:], node, who)
-    return Branch({**was.children, where[0]: child}, was.container, was.int_keys)
+    child = put(was.children.get(where[depth]), where, node, who, depth=depth + 1)
+    return Branch({**was.children, where[depth]: child}, was.container, was.int_keys)

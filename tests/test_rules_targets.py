@@ -1,0 +1,294 @@
+"""Rules that keep the target's own values, and take over what fits of an optimizer's state: with real optax states."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import opening, rules, state
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Branch, iter_leaves
+from flax_ckpt_compat.leaves import Own
+from tests.support.stored import stored, value_of
+
+PARAMS = {
+    "Dense_0": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)},
+    "head": {"kernel": jnp.ones((3, 4)), "scale": jnp.float32(1)},
+}
+ADAM = optax.adam(1e-3)
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def trained(optimizer: Any, params: Any = PARAMS, seed: int = 0) -> Any:
+    """An optimizer's state after three steps, every array of it different."""
+    opt_state = optimizer.init(params)
+    rng = np.random.default_rng(seed)
+    for _ in range(3):
+        grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+        _, opt_state = optimizer.update(grads, opt_state, params)
+    return opt_state
+
+
+def saved(opt_state: Any, flag: bool, tmp_path: Path) -> Any:
+    """The tree of a checkpoint that real Flax wrote in the format that the flag says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flax_checkpoints.save_checkpoint(tmp_path.absolute(), {"opt_state": opt_state, "step": 3}, 3)
+    path = opening.locate(str(tmp_path), None, "checkpoint_")
+    assert path is not None, flag
+    return next(iter(opening.Opened(path).reader(name).tree for name in opening.Opened(path).parts))
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Leaves of a user's tree by their names."""
+    return {"/".join(path): leaf for path, leaf in iter_leaves(state.describe(tree)) if not isinstance(leaf, Branch)}
+
+
+def taken(tree: Any) -> dict[str, Any]:
+    """What a rule gives for the optimizer's state, by name."""
+    opt_state = tree.children["opt_state"]
+    return {"/".join(path): leaf for path, leaf in iter_leaves(opt_state) if not isinstance(leaf, Branch)}
+
+
+def migrate(old: Any, new: Any, *before: rules.Rule, optimizer: Any = None) -> dict[str, Any]:
+    """The new optimizer's leaves: a stored value, or `Own.TARGET`."""
+    tree, target = old, state.describe({"opt_state": new, "step": 0})
+    for rule in (*before, optimizer or rules.optimizer_state()):
+        tree = rule.apply(tree, target)
+    found = taken(tree)
+    assert found.keys() == flat(new).keys()
+    return found
+
+
+def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The leaves taken are those expected, bit for bit, and all others are the target's own."""
+    values = {name: value_of(leaf) for name, leaf in found.items() if leaf is not Own.TARGET}
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def below(tree: Any, path: str, to: str) -> dict[str, Any]:
+    """Leaves of a user's tree below a path, under names below another."""
+    return {to + name[len(path) :]: leaf for name, leaf in flat(tree).items() if name.startswith(path)}
+
+
+WRAPPED = {
+    "the same": (ADAM, "0/"),
+    "chain": (optax.chain(optax.clip(1.0), ADAM), "1/0/"),
+    "chain of chains": (optax.chain(optax.clip(1.0), optax.chain(optax.add_decayed_weights(0.1), ADAM)), "1/1/0/"),
+    "MultiSteps": (optax.MultiSteps(ADAM, 2), "inner_opt_state/0/"),
+    "inject_hyperparams": (optax.inject_hyperparams(optax.adam)(1e-3), "inner_state/0/"),
+    "apply_if_finite": (optax.apply_if_finite(ADAM, 3), "inner_state/0/"),
+    "adamw with a schedule": (optax.adamw(optax.constant_schedule(1e-3)), "0/"),
+    "masked, all true": (optax.masked(ADAM, True), "inner_state/0/"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_adam_into_a_wrapper_and_out_again(name: str, flag: bool, tmp_path: Path) -> None:
+    """Adam's count and moments are found wherever the new optimizer has them, and wherever the old one had them."""
+    optimizer, where = WRAPPED[name]
+    plain, wrapped = trained(ADAM), trained(optimizer, seed=1)
+    expected = below(plain, "0/", where)
+    check(migrate(saved(plain, flag, tmp_path / "in"), optimizer.init(PARAMS)), expected)
+    back = {f"0/{leaf}": value for leaf, value in below(wrapped, where, "").items() if leaf[:2] in ("co", "mu", "nu")}
+    check(migrate(saved(wrapped, flag, tmp_path / "out"), ADAM.init(PARAMS)), back)
+
+
+def test_same_optimizer_takes_all(flag: bool, tmp_path: Path) -> None:
+    """Between states of one optimizer everything is taken, counters, hyperparameters and schedules, too."""
+    for number, optimizer in enumerate(
+        (
+            optax.MultiSteps(optax.inject_hyperparams(optax.adamw)(1e-3), 2),
+            optax.chain(optax.clip(1.0), optax.adafactor(1e-3)),
+            optax.chain(optax.ema(0.9), SGD, optax.scale_by_schedule(optax.constant_schedule(1.0))),
+            optax.multi_transform({"a": ADAM, "b": SGD}, {"Dense_0": "a", "head": "b"}),
+        )
+    ):
+        old = trained(optimizer)
+        check(migrate(saved(old, flag, tmp_path / str(number)), optimizer.init(PARAMS)), flat(old))
+
+
+def test_new_and_changed_parameters(flag: bool, tmp_path: Path) -> None:
+    """The moments of a new parameter and of one with another shape are the target's own; those gone are dropped."""
+    new = {"Dense_0": PARAMS["Dense_0"], "head": {"kernel": jnp.ones((3, 100))}, "extra": {"kernel": jnp.ones(5)}}
+    old = trained(ADAM)
+    expected = {name: leaf for name, leaf in flat(old).items() if "head" not in name}
+    check(migrate(saved(old, flag, tmp_path), ADAM.init(new)), expected)
+
+
+def test_renamed_parameters(flag: bool, tmp_path: Path) -> None:
+    """After a rename the moments of the renamed parameter are found."""
+    new = {"encoder": PARAMS["Dense_0"], "head": PARAMS["head"]}
+    old = trained(ADAM)
+    expected = {"1/" + name.replace("Dense_0", "encoder"): leaf for name, leaf in flat(old).items()}
+    optimizer = optax.chain(optax.clip(1.0), ADAM)
+    check(migrate(saved(old, flag, tmp_path), optimizer.init(new), rules.rename("Dense_0", "encoder")), expected)
+
+
+LABELS = {"Dense_0": "a", "head": "b"}
+BOTH_ADAM = optax.multi_transform({"a": optax.adam(1e-3), "b": optax.adam(1e-4)}, LABELS)
+
+
+def test_one_optimizer_divided_among_several(flag: bool, tmp_path: Path) -> None:
+    """Adam on all parameters becomes Adams on some each: each gets its moments, and the count."""
+    old = trained(ADAM)
+    expected = {}
+    for name, leaf in flat(old).items():
+        for module, label in LABELS.items():
+            if module in name or "count" in name:
+                expected[f"inner_states/{label}/inner_state/{name}"] = leaf
+    check(migrate(saved(old, flag, tmp_path), BOTH_ADAM.init(PARAMS)), expected)
+
+
+def test_several_optimizers_become_one(flag: bool, tmp_path: Path) -> None:
+    """The moments of a single Adam come from the several that had them."""
+    old = trained(BOTH_ADAM)
+    expected = {name.rpartition("inner_state/")[2]: leaf for name, leaf in flat(old).items()}
+    check(migrate(saved(old, flag, tmp_path), ADAM.init(PARAMS)), expected)
+
+
+def test_labels_in_another_order(flag: bool, tmp_path: Path) -> None:
+    """Which state belongs to which is told by its parameters, not by the order of the labels."""
+    old = trained(BOTH_ADAM)
+    other = optax.multi_transform({"z": optax.adam(1e-3), "b": optax.adam(1e-4)}, {"Dense_0": "z", "head": "b"})
+    expected = {name.replace("/a/", "/z/"): leaf for name, leaf in flat(old).items()}
+    check(migrate(saved(old, flag, tmp_path), other.init(PARAMS)), expected)
+
+
+def test_frozen_parameters(flag: bool, tmp_path: Path) -> None:
+    """What a mask leaves out has no moments now, and gets none back where it had none."""
+    masked = optax.masked(ADAM, {"Dense_0": True, "head": False})
+    old, partly = trained(ADAM), trained(masked)
+    inner = {name: leaf for name, leaf in flat(old).items() if "head" not in name}
+    check(
+        migrate(saved(old, flag, tmp_path / "1"), masked.init(PARAMS)),
+        {f"inner_state/{name}": leaf for name, leaf in inner.items()},
+    )
+    back = {name.removeprefix("inner_state/"): leaf for name, leaf in flat(partly).items()}
+    check(migrate(saved(partly, flag, tmp_path / "2"), ADAM.init(PARAMS)), back)
+
+
+def test_two_adams_of_equal_shapes_in_a_chain() -> None:
+    """States that fit equally well are paired in their order where there are as many as wanted."""
+    optimizer = optax.chain(ADAM, optax.scale_by_adam())
+    old = trained(optimizer)
+    new = optax.chain(optax.clip(1.0), ADAM, optax.scale_by_adam()).init(PARAMS)
+    found = migrate(stored(nested({"opt_state": old})), new)
+    expected = {f"{int(name[0]) + 1}{name[1:]}": leaf for name, leaf in flat(old).items()}
+    check(found, expected)
+
+
+def nested(tree: Any) -> Any:
+    """Nested dicts of numpy arrays, as msgpack keeps them."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, Branch):
+            return {name: plain(child) for name, child in node.children.items()}
+        return np.asarray(node)
+
+    return plain(state.describe(tree))
+
+
+def test_ambiguous_states_are_refused() -> None:
+    """One state that fits two stored ones equally well, or two that would share one, are errors with a way out."""
+    two = nested({"opt_state": {"gen": trained(ADAM), "disc": trained(ADAM, seed=1)}})
+    with pytest.raises(TransformError, match=r"equally well.*optimizer_state\(") as caught:
+        migrate(stored(two), ADAM.init(PARAMS))
+    assert "gen/0" in str(caught.value)
+    assert "disc/0" in str(caught.value)
+    one = nested({"opt_state": trained(ADAM)})
+    with pytest.raises(TransformError, match="equally well"):
+        migrate(stored(one), optax.chain(ADAM, ADAM).init(PARAMS))
+    found = migrate(stored(two), ADAM.init(PARAMS), optimizer=rules.optimizer_state(stored_at="opt_state/disc"))
+    check(found, flat(trained(ADAM, seed=1)))
+
+
+def test_names_on_the_way_decide() -> None:
+    """Of two stored states that fit, the one below a name that the target has, too, is taken, whatever the order."""
+    one, two = trained(ADAM), trained(ADAM, seed=1)
+    new = {"disc": ADAM.init(PARAMS), "gen": ADAM.init(PARAMS)}
+    found = migrate(stored(nested({"opt_state": {"gen": one, "disc": two}})), new)
+    check(found, {**below({"gen": one}, "gen", "gen"), **below({"disc": two}, "disc", "disc")})
+
+
+def test_no_count_without_its_moments() -> None:
+    """A state none of whose parameters is stored does not get the count of others, which would spoil its start."""
+    old = nested({"opt_state": trained(ADAM)})
+    with pytest.raises(TransformError, match="no stored state fits"):
+        migrate(stored(old), ADAM.init({"other": jnp.ones(7)}))
+
+
+def test_another_optimizer_altogether() -> None:
+    """Momentum is no Adam: nothing is taken, and the error tells the fields of both and what to do."""
+    with pytest.raises(TransformError, match=r"count, mu, nu; below opt_state .*trace.*from_target"):
+        migrate(stored(nested({"opt_state": trained(SGD)})), ADAM.init(PARAMS))
+
+
+def test_a_state_that_was_elsewhere() -> None:
+    """The checkpoint's optimizer state may be elsewhere; it stays there, too, for what else comes."""
+    old = trained(ADAM)
+    found = migrate(stored(nested({"tx": old})), ADAM.init(PARAMS), optimizer=rules.optimizer_state(stored_at="tx"))
+    check(found, flat(old))
+    for rule in (rules.optimizer_state(), rules.optimizer_state("tx")):
+        with pytest.raises(TransformError, match=r"has no (opt_state|tx)"):
+            migrate(stored(nested({"tx": old})), ADAM.init(PARAMS), optimizer=rule)
+
+
+def test_abstract_targets() -> None:
+    """A target of shapes only is enough."""
+    old = trained(ADAM)
+    check(migrate(stored(nested({"opt_state": old})), jax.eval_shape(ADAM.init, PARAMS)), flat(old))
+
+
+def test_nnx_optimizers(flag: bool, tmp_path: Path) -> None:
+    """In an nnx.State there are no named tuples; the names of optax's fields are enough."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    old = nnx.to_pure_dict(nnx.state(nnx.Optimizer(model, ADAM, wrt=nnx.Param)))["opt_state"]
+    old = jax.tree.map(lambda leaf: leaf + 1, old)
+    clipped = nnx.Optimizer(model, optax.chain(optax.clip(1.0), ADAM), wrt=nnx.Param)
+    new = nnx.to_pure_dict(nnx.state(clipped))["opt_state"]
+    check(migrate(saved(old, flag, tmp_path), new), {f"1/{name}": leaf for name, leaf in flat(old).items()})
+
+
+def test_dtypes_may_differ() -> None:
+    """Moments of another dtype are the moments all the same; how they are cast is for the restore to say."""
+    low = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+    old = trained(ADAM)
+    check(migrate(stored(nested({"opt_state": old})), low.init(PARAMS)), flat(old))
+
+
+TARGET = {"params": {"a": jnp.ones(2), "head": {"kernel": jnp.ones(3)}}, "batch_stats": {"mean": jnp.ones(4)}, "e": ()}
+
+
+def test_from_target() -> None:
+    """Leaves and subtrees of the target are its own, where there is something stored and where there is not."""
+    tree = stored({"params": {"a": np.ones(2), "head": {"old": np.ones(3)}}, "step": 1})
+    after = rules.from_target("params/head", "batch_stats", "e").apply(tree, state.describe(TARGET))
+    found = {"/".join(path): leaf for path, leaf in iter_leaves(after)}
+    assert found.pop("e").children == {}
+    assert {name for name, leaf in found.items() if leaf is Own.TARGET} == {"params/head/kernel", "batch_stats/mean"}
+    assert found.keys() == {"params/a", "params/head/kernel", "batch_stats/mean", "step"}
+    assert set(tree.children["params"].children["head"].children) == {"old"}
+
+
+def test_from_target_refuses() -> None:
+    """Paths that the target lacks, with names like them; no path; a stored leaf where a subtree is needed."""
+    tree, target = stored({"params": np.ones(2), "head": {"kernel": 1}}), state.describe(TARGET)
+    with pytest.raises(TransformError, match="the target has no head; near it: params/head"):
+        rules.from_target("head").apply(tree, target)
+    with pytest.raises(TransformError, match="params is a leaf"):
+        rules.from_target("params/head/kernel").apply(tree, target)
+    for paths in ((), ("",)):
+        with pytest.raises(TransformError, match="at least one path"):
+            rules.from_target(*paths)
