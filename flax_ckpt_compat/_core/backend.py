@@ -132,21 +132,40 @@ class WriteOptions:
     compression: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """One of the processes that save a tree together.
+
+    Attributes:
+        index: its number, from 0; process 0 also writes all that is not spread over the processes.
+        count: how many they are.
+    """
+
+    index: int
+    count: int
+
+
 class Backend(Protocol):
     """One format.
 
     The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
     directory, 1) `prepare`, 2) `write`, 3) the caller publishes the temporary under its final name.
+    Of a save by several processes: 0) process 0 chooses the temporary path and tells it to the others, 1) all:
+    `prepare` with their shares, 2) process 0: `begin_shared`, 3) all, once it has ended: `write_share`,
+    4) process 0, once all have ended: `end_shared`, 5) process 0 publishes.
     The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
     number of times, 3) `Reader.close`.
     """
 
     format: Format
 
-    def prepare(self, tree: Node) -> Any:
+    def prepare(self, tree: Node, share: Share | None = None) -> Any:
         """Decides how a tree is stored, or raises, before anything is written; copies no array data.
 
         Args:
+            share: given where several processes save together: then a ``jax.Array`` or `HostCopy` may be spread over
+                them, and each writes the shards that it can see and that are the first of their replicas
+                (``replica_id`` 0). All else is taken from process 0.
             tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
                 bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`,
                 whose data is one of the arrays.
@@ -167,6 +186,25 @@ class Backend(Protocol):
             prepared: of this backend's `prepare`.
             options: see `WriteOptions`.
         """
+        ...
+
+    def begin_shared(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
+        """Process 0 makes what the others need to have before they write, such as directories.
+
+        Args:
+            path: absolute path of the temporary, which does not exist yet; the parent exists and all processes see it.
+            prepared: of this backend's `prepare`, with this share.
+            options: see `WriteOptions`.
+            share: this process's.
+        """
+        ...
+
+    def write_share(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
+        """Writes the arrays' shards of this process (process 0: and whatever is not spread) and syncs them to disk."""
+        ...
+
+    def end_shared(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
+        """Process 0 makes one checkpoint of all shares and syncs it to disk."""
         ...
 
     def open(self, path: str) -> Reader:
