@@ -9,7 +9,7 @@ from flax_ckpt_compat.rules import Rule
 from flax_ckpt_compat.suggesting._finish import finished, missing
 from flax_ckpt_compat.suggesting._judge import doubts
 from flax_ckpt_compat.suggesting._names import Step
-from flax_ckpt_compat.suggesting._search import Search
+from flax_ckpt_compat.suggesting._search import Search, State
 
 __all__ = ["Step", "Suggestion", "suggest"]
 
@@ -35,6 +35,11 @@ class Suggestion:
         """What ``orbax_transforms`` takes."""
         return [step.rule for step in self.steps]
 
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Less is better: leaves still missing, doubts, steps."""
+        return len(self.remaining), len(self.doubts), len(self.steps)
+
     def __str__(self) -> str:
         lines = [f"    {step.rule},  # {step.reason}" for step in self.steps]
         return "\n".join(["from flax_ckpt_compat import rules", "", "orbax_transforms=[", *lines, "]"])
@@ -53,12 +58,20 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if not isinstance(stored, Branch) or not isinstance(target, Branch) or not missing(stored, target):
         return None
     search = Search(stored, target)
-    found = search.best()
-    if not found.matched:
-        return None
-    state = finished(search, found, stored)
-    if not state.steps:
-        return None
+    best: Suggestion | None = None
+    most = 0
+    for found in search.outcomes():
+        # Fewer leaves found is no better way, however sure.
+        if found.matched < max(most, 1):
+            break
+        most = found.matched
+        proposal = _judged(stored, target, finished(search, found, stored))
+        if proposal.steps and (best is None or proposal.rank < best.rank):
+            best = proposal
+    return best
+
+
+def _judged(stored: Node, target: Node, state: State) -> Suggestion:
     lacking = missing(state.tree, target)
     against = doubts(stored, target, state, lacking)
     return Suggestion(state.steps, not against, tuple(map(show_path, lacking)), tuple(against))

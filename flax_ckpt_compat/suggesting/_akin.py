@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# Words that say nothing about which layer it is.
+_GENERIC = frozenset(("layer", "layers", "block", "blocks", "module", "unit"))
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
@@ -32,7 +34,22 @@ def words(name: str) -> frozenset[str]:
 
 def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
     """True where a word of one name begins with a word of the other, the words common to all names left out."""
-    return any(_begin_alike(left, right) for left in words(one) - common for right in words(other) - common)
+    common = common | _GENERIC
+    if any(_begin_alike(left, right) for left in words(one) - common for right in words(other) - common):
+        return True
+    return _initials(one) in words(other) or _initials(other) in words(one)
+
+
+def _initials(name: str) -> str:
+    """``bn`` of ``BatchNorm_0``; nothing for single words."""
+    found = _WORDS.findall(name)
+    return "".join(word[0].lower() for word in found) if len(found) > 1 else "-"
+
+
+def contains(one: str, other: str) -> bool:
+    """True where one name is a whole part of the other, as ``h1`` is of ``h1_layer`` and ``my_h1``."""
+    short, long = sorted((one, other), key=len)
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(short)}(?![a-z0-9])", long) is not None
 
 
 def _begin_alike(one: str, other: str) -> bool:
@@ -74,11 +91,14 @@ def _by_number(*counted: tuple[str, int] | None) -> bool | None:
         # Numbers of different rows: they must at least not contradict.
         crossed = (first[1], second[1]) == (fourth[1], third[1]) and first[1] != second[1]
         return False if crossed else None
-    return first[1] - second[1] == third[1] - fourth[1]
+    return (first[1] - second[1]) * (third[1] - fourth[1]) > 0
 
 
 def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> bool | None:
     """Whether the words that differ go together; None where they say nothing."""
+    within = [contains(old, new) for old, new in zip(olds, news, strict=True)]
+    if all(within) and not any(contains(old, new) for old, new in zip(olds, news[::-1], strict=True)):
+        return True
     common_old = words(olds[0]) & words(olds[1])
     common_new = words(news[0]) & words(news[1])
     common = common_old | common_new

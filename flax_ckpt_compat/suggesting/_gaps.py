@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core.tree import Branch, Node, Path
-from flax_ckpt_compat.suggesting._akin import pair_up
+from flax_ckpt_compat.suggesting._akin import akin, pair_up
 from flax_ckpt_compat.suggesting._looks import Look, Roles, fits, items, look
 
 
@@ -82,6 +82,11 @@ def _torn(stored: Node, target: Node) -> bool:
     )
 
 
+def _has_arrays(node: Node) -> bool:
+    """True where more than numbers and texts are held, which would be taken for each other too easily."""
+    return any(shape for shape, _ in items(node).values())
+
+
 def aligned(gone: dict[str, Node], new: dict[str, Node], prints: Prints) -> list[tuple[str, str]]:
     """(old name, new name) of children that may be the same: equal subtrees first, then those that share most."""
     groups: dict[int, tuple[list[str], list[str]]] = {}
@@ -89,6 +94,7 @@ def aligned(gone: dict[str, Node], new: dict[str, Node], prints: Prints) -> list
         for name, node in children.items():
             groups.setdefault(prints.of(node), ([], []))[side].append(name)
     pairs = [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
+    pairs = [(old, name) for old, name in pairs if _has_arrays(gone[old]) or akin(old, name)]
     taken_old, taken_new = {old for old, _ in pairs}, {new_name for _, new_name in pairs}
     rest_old = {name: items(node) for name, node in gone.items() if name not in taken_old}
     rest_new = {name: items(node) for name, node in new.items() if name not in taken_new}
@@ -102,7 +108,8 @@ def _by_overlap(gone: dict[str, dict[Path, Look]], new: dict[str, dict[Path, Loo
     if len(gone) * len(new) > _MAX_PAIRS:
         return []
     shared = {
-        (old, name): len(old_leaves.items() & new_leaves.items()) / max(len(new_leaves), 1)
+        (old, name): sum(bool(seen[0]) or akin(old, name) for _, seen in old_leaves.items() & new_leaves.items())
+        / max(len(new_leaves), 1)
         for old, old_leaves in gone.items()
         for name, new_leaves in new.items()
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat.suggesting._akin import tells_apart
-from flax_ckpt_compat.suggesting._looks import MOMENTS, Spot, bare, node_at
+from flax_ckpt_compat.suggesting._looks import MOMENTS, Spot, bare, items, node_at
 from flax_ckpt_compat.suggesting._outcome import Outcome
 
 
@@ -38,8 +38,8 @@ def _other_role(outcome: Outcome, stored: Node, target: Node) -> Iterator[str]:
         if ours.suffix and not any(source[-len(theirs.suffix) :] == theirs.suffix for source in wanted):
             yield f"{told}, which belongs to another parameter"
             return
-        if ours.field == "count" and _names(stored, theirs.prefix) != _names(target, ours.prefix):
-            yield f"{told}, which counts something else"
+        if theirs.prefix[:1] != ("optimizer",) and _names(stored, theirs.prefix) != _names(target, ours.prefix):
+            yield f"{told}, but that is another optimizer's"
             return
 
 
@@ -56,7 +56,9 @@ def _origins(outcome: Outcome) -> dict[Path, set[Path]]:
 
 def _names(tree: Node, path: Path) -> set[str]:
     node = node_at(tree, path)
-    return set(node.children) if isinstance(node, Branch) else set()
+    if not isinstance(node, Branch):
+        return set()
+    return {name for name, child in node.children.items() if not isinstance(child, Branch) or items(child)}
 
 
 def _apart(outcome: Outcome) -> Iterator[str]:

@@ -43,8 +43,15 @@ def outcome_of(stored: Node, target: Node, tree: Node) -> Outcome:
         if look(leaf) == KEPT:
             result.kept[path] = goal[path]
         elif handles := handles_of(leaf):
-            result.pairs[path] = handles[0].path
+            source = _row(handles[0].path, handles[1].path) if len(handles) > 1 else handles[0].path
+            result.pairs[path] = source
+            result.stored.setdefault(source, look(handles[0]))
     return result
+
+
+def _row(one: Path, other: Path) -> Path:
+    """The key path of a row of layers: without the numbers in which two of them differ."""
+    return tuple(left if left == right else left.rstrip("0123456789") for left, right in zip(one, other, strict=False))
 
 
 def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat.suggesting._akin import akin, natural, numbered, tells_apart, words
+from flax_ckpt_compat.suggesting._akin import akin, natural, numbered, tells_apart
 from flax_ckpt_compat.suggesting._looks import Look, bare
 from flax_ckpt_compat.suggesting._outcome import Outcome
 
 Print = frozenset[tuple[str, Look]]
+_BY_FLAX = re.compile(r"[A-Z]\w*_\d+")
 _PAIRWISE = 60
 _WINDOW = 8
 
@@ -36,6 +38,8 @@ def doubts(outcome: Outcome) -> list[str]:
     idle = _layers({path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)})
     fresh = _layers({path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)})
     found = list(_weak(moved))
+    found += _unlike(moved)
+    found += _left_behind(moved, fresh)
     found += _swappable(moved)
     found += _replaceable(moved, idle, fresh)
     found += _renumbered(moved, idle, fresh, outcome)
@@ -77,6 +81,59 @@ def _weak(moved: Sequence[Moved]) -> Iterator[str]:
             yield f"only its shape says that {show_path(one.new)} is {show_path(one.old)}"
 
 
+def _unlike(moved: Sequence[Moved]) -> Iterator[str]:
+    """Single layers of unlike names for whose being the same too little speaks: one may have gone, another come."""
+    changes: dict[tuple[Path, Path], list[Moved]] = {}
+    for one in moved:
+        old, new = core(_inside(one.old), _inside(one.new))
+        changes.setdefault((_unnumbered(old), _unnumbered(new)), []).append(one)
+    for (old, new), members in changes.items():
+        if _is_leaf(members[0]) or len({one.old[1:] for one in members}) > 1 or not old or not new:
+            continue
+        alike = akin("_".join(old), "_".join(new)) or _distinctive(members[0])
+        if not alike or not _as_deep(members[0], old, new):
+            yield f"only their shapes say that {show_path(members[0].new)} is {show_path(members[0].old)}"
+            return
+
+
+def _as_deep(one: Moved, old: Path, new: Path) -> bool:
+    """True where a layer goes to a place like its old one, and not into or out of another."""
+    whole = core(one.old, one.new)
+    return len(old) == len(new) or len(whole[0]) == len(whole[1])
+
+
+def _inside(path: Path) -> Path:
+    """A key path less linen's collection, of which NNX has none."""
+    return path[1:] if path[:1] in (("params",), ("batch_stats",)) else path
+
+
+def _unnumbered(path: Path) -> Path:
+    return tuple(re.sub(r"\d+", "#", name) for name in path)
+
+
+def _distinctive(one: Moved) -> bool:
+    """True for a layer of Flax's own naming with a matrix, and for any with a matrix that is not square."""
+    shapes = [shape for _, (shape, _) in one.print if len(shape) > 1]
+    by_flax = bool(one.old and _BY_FLAX.fullmatch(one.old[-1]))
+    return any(by_flax or shape[-1] != shape[-2] for shape in shapes)
+
+
+def core(old: Path, new: Path) -> tuple[Path, Path]:
+    """What differs between two key paths, less the names that they begin and end with alike."""
+    start = _same_start(old, new)
+    old, new = old[start:], new[start:]
+    end = _same_start(old[::-1], new[::-1])
+    return old[: len(old) - end], new[: len(new) - end]
+
+
+def _left_behind(moved: Sequence[Moved], fresh: dict[Path, dict[str, Look]]) -> Iterator[str]:
+    """Layers that would go elsewhere although the target has one of their name, which would get nothing."""
+    for one in moved:
+        if one.old in fresh:
+            yield f"{show_path(one.old)} would go to {show_path(one.new)} and leave the one of its own name behind"
+            return
+
+
 def _is_leaf(one: Moved) -> bool:
     return any(name == "" for name, _ in one.print)
 
@@ -111,7 +168,16 @@ def _told_apart(one: Moved, other: Moved) -> bool:
         return True
     first = tells_apart(_parting(one.old, other.old), _parting(one.new, other.new))
     last = tells_apart(_parting(one.old[::-1], other.old[::-1]), _parting(one.new[::-1], other.new[::-1]))
-    return False not in (first, last) and True in (first, last)
+    if False in (first, last):
+        return False
+    straight = _sum(_shared(one.old, one.new), _shared(other.old, other.new))
+    crossed = _sum(_shared(one.old, other.new), _shared(other.old, one.new))
+    shares_more = straight != crossed and straight[0] >= crossed[0] and straight[1] >= crossed[1]
+    return True in (first, last) or shares_more
+
+
+def _sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _parting(one: Path, other: Path) -> tuple[str, str]:
@@ -143,17 +209,15 @@ def _fitting(one: Moved, layers: dict[Path, dict[str, Look]]) -> Iterator[Path]:
         seen = next(iter(one.print))[1]
         yield from ((*path, name) for path, own in layers.items() for name, look in own.items() if look == seen)
         return
-    yield from (path for path, own in layers.items() if one.print <= own.items())
+    names = {name for name, _ in one.print}
+    # Layers of the same leaves, one of which has the same shape: what surrounds them may have changed the others.
+    yield from (path for path, own in layers.items() if own.keys() >= names and one.print & own.items())
 
 
 def _better(right: Path, rival: Path, there: Path) -> bool:
     """True where the names say that one key path, rather than its rival, belongs to a third."""
     ours, theirs = (_shared(right, there), _shared(rival, there))
-    if ours != theirs:
-        return ours[0] >= theirs[0] and ours[1] >= theirs[1]
-    left, other = _parting(right, rival)
-    common = words(left) & words(other)
-    return any(akin(left, name, common) for name in there) and not any(akin(other, name, common) for name in there)
+    return ours != theirs and ours[0] >= theirs[0] and ours[1] >= theirs[1]
 
 
 def _shared(one: Path, other: Path) -> tuple[int, int]:
@@ -174,26 +238,51 @@ def _renumbered(
     moved: Sequence[Moved], idle: dict[Path, dict[str, Look]], fresh: dict[Path, dict[str, Look]], outcome: Outcome
 ) -> Iterator[str]:
     """Layers numbered by Flax that stay where they are while one of their row comes or goes: they may have shifted."""
-    staying: dict[Path, dict[str, Look]] = {}
+    had: dict[Row, Print] = {}
+    has: dict[Row, Print] = {}
+    for old, new, print_ in _found(outcome):
+        for rows, path, other in ((had, old, new), (has, new, old)):
+            for key in _rows(path, other, kept=True):
+                rows[key] = rows.get(key, frozenset()) | print_
+    changed = [(had, path, (), frozenset(own.items())) for path, own in idle.items()]
+    changed += [(has, path, (), frozenset(own.items())) for path, own in fresh.items()]
+    changed += [(had, one.old, one.new, one.print) for one in moved]
+    changed += [(has, one.new, one.old, one.print) for one in moved]
+    for rows, path, other, print_ in changed:
+        # One leaf of the same name and shape is enough: the others may be what the change was about.
+        if any(rows.get(key, frozenset()) & print_ for key in _rows(path, other, kept=False)):
+            yield f"the numbers of others beside {show_path(path)} may have shifted, as it comes or goes"
+            return
+    by_flax = {
+        (new[:-1], print_)
+        for old, new, print_ in _found(outcome)
+        if new and old[-1:] == new[-1:] and _BY_FLAX.fullmatch(new[-1])
+    }
+    for path, own in fresh.items():
+        if (path[:-1], frozenset(own.items())) in by_flax:
+            yield f"{show_path(path)} may be what Flax gave a number before"
+            return
+
+
+def _found(outcome: Outcome) -> list[tuple[Path, Path, Print]]:
+    """Every layer that is found, as (stored path, target path, its leaves)."""
+    found: dict[tuple[Path, Path], dict[str, Look]] = {}
     for new, old in outcome.pairs.items():
-        if bare(new) == bare(old) and not outcome.has.spot(new).field:
-            path = bare(new)
-            staying.setdefault(path[:-1], {})[path[-1]] = outcome.stored[old]
-    rows = {key: path for path, own in staying.items() for key in _rows(path, frozenset(own.items()))}
-    changed = [(path, one.print) for one in moved for path in (one.old, one.new)]
-    changed += [(path, frozenset(own.items())) for side in (idle, fresh) for path, own in side.items()]
-    for path, print_ in changed:
-        for key in _rows(path, print_):
-            if key in rows:
-                yield f"{show_path(rows[key])} may not be what it was, as {show_path(path)} comes or goes"
-                return
+        if not outcome.has.spot(new).field:
+            ours, theirs = bare(new), bare(old)
+            found.setdefault((theirs[:-1], ours[:-1]), {})[ours[-1]] = outcome.stored[old]
+    return [(old, new, frozenset(own.items())) for (old, new), own in found.items()]
 
 
-def _rows(path: Path, print_: Print) -> Iterator[tuple[Path, str, Path, Print]]:
-    """The rows of numbered names of which a layer is a member."""
-    for number, name in enumerate(path):
-        if found := numbered(name):
-            yield path[:number], found[0], path[number + 1 :], print_
+Row = tuple[Path, str, Path]
+
+
+def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
+    """The rows of numbered names in which a layer has the same number on the other side, or has not."""
+    numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
+    for place, name in enumerate(path):
+        if (found := numbered(name)) and ((found[1], path[place + 1 :]) in numbers) == kept:
+            yield path[:place], found[0], path[place + 1 :]
 
 
 def _kept(outcome: Outcome) -> Iterator[str]:
@@ -201,7 +290,7 @@ def _kept(outcome: Outcome) -> Iterator[str]:
     idle = {seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
     fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
     for path, seen in fresh.items():
-        if seen in idle:
+        if seen in idle and (seen[0] or _may_be_number(path, outcome)):
             yield f"{show_path(path)} has the shape of a stored leaf that is not used"
             return
         if path in outcome.stored and any("embed" in name.lower() for name in path):
@@ -212,6 +301,16 @@ def _kept(outcome: Outcome) -> Iterator[str]:
     arrays = [path for path, seen in fresh.items() if len(seen[0]) > 1]
     if len(arrays) > len(taken):
         yield "more arrays would stay as the target has them than come from the checkpoint"
+
+
+def _may_be_number(path: Path, outcome: Outcome) -> bool:
+    """True where a number of the target may be one that is stored and not used: both at the top, or alike in name."""
+    path = bare(path)
+    return any(
+        not seen[0] and (len(path) == len(bare(other)) == 1 or akin(path[-1], bare(other)[-1]))
+        for other, seen in outcome.unused.items()
+        if not outcome.had.is_optimizer(other)
+    )
 
 
 def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.tree import Node, Path
 from flax_ckpt_compat.suggesting._akin import natural, numbered
 from flax_ckpt_compat.suggesting._layers import modules
-from flax_ckpt_compat.suggesting._looks import Look, Roles, fits, flatten
+from flax_ckpt_compat.suggesting._looks import Look, Roles, bare, fits, flatten
 from flax_ckpt_compat.suggesting._names import Candidate, Step, plain
 
 _MAX_LEFT = 400
@@ -24,26 +24,31 @@ def scattered(stored: Node, target: Node, had: Roles, has: Roles) -> Iterator[Ca
     wanted = {path for path in wanted if not has.is_optimizer(path)}
     if len(left) > _MAX_LEFT * 10 or len(wanted) > _MAX_LEFT * 10:
         return
-    layers = _pairs(_grouped(modules(stored), left), _grouped(modules(target), wanted))
-    found = list(_candidates(layers, "both hold"))
+    found = list(_candidates(_pairs(_grouped(modules(stored), left), _grouped(modules(target), wanted)), "both hold"))
     if found:
         yield from found
-        return
-    leaves = (
-        _pairs(
-            {(one[path],): [p for p in left if one[p] == one[path]] for path in left},
-            {(other[path],): [p for p in wanted if other[p] == other[path]] for path in wanted},
-        )
-        if max(len(left), len(wanted)) < _MAX_LEFT
-        else []
-    )
-    yield from _candidates(leaves, "both are")
+    elif max(len(left), len(wanted)) < _MAX_LEFT:
+        pairs = _pairs(_single(left, one, name=True), _single(wanted, other, name=True))
+        yield from _candidates(pairs or _only(_single(left, one), _single(wanted, other)), "both are")
+
+
+def _single(paths: set[Path], looks: dict[Path, Look], *, name: bool = False) -> dict[object, list[Path]]:
+    """Leaves by what they look like, and by their own name; without plain numbers, which look too much alike."""
+    groups: dict[object, list[Path]] = {}
+    for path in paths:
+        if looks[path][0]:
+            groups.setdefault((looks[path], bare(path)[-1] if name else ""), []).append(path)
+    return groups
+
+
+def _only(olds: dict[object, list[Path]], news: dict[object, list[Path]]) -> list[tuple[Path, Path, object]]:
+    return [(paths[0], news[key][0], key) for key, paths in olds.items() if len(paths) == len(news.get(key, ())) == 1]
 
 
 def _grouped(found: dict[Path, dict[str, Look]], of: set[Path]) -> dict[object, list[Path]]:
     groups: dict[object, list[Path]] = {}
     for path, own in found.items():
-        if any((*path, name) in of for name in own):
+        if any((*path, name) in of and shape for name, (shape, _) in own.items()):
             groups.setdefault(frozenset(own.items()), []).append(path)
     return groups
 

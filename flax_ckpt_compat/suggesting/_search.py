@@ -50,6 +50,8 @@ class Search:
         self._cost = max(len(flatten(stored)), len(self.goal), 1)
         self._budget = max(_BUDGET, _LEAST_TRIES * self._cost)
         self.first = State(stored, (), self.matched(stored))
+        for prelude in (_pre_optax(stored), *_names.endings(stored, target)):
+            self.first = (self.tried(self.first, prelude.steps) if prelude else None) or self.first
 
     def matched(self, tree: Node) -> int:
         """How many leaves of the target a tree holds with their shape, or leaves to the target."""
@@ -73,16 +75,14 @@ class Search:
                 return None
         return State(tree, (*state.steps, *steps), self.matched(tree))
 
-    def best(self) -> State:
-        """The steps that find most of the target's leaves outside of optimizers."""
-        best = self._improved(self.first)
-        if self._is_done(best):
-            return best
+    def outcomes(self) -> list[State]:
+        """Several ways to find leaves of the target outside of optimizers, those that find most first."""
+        found = [self._improved(self.first)]
         for start in self._starts():
             begun = self.tried(self.first, start.steps)
-            if begun is not None and (state := self._improved(begun)).rank > best.rank:
-                best = state
-        return best
+            if begun is not None:
+                found.append(self._improved(begun))
+        return sorted(found, key=lambda state: state.rank, reverse=True)
 
     def _is_done(self, state: State) -> bool:
         have = flatten(state.tree)
@@ -144,17 +144,12 @@ class Search:
         stored = self.first.tree
         if not isinstance(stored, Branch) or not isinstance(self.target, Branch):
             return
-        yield from _names.endings(stored, self.target)
-        prepared = _pre_optax(stored)
-        if prepared is not None:
-            yield prepared
-            return
         likely = sorted(_collections(stored, self.target, self.roles), key=lambda one: -one.expected)
         yield from likely[:4]
 
 
-def _pre_optax(stored: Branch) -> Candidate | None:
-    optimizer = stored.children.get("optimizer")
+def _pre_optax(stored: Node) -> Candidate | None:
+    optimizer = stored.children.get("optimizer") if isinstance(stored, Branch) else None
     if not isinstance(optimizer, Branch) or not {"target", "state"} <= optimizer.children.keys():
         return None
     return Candidate((Step(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's"),), 0)

@@ -233,3 +233,111 @@ def _fields(path: Path, tree: Any) -> frozenset[str]:
             return frozenset(node.children)
         node = node.children[name] if isinstance(node, Branch) else node
     return best
+
+
+_WORDS = "stem encoder decoder proj mixer body head gate final adapter pool tail alpha omega inner outer".split()
+_STEMS = ("layer_", "fc", "block", "hidden_", "h")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A model and how it is trained, before it is made."""
+
+    layers: tuple[Layer, ...]
+    optimizer: str
+    inside: str = ""
+
+    def made(self) -> Made:
+        """Its state."""
+        return make(self.layers, self.optimizer, self.inside)
+
+
+def random_plan(random: Any) -> Plan:
+    """A model of two to seven layers."""
+    kinds = random.choices(["dense", "dense", "dense", "norm", "batch", "block"], k=random.randint(2, 7))
+    widths = random.choice([[8], [8, 16], [8, 16, 32, 64], [16, 24, 40]])
+    names: list[str | None] = [None] * len(kinds)
+    style = random.choice(["auto", "auto", "stem", "words"])
+    if style == "stem":
+        stem = random.choice(_STEMS)
+        names = [f"{stem}{number}" for number in range(len(kinds))]
+    elif style == "words":
+        names = list(random.sample(_WORDS, len(kinds)))
+    layers = [
+        Layer(f"u{number}", kind, random.choice(widths), name)
+        for number, (kind, name) in enumerate(zip(kinds, names, strict=True))
+    ]
+    layers.append(Layer("last", "dense", 10, random.choice([None, None, "logits"])))
+    return Plan(tuple(layers), random.choice(list(OPTIMIZERS)), random.choice(["", "", "", "model"]))
+
+
+def _rename_some(plan: Plan, random: Any) -> Plan:
+    fresh = [f"{word}_{random.choice('xyz')}" for word in random.sample(_WORDS, len(plan.layers))]
+    chosen = random.sample(range(len(plan.layers)), random.randint(1, len(plan.layers)))
+    layers = [
+        dataclasses.replace(one, name=fresh[number]) if number in chosen else one
+        for number, one in enumerate(plan.layers)
+    ]
+    return dataclasses.replace(plan, layers=tuple(layers))
+
+
+def _rename_longer(plan: Plan, random: Any) -> Plan:
+    """Named layers get a longer or shorter form of their names."""
+    form = random.choice(["{}_layer", "my_{}", "{}Block"])
+    layers = [dataclasses.replace(one, name=form.format(one.name) if one.name else None) for one in plan.layers]
+    return dataclasses.replace(plan, layers=tuple(layers))
+
+
+def _rename_row(plan: Plan, random: Any) -> Plan:
+    stem = random.choice(["unit_", "part", "Stage_", "z"])
+    layers = [dataclasses.replace(one, name=f"{stem}{number}") for number, one in enumerate(plan.layers)]
+    return dataclasses.replace(plan, layers=tuple(layers))
+
+
+def _wrap(plan: Plan, random: Any) -> Plan:
+    inside = random.choice(["model", "net/core", "backbone", ""])
+    return dataclasses.replace(plan, inside=inside)
+
+
+def _optimizer(plan: Plan, random: Any) -> Plan:
+    return dataclasses.replace(plan, optimizer=random.choice(list(OPTIMIZERS)))
+
+
+def _head(plan: Plan, random: Any) -> Plan:
+    last = dataclasses.replace(plan.layers[-1], width=random.choice([3, 100, 16]))
+    return dataclasses.replace(plan, layers=(*plan.layers[:-1], last))
+
+
+def _insert(plan: Plan, random: Any) -> Plan:
+    at = random.randint(0, len(plan.layers) - 1)
+    kind = random.choice(["dense", "norm", "batch", "block"])
+    name = random.choice([None, "extra", "layer_9"])
+    new = Layer("new", kind, random.choice([8, 16, 32]), name)
+    return dataclasses.replace(plan, layers=(*plan.layers[:at], new, *plan.layers[at:]))
+
+
+def _drop(plan: Plan, random: Any) -> Plan:
+    at = random.randint(0, len(plan.layers) - 1)
+    return dataclasses.replace(plan, layers=(*plan.layers[:at], *plan.layers[at + 1 :]))
+
+
+EDITS = {
+    "rename some": _rename_some,
+    "rename longer": _rename_longer,
+    "rename row": _rename_row,
+    "wrap": _wrap,
+    "optimizer": _optimizer,
+    "head": _head,
+    "insert": _insert,
+    "drop": _drop,
+}
+
+
+def random_case(random: Any) -> tuple[str, Made, Made]:
+    """A model in training, and the same after one to three edits."""
+    plan = random_plan(random)
+    names = random.sample(list(EDITS), random.choice([1, 1, 2, 3]))
+    edited = plan
+    for name in names:
+        edited = EDITS[name](edited, random)
+    return "+".join(names), plan.made(), edited.made()
