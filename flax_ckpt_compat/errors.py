@@ -16,6 +16,7 @@ from typing import Any
 from flax import errors as _flax
 
 from flax_ckpt_compat._core.errors import (
+    AbsentProcessesError,
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -26,12 +27,14 @@ from flax_ckpt_compat._core.errors import (
     ShapeMismatchError,
     StepError,
     StorageError,
+    TeamError,
     TransformError,
     UnrecognizedFormatError,
     UnsupportedLeafError,
 )
 
 __all__ = [
+    "AbsentProcessesError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
@@ -46,6 +49,7 @@ __all__ = [
     "ShapeMismatchError",
     "StepError",
     "StorageError",
+    "TeamError",
     "TransformError",
     "UnrecognizedFormatError",
     "UnsupportedLeafError",

@@ -12,6 +12,8 @@ CheckpointError
 ├── NameCollisionError(ValueError)           two key paths with one stored name
 ├── StepError(ValueError)                    a step, ``keep`` or prefix that means nothing
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
+├── TeamError(RuntimeError)                  another of the processes that save together failed
+│   └── AbsentProcessesError(TimeoutError)   processes did not come to a meeting in time
 └── StorageError(OSError)                    the file system or object store refused
 
 Those that also inherit from a class of ``flax.errors`` are in ``flax_ckpt_compat.errors``, which
@@ -97,3 +99,19 @@ class StorageError(CheckpointError, OSError):
     def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
         super().__init__(message, path=path)
         self.errno = errno
+
+
+class TeamError(CheckpointError, RuntimeError):
+    """Another of the processes that save together failed, or does something else; nothing was saved."""
+
+
+class AbsentProcessesError(TeamError, TimeoutError):
+    """Processes did not come to a meeting within the bound.
+
+    Attributes:
+        absent: their numbers.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, absent: tuple[int, ...] = ()):
+        super().__init__(message, path=path)
+        self.absent = absent

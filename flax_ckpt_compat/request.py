@@ -1,0 +1,92 @@
+"""One save: what it may replace, and what it removes once it is committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+from jax import monitoring
+
+from flax_ckpt_compat import retention
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._listing import Place
+
+_last_saved = time.time()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One save after its arguments were checked.
+
+    Attributes:
+        where: directory and prefix.
+        name: of the checkpoint.
+        step: as the caller gave it, for messages; None for a checkpoint that is no step of a directory.
+        overwrite: replace what has that name.
+        keep: how many to keep; 0 keeps all.
+        careful: replace nothing but checkpoints, and remove none that are newer.
+        format: what to write.
+        sort_keys: write the maps of a msgpack file sorted.
+        start: of the call, in seconds since the epoch.
+    """
+
+    where: Place
+    name: str
+    step: Any
+    overwrite: bool
+    keep: int
+    keep_every_n_steps: float | None
+    careful: bool
+    format: Format
+    sort_keys: bool
+    start: float
+
+    @property
+    def path(self) -> str:
+        """Absolute final path."""
+        return self.where.path(self.name)
+
+    def check(self) -> None:
+        """Refuses what ``overwrite`` does not allow."""
+        if self.careful:
+            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+        if self.step is not None and not self.overwrite:
+            retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
+
+    def check_again(self) -> None:
+        """Refuses to replace what came into this place during a careful save."""
+        if self.careful:
+            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+
+    def clean_up(self) -> None:
+        """What overwrite and retention remove, after the commit."""
+        if self.step is not None:
+            newer = self.overwrite and not self.careful
+            retention.clean_up(self.where, self.name, self.keep, self.overwrite, self.keep_every_n_steps, newer)
+
+    def prepare_directory(self) -> None:
+        """Makes the directory, and frees it from what dead writers left."""
+        files.make_directory(self.where.directory)
+        files.reclaim(self.where.directory)
+
+    def committed(self) -> None:
+        """What follows the commit: clean-up, and the event that Flax records."""
+        global _last_saved
+        self.clean_up()
+        monitoring.record_event_duration_secs(
+            "/jax/checkpoint/write/duration_since_last_checkpoint_secs", self.start - _last_saved
+        )
+        _last_saved = self.start
+
+
+def forget(temporary: str) -> None:
+    """Removes what a failed save wrote; the failure itself is what the caller has to hear about."""
+    try:
+        if os.path.lexists(temporary):
+            files.discard(temporary)
+    except CheckpointError:
+        pass  # a later save reclaims it
