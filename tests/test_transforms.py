@@ -1,0 +1,405 @@
+"""Transforms one by one: what Orbax's documentation and published tests say, the mends, and the messages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax.training.train_state import TrainState
+from orbax.checkpoint import transform_utils as real
+from orbax.checkpoint import tree as real_tree
+
+from flax_ckpt_compat import transforms as ours
+from flax_ckpt_compat.errors import NameCollisionError, TransformError
+from flax_ckpt_compat.transforms import (
+    Call,
+    Keep,
+    RestoreArgs,
+    RestoreTransform,
+    Take,
+    Transform,
+    Transforms,
+    apply_transformations,
+    flat_transforms,
+    intersect_trees,
+    merge_trees,
+    restore_args,
+)
+
+ARGS = RestoreArgs(np.ndarray, np.dtype("float32"))
+
+
+def double(value: Any) -> Any:
+    """Any value_fn."""
+    return value * 2
+
+
+@pytest.mark.parametrize("name", ["Transform", "RestoreTransform"])
+def test_the_fields_are_orbaxs(name: str) -> None:
+    """The fields have Orbax's names, order and defaults, so that positional arguments mean the same."""
+
+    def fields(side: Any) -> list[tuple[str, Any]]:
+        return [(field.name, field.default) for field in dataclasses.fields(getattr(side, name))]
+
+    assert fields(ours) == fields(real)
+
+
+FIELDS: dict[str, list[Any]] = {
+    "original_key": [None, "", "a"],
+    "use_fallback": [False, True],
+    "value_fn": [None, double],
+    "multi_value_fn": [None, double],
+    "multi_value_fn_input_args": [None, {}, {"a": None}],
+}
+
+
+@pytest.mark.parametrize("for_restore", [False, True])
+def test_legal_combinations_are_orbaxs(for_restore: bool) -> None:
+    """Exactly the combinations that fail Orbax's assertions raise, with a message that names the fields."""
+    name = "RestoreTransform" if for_restore else "Transform"
+    names = list(FIELDS)[: 5 if for_restore else 4]
+    for values in itertools.product(*(FIELDS[field] for field in names)):
+        given = dict(zip(names, values, strict=True))
+        try:
+            getattr(real, name)(**given)
+        except AssertionError:
+            with pytest.raises(TransformError, match=name) as caught:
+                getattr(ours, name)(**given)
+            told = [field for field in names if field in str(caught.value) and given[field] not in (None, False)]
+            assert told, (given, caught.value)
+        else:
+            assert dataclasses.asdict(getattr(ours, name)(**given)) == given
+
+
+@pytest.mark.parametrize("side", [ours, real])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"multi_value_fn": double, "value_fn": double},
+        {"use_fallback": True, "original_key": "b"},
+        {"original_key": "b", "multi_value_fn": double},
+        {"original_key": 3},
+    ],
+)
+def test_what_was_made_illegal_afterwards_raises_at_use(side: Any, change: dict[str, Any]) -> None:
+    """A transform that was changed into nonsense after it was made is refused where it is used, with its key."""
+    transform = side.Transform()
+    for name, value in change.items():
+        setattr(transform, name, value)
+    with pytest.raises(TransformError, match=r"'x/a'.*" + next(iter(change))):
+        Transforms({"x": {"a": transform}})
+
+
+@pytest.mark.parametrize("key", [("b/c", "d"), ("b/c", 0)])
+def test_a_tuple_is_an_exact_key_path(key: tuple[Any, ...]) -> None:
+    r"""A tuple as original_key, which Orbax documents and cannot apply, names one leaf: no separators, no groups."""
+    original = {"b/c": {str(key[1]): 1}, "b": {"c": {str(key[1]): 2}}, r"\1": 3}
+    assert apply_transformations(original, {"(.*)": Transform(key)}, {"x": 0}) == {"x": 1}
+    assert apply_transformations(original, {"(.*)": Transform((r"\1",))}, {"x": 0}) == {"x": 3}
+    with pytest.raises(TypeError):
+        real.apply_transformations(original, {"(.*)": real.Transform(key)}, {"x": 0})
+    with pytest.raises(TransformError, match=r"\('b', 'c/d'\)"):
+        apply_transformations(original, {"x": Transform(("b", "c/d"))}, {"x": 0})
+
+
+class Pair(NamedTuple):
+    """A namedtuple."""
+
+    first: Any
+    second: Any
+
+
+def test_transforms_may_stand_in_any_tree() -> None:
+    """Dicts, lists, namedtuples, train states and None count under the names and in the order of Orbax's flattening."""
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2), "b": jnp.ones(2)}, tx=optax.adam(0.1))
+    trees: list[Any] = [
+        jax.tree.map(lambda _: Transform(), state),
+        {"b": [Transform(), None, {}], "a/b": Transform(), "a": Pair(Transform(), None)},
+        flax.core.freeze({"x": {"y": Transform()}}),
+        Transform(),
+        None,
+        {},
+    ]
+    for tree in trees:
+        flat = flat_transforms(tree)
+        assert list(flat) == list(real_tree.to_flat_dict(tree, sep="/"))
+        assert all(isinstance(transform, Transform) for transform in flat.values())
+        assert bool(Transforms(tree)) == bool(flat)
+
+
+@pytest.mark.parametrize("leaf", [3, "b/c", Transform, double, np.ones(2)])
+def test_what_is_no_transform_is_refused(leaf: Any) -> None:
+    """A leaf that is no transform is refused with its key and type."""
+    with pytest.raises(TransformError, match=r"expected a Transform at x/0, found " + type(leaf).__name__):
+        flat_transforms({"x": [leaf]})
+
+
+def test_bad_expressions_name_their_key() -> None:
+    """A key that is no regular expression, and a reference to a group that it lacks, are told with the key."""
+    with pytest.raises(TransformError, match=r"'x\('.*re\.escape"):
+        Transforms({"x(": Transform()})
+    with pytest.raises(TransformError, match=r"'\(x\)'.*group reference 2.*"):
+        apply_transformations({"x": 1}, {"(x)": Transform(r"\2")}, {"x": 0})
+    with pytest.raises(NameCollisionError, match="a/b"):
+        flat_transforms({"a/b": Transform(), "a": {"b": Transform()}})
+
+
+def test_an_absent_source_is_told() -> None:
+    """The error for an absent source names target, transform and source, and survives pickling and copying."""
+    with pytest.raises(TransformError, match=r"'\(\.\)1'.*takes z/q for a1,") as caught:
+        Transforms({"(.)1": Transform("z/q")}).resolve("a1", lambda source: source == "a1", True)
+    assert caught.value.leaf == "a1"
+    for again in (pickle.loads(pickle.dumps(caught.value)), copy.copy(caught.value)):
+        assert (str(again), again.leaf, again.source) == (str(caught.value), "a1", "z/q")
+    with pytest.raises(TransformError, match="use_fallback"):
+        apply_transformations({}, {"f": Transform(use_fallback=True)}, {"f": 1}, default_to_original=False)
+
+
+def resolved(transforms: Any, key: str, stored: set[str], default_to_original: bool = True) -> Take | Call | Keep:
+    """What a leaf gets from a checkpoint that holds ``stored``."""
+    return Transforms(transforms).resolve(key, lambda source: source in stored, default_to_original)
+
+
+def test_what_a_leaf_gets() -> None:
+    """Untouched leaves, renamed ones, functions and fallbacks resolve to Take, Call and Keep; the last match wins."""
+    rename, call, fallback = Transform("b"), Transform(multi_value_fn=double), Transform(use_fallback=True)
+    outcome: Any = resolved({}, "a", {"a"})
+    assert (outcome.source, outcome.transform) == ("a", None)
+    assert resolved({}, "a", {"a"}, False).known
+    assert not resolved({}, "a", set()).known
+    outcome = resolved({"a": rename}, "a", {"b"})
+    assert (outcome.source, outcome.transform) == ("b", rename)
+    assert resolved({"a": call}, "a", set()).transform is call
+    assert resolved({"a": fallback}, "a", {"a"}).known
+    outcome = resolved({"a": fallback}, "a", {"a"}, False)
+    assert (outcome.source, outcome.transform) == ("a", fallback)
+    assert resolved({"(a)": rename, "a": call}, "a", {"b"}).transform is call
+    assert resolved({"(a)": call, "a": rename}, "a", {"b"}).transform is rename
+    assert resolved({"(a)": rename, "a": fallback}, "a", {"b"}).transform is rename, "a fallback leaves the slot alone"
+
+
+def test_an_absent_source_raises_even_if_overridden() -> None:
+    """A source that is absent raises also where a later transform overrides it, as in Orbax."""
+    for side in (ours, real):
+        with pytest.raises(ValueError, match="z"):
+            side.apply_transformations({"a": 1}, {"(a)": side.Transform("z"), "a": side.Transform()}, {"a": 0})
+
+
+def test_only_the_winners_function_is_called() -> None:
+    """Functions of transforms that a later one overrides are not called; Orbax calls them all."""
+    called: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        return lambda *given: called.append(name) or name
+
+    transforms = {
+        "(a)": Transform(value_fn=noting("first")),
+        ".": Transform(multi_value_fn=noting("second")),
+        "a": Transform(value_fn=noting("third")),
+    }
+    assert apply_transformations({"a": 1}, transforms, {"a": 0}) == {"a": "third"}
+    assert called == ["third"]
+    assert real.apply_transformations({"a": 1}, transforms, {"a": 0}) == {"a": "third"}
+
+
+def args_taken(*given: Any) -> int:
+    """A function that takes whatever it is given."""
+    return len(given)
+
+
+class Method:
+    """Something with methods, and callable."""
+
+    def one(self, value: Any) -> Any:
+        """Takes the value."""
+        return "one"
+
+    def __call__(self, value: Any, args: Any) -> Any:
+        """Takes the value and its arguments."""
+        return args
+
+
+VALUE_FUNCTIONS: list[tuple[Callable[..., Any], Any]] = [
+    (lambda value: "one", "one"),
+    (lambda value, args: args, ARGS),
+    (lambda value, args=None: args, None),
+    (lambda value, *, args=None: args, None),
+    (lambda value, /, args: args, ARGS),
+    (args_taken, 2),
+    (functools.partial(lambda how, value: how, "how"), "how"),
+    (functools.partial(lambda value, args: args, args="mine"), "mine"),
+    (Method().one, "one"),
+    (Method(), ARGS),
+    (str, "7"),
+    (int, 7),
+    (float, 7.0),
+    (np.float32, np.float32(7)),
+    (np.sqrt, np.sqrt(7)),
+    (np.transpose, np.asarray(7)),
+    (jnp.asarray, np.asarray(7)),
+    (jax.jit(lambda value: value + 1), np.asarray(8)),
+    (np.asarray, np.asarray(7)),
+    (max, TypeError),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), VALUE_FUNCTIONS)
+def test_value_fn_of_a_restore_transform(function: Callable[..., Any], expected: Any) -> None:
+    """RestoreArgs go to functions that have to have them, and to none that works with the value alone."""
+    transform = RestoreTransform(value_fn=function)
+    if expected is TypeError:
+        with pytest.raises(TypeError):
+            ours.call_value_fn(transform, 7, ARGS)
+        return
+    got = ours.call_value_fn(transform, 7, ARGS)
+    assert got is expected or got == expected
+
+
+def test_a_transforms_functions_never_get_restore_args() -> None:
+    """A Transform's functions get what Orbax's documentation says: the value; the key and the tree."""
+    for side in (ours, real):
+        assert ours.call_value_fn(side.Transform(value_fn=args_taken), 7, ARGS) == 1
+        assert ours.call_multi_value_fn(side.Transform(multi_value_fn=args_taken), "k", {}, ARGS) == 2
+        with pytest.raises(TypeError):
+            ours.call_value_fn(side.Transform(value_fn=lambda value, args: args), 7, ARGS)
+
+
+MULTI_FUNCTIONS: list[tuple[Callable[..., Any], Any, Any]] = [
+    (lambda key, tree: key, "k", "k"),
+    (lambda key, tree, args: args, ARGS, ARGS),
+    (lambda key, tree, args=None: args, ARGS, None),
+    (args_taken, 3, 2),
+    (functools.partial(lambda how, key, tree, args: args, "how"), ARGS, ARGS),
+]
+
+
+@pytest.mark.parametrize(("function", "restoring", "in_memory"), MULTI_FUNCTIONS)
+@pytest.mark.parametrize("side", [ours, real])
+def test_multi_value_fn_of_a_restore_transform(
+    side: Any, function: Callable[..., Any], restoring: Any, in_memory: Any
+) -> None:
+    """Restoring passes RestoreArgs to whatever can take them, as Orbax; in memory, as Orbax, only where required."""
+    transform = side.RestoreTransform(multi_value_fn=function)
+    assert ours.call_multi_value_fn(transform, "k", {}, ARGS) == restoring
+    assert ours.call_multi_value_fn(transform, "k", {}, ARGS, in_memory=True) == in_memory
+
+
+def test_in_memory_functions_get_the_args_of_the_new_leaf() -> None:
+    """RestoreArgs of apply_transformations are those of the new tree's leaf."""
+    transforms = {
+        "a": RestoreTransform("b", value_fn=lambda value, args: value.astype(args.dtype)),
+        "c": RestoreTransform(multi_value_fn=lambda key, tree, args: (key, args.restore_type)),
+    }
+    got = apply_transformations({"b": np.arange(3)}, transforms, {"a": np.zeros(3, "f4"), "c": 1})
+    assert got["a"].dtype == np.float32
+    assert got["c"] == ("c", int)
+
+
+def test_restore_args_are_orbaxs() -> None:
+    """RestoreArgs of arrays, abstract arrays and Python values say what Orbax's constructed ones say."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tree = {
+        "numpy": np.ones((2, 3), "f2"),
+        "jax": jnp.ones((2, 3), "bfloat16"),
+        "abstract": jax.ShapeDtypeStruct((2,), np.dtype("int8"), sharding=sharding),
+        "int": 1,
+        "float": 1.5,
+        "str": "text",
+    }
+    for name, expected in orbax.checkpoint.checkpoint_utils.construct_restore_args(tree).items():
+        got = restore_args(tree[name])
+        assert got.restore_type is expected.restore_type, name
+        if name not in ("int", "float", "str"):
+            assert got.dtype == expected.dtype, name
+        for field in ("sharding", "global_shape"):
+            assert getattr(got, field) == getattr(expected, field, None), (name, field)
+
+
+def test_restore_args_of_other_leaves() -> None:
+    """A leaf without a value asks for nothing, a numpy scalar for its own type, an unplaced abstract array for any."""
+    assert restore_args(None) == RestoreArgs()
+    assert restore_args(np.float16(1)) == RestoreArgs(np.float16, np.dtype("float16"))
+    unplaced = restore_args(jax.ShapeDtypeStruct((2,), np.dtype("int8")))
+    assert unplaced == RestoreArgs(jax.Array, np.dtype("int8"), None, (2,))
+
+
+def test_kept_leaves_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Leaves that neither transforms nor the old tree know are logged; those that were meant to stay are not."""
+    with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
+        apply_transformations({"a": 1}, {"f": Transform(use_fallback=True)}, {"a": 0, "f": 1, "new": {"w": 2, "v": 3}})
+    (record,) = caplog.records
+    assert record.name == "flax_ckpt_compat"
+    assert "new/v, new/w" in record.getMessage()
+    assert "f," not in record.getMessage()
+
+
+@pytest.mark.parametrize("value", [0, 1, "", np.zeros(()), np.arange(3), jnp.zeros(2)])
+def test_bare_leaves(value: Any) -> None:
+    """A bare leaf, a falsy one too, is a tree of one leaf for all three functions."""
+    assert merge_trees(value) is value
+    assert merge_trees(np.ones(3), value) is value
+    assert merge_trees(value, target=5) is value
+    assert intersect_trees(np.ones(3), value) is value
+    assert apply_transformations(value, {}, np.ones(3)) is value
+    assert apply_transformations({}, {}, value) is value
+    assert apply_transformations({"a": value}, {"": Transform("a")}, 5) is value
+
+
+@pytest.mark.parametrize("empty", [{}, [], (), None, optax.EmptyState()])
+@pytest.mark.parametrize("default_to_original", [True, False])
+def test_empty_new_trees(empty: Any, default_to_original: bool) -> None:
+    """A new tree that is empty gives an empty dict, whatever the old one holds and whatever the transforms are."""
+    for transforms in ({}, {"a": Transform("nowhere")}, None):
+        assert apply_transformations({"a": 1}, transforms, empty, default_to_original) == {}
+    assert merge_trees() == {}
+    assert merge_trees(empty, empty) == intersect_trees(empty, {"a": 1}) == {}
+
+
+def test_none_is_no_leaf() -> None:
+    """None in the new tree stays None; None in the old one is not there."""
+    assert apply_transformations({"a": 1}, {"a": Transform()}, {"a": None, "b": 2}) == {"a": None, "b": 2}
+    assert apply_transformations({"a": None}, {}, {"a": 5}) == {"a": 5}
+    with pytest.raises(TransformError, match="takes a for a"):
+        apply_transformations({"a": None}, {"a": Transform()}, {"a": 5})
+
+
+def test_names_that_mean_two_leaves() -> None:
+    """Where a key contains a separator and so names two leaves, nothing is chosen in silence; a tuple still works."""
+    twice = {"a/b": 1, "a": {"b": 2}}
+    with pytest.raises(NameCollisionError, match=r"'a/b' means 2 leaves.*\('a/b',\).*tuple"):
+        apply_transformations(twice, {"x": Transform("a/b")}, {"x": 0})
+    with pytest.raises(NameCollisionError, match="'a/b'"):
+        apply_transformations({}, {}, twice)
+    assert apply_transformations(twice, {"x": Transform(("a/b",)), "y": Transform(("a", "b"))}, {"x": 0, "y": 0}) == {
+        "x": 1,
+        "y": 2,
+    }
+
+
+def test_merge_and_intersect_say_what_is_wrong() -> None:
+    """Conflicts and absent leaves raise Orbax's classes of error, with the leaf's name."""
+    with pytest.raises(TypeError, match=r"a is a leaf .* leads to a/b"):
+        merge_trees({"a": 1}, {"a": {"b": 2}})
+    with pytest.raises(TypeError, match=r"a is a leaf .* leads to a/b"):
+        merge_trees({"a": {"b": 2}}, {"a": 1})
+    with pytest.raises(KeyError, match="b/c"):
+        merge_trees({"a": 1}, target={"a": 0, "b": {"c": 0}})
+    with pytest.raises(KeyError, match="b"):
+        intersect_trees({"a": 1}, {"b": 1}, target={"b": 0})
+    with pytest.raises(TypeError, match="at least one tree"):
+        intersect_trees()
+    with pytest.raises(TransformError, match="bare leaf"):
+        merge_trees(1, {"a": 1})
