@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 from flax import core
 
 from flax_ckpt_compat import _listing, restoring, saving
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat.background import AsyncManager
-from flax_ckpt_compat.errors import CheckpointError, StepError
+from flax_ckpt_compat.errors import StepError
 
 __all__ = [
     "COMMIT_SUCCESS_FILE",
@@ -120,25 +119,26 @@ def save_checkpoint_multiprocess(
     gda_manager: Any | None = None,
     orbax_checkpointer: Any | None = None,
 ) -> str:
-    """Saves a tree that several processes hold together; on one process the same as `save_checkpoint`.
+    """Saves a tree that several processes hold together; called by all of them, with the same arguments.
+
+    Of an array that is spread over the processes each writes its own shards; all else is taken from process 0, which
+    also commits. No process waits for another longer than the setting ``coordination_timeout``. On one process it is
+    the same as `save_checkpoint`.
 
     Args:
         gda_manager: a ``GlobalAsyncCheckpointManager``; not needed. A given one is waited for.
-        ckpt_dir, target, step, prefix, keep, overwrite, keep_every_n_steps, async_manager, orbax_checkpointer: as for
-            `save_checkpoint`.
+        async_manager: write and commit in the background; all processes pass one, or none does.
+        ckpt_dir, target, step, prefix, keep, overwrite, keep_every_n_steps, orbax_checkpointer: as for
+            `save_checkpoint`; every process sees the same directory.
 
     Returns:
         The checkpoint's path, in the form in which ``ckpt_dir`` was given.
 
     Raises:
-        CheckpointError: called with more than one process, which this version does not support; and all that
-            `save_checkpoint` raises.
+        AbsentProcessesError: processes did not come in time; the message names them.
+        TeamError: another process failed, or saves something else; nothing was saved.
+        CheckpointError: what `save_checkpoint` raises, and then in every process.
     """
-    if jax.process_count() > 1 and orbax_checkpointer is None:
-        raise CheckpointError(
-            f"save_checkpoint_multiprocess runs on one process in this version, found {jax.process_count()}; "
-            "host-local trees can be saved with save_checkpoint from one of them."
-        )
     if gda_manager is not None:
         gda_manager.wait_until_finished()
     return saving.save(
@@ -151,7 +151,7 @@ def save_checkpoint_multiprocess(
         keep_every_n_steps,
         async_manager,
         orbax_checkpointer,
-        sort_keys=True,
+        by_all=True,
     )
 
 

@@ -5,18 +5,20 @@ when this module is first imported; empty counts as not given), set for the proc
 with `override`. ``config.current()`` gives all values in force, ``config.must_exist`` one of them. What nobody has
 set is as in the table for Flax's own functions, and as in `STRICT` for ``flax_ckpt_compat.restore`` and ``save``.
 
-====================  =========================  ==========================================================
-setting               values (default first)     meaning
-====================  =========================  ==========================================================
-``missing_leaves``    error, warn, keep          a target leaf that the checkpoint lacks: raise, or keep the
-                                                 target's value with or without a warning
-``shape_mismatch``    warn, error, ignore        stored and target shapes differ; the stored one is returned
-``dtype``             stored, target             keep the stored dtype, or cast to the target leaf's
-``structure``         flax, stored               without a target: Flax's nested dicts with text keys, or lists,
-                                                 tuples and int keys where the format recorded them
-``must_exist``        false, true                nothing to restore: return the target as Flax does, or raise
-``compression``       none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
-====================  =========================  ==========================================================
+========================  =========================  ===========================================================
+setting                   values (default first)     meaning
+========================  =========================  ===========================================================
+``missing_leaves``        error, warn, keep          a target leaf that the checkpoint lacks: raise, or keep the
+                                                     target's value with or without a warning
+``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
+``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
+``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
+                                                     tuples and int keys where the format recorded them
+``must_exist``            false, true                nothing to restore: return the target as Flax does, or raise
+``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
+``coordination_timeout``  600.0, or more, or less     seconds to wait for the other processes at each meeting of
+                                                     a save
+========================  =========================  ===========================================================
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -46,6 +49,8 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "must_exist": (False, True),
     "compression": (None, "zstd", "gzip", "blosc"),
 }
+_SECONDS = ("coordination_timeout",)
+_NAMES = (*_VALUES, *_SECONDS)
 _WORDS: dict[str, Any] = {"none": None, "false": False, "0": False, "no": False, "true": True, "1": True, "yes": True}
 
 
@@ -59,6 +64,7 @@ class Settings:
     structure: str = "flax"
     must_exist: bool = False
     compression: str | None = None
+    coordination_timeout: float = 600.0
 
 
 _DEFAULTS = Settings()
@@ -67,9 +73,12 @@ STRICT = Settings(shape_mismatch="error", structure="stored", must_exist=True)
 
 def _checked(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in changes.items():
-        if name not in _VALUES:
-            raise SettingError(f"there is no setting {name!r}; the settings are {', '.join(_VALUES)}")
-        if value not in _VALUES[name]:
+        if name not in _NAMES:
+            raise SettingError(f"there is no setting {name!r}; the settings are {', '.join(_NAMES)}")
+        if name in _SECONDS:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise SettingError(f"setting {name} takes a positive number of seconds; found {value!r}")
+        elif value not in _VALUES[name]:
             allowed = ", ".join(repr(choice) for choice in _VALUES[name])
             raise SettingError(f"setting {name} takes {allowed}; found {value!r}")
     return changes
@@ -84,7 +93,8 @@ def _from_environment() -> Mapping[str, Any]:
         if variable not in _variables():
             _warn_of_unknown(variable)
             continue
-        value = _WORDS[word] if word in _WORDS and _WORDS[word] in _VALUES[name] else word
+        is_word = word in _WORDS and _WORDS[word] in _VALUES.get(name, ())
+        value = _number(word) if name in _SECONDS else _WORDS[word] if is_word else word
         try:
             found.update(_checked({name: value}))
         except SettingError as error:
@@ -92,8 +102,15 @@ def _from_environment() -> Mapping[str, Any]:
     return found
 
 
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
 def _variables() -> list[str]:
-    return [_VARIABLE + name.upper() for name in _VALUES]
+    return [_VARIABLE + name.upper() for name in _NAMES]
 
 
 def _warn_of_unknown(variable: str) -> None:
@@ -163,7 +180,7 @@ def use_orbax_format() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _VALUES:
+    if name in _NAMES:
         return getattr(current(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -172,7 +189,7 @@ class _Module(ModuleType):
     """This module, which refuses a setting that is assigned to: the assignment would have no effect."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _VALUES:
+        if name in _NAMES:
             raise SettingError(f"a setting is not assigned to; call config.update({name}={value!r})")
         super().__setattr__(name, value)
 

@@ -31,13 +31,35 @@ _POLL_SECONDS = 0.01
 _COMMIT_FILE = "commit_success.txt"
 
 
-def save(checkpointer: Any, path: str, target: Any, on_commit: Callable[[], None]) -> None:
-    """Lets the checkpointer write ``path``; ``on_commit`` runs once it is committed, in the background if need be.
+def written_path(path: str) -> str:
+    """Where a checkpointer shall write: what has the final name stays restorable until the new one is complete."""
+    return files.staging_path(path) if os.path.lexists(path) else path
 
-    What has that name already stays restorable until the new one is complete.
+
+def save(
+    checkpointer: Any,
+    path: str,
+    target: Any,
+    on_commit: Callable[[], None],
+    *,
+    written: str | None = None,
+    leads: bool = True,
+) -> None:
+    """Lets the checkpointer write, and publishes what it wrote once that is committed, in the background if need be.
+
+    Args:
+        checkpointer: of real Orbax.
+        path: the final path.
+        target: the user's tree.
+        on_commit: what to do after the commit.
+        written: of `written_path`, where several processes have to agree on it.
+        leads: false in processes that leave publishing and ``on_commit`` to another one.
     """
-    written = files.staging_path(path) if os.path.lexists(path) else path
-    pending = _Pending(checkpointer, written, path, on_commit)
+    if not leads:
+        checkpointer.save(written, target)
+        return
+    pending = _Pending(checkpointer, written or written_path(path), path, on_commit)
+    written = pending.written
     checkpointer.save(written, target)
     if _is_async(checkpointer):
         pending.watch()
@@ -67,11 +89,16 @@ class _Pending:
 
     Orbax offers no public hook after the commit, so the commit is seen by the last file of it, and the
     checkpointer's own ``wait_until_finished`` is lengthened until our clean-up has run.
+
+    Attributes:
+        checkpointer: of real Orbax.
+        path: the final path.
+        written: where it writes.
     """
 
     def __init__(self, checkpointer: Any, written: str, path: str, on_commit: Callable[[], None]):
         self.checkpointer, self.path = checkpointer, path
-        self._written, self._on_commit = written, on_commit
+        self.written, self._on_commit = written, on_commit
         self._own_wait = getattr(checkpointer, "wait_until_finished", None)
         self._replaced: dict[str, Any] = {}
         self._ended = threading.Event()
@@ -99,9 +126,9 @@ class _Pending:
     def finish(self) -> None:
         """Publishes what was committed and cleans up; once."""
         with _lock:
-            if self._retire() and os.path.lexists(self._written):
-                if self._written != self.path:
-                    files.publish(self._written, self.path)
+            if self._retire() and os.path.lexists(self.written):
+                if self.written != self.path:
+                    files.publish(self.written, self.path)
                 self._on_commit()
 
     def _retire(self) -> bool:
@@ -122,7 +149,7 @@ class _Pending:
             own.update(self._replaced)
 
     def _poll(self) -> None:
-        sign = os.path.join(self._written, _COMMIT_FILE)
+        sign = os.path.join(self.written, _COMMIT_FILE)
         while not self._ended.wait(_POLL_SECONDS):
             if os.path.lexists(sign):
                 try:

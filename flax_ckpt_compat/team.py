@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import itertools
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +19,6 @@ from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.backend import Share
 from flax_ckpt_compat._core.errors import AbsentProcessesError, CheckpointError, TeamError
 
-_log = logging.getLogger("flax_ckpt_compat")
 _POLL_SECONDS = 0.02
 _ROOM = "flax_ckpt_compat"
 # Meetings of so many earlier saves can still be read by whoever comes late.
@@ -90,7 +87,7 @@ class Team:
         try:
             self._collect(stage)
             value, error = lead(), None
-        except BaseException as raised:  # whatever it is, the others have to hear of it
+        except BaseException as raised:  # noqa: BLE001  (the others have to hear of it, whatever it is)
             value, error = "", raised
         verdict = {"value": value, "error": None if error is None else _told(error)}
         self._set(f"{self._room}/{stage}/verdict", verdict)
@@ -134,8 +131,8 @@ class Team:
         return AbsentProcessesError(
             f"{self._path}: process {shown} of {self.share.count} did not come to the meeting {stage!r} within "
             f"{self._timeout:g} s, so nothing was saved. It may have ended, hang, or save something else; "
-            "save_checkpoint_multiprocess has to be called by all processes. If it only needs longer, raise the setting "
-            "coordination_timeout.",
+            "save_checkpoint_multiprocess has to be called by all processes. If it only needs longer, raise the "
+            "setting coordination_timeout.",
             path=self._path,
             absent=tuple(missing),
         )
@@ -185,9 +182,9 @@ class Team:
         """Forgets the meetings of long ago."""
         if self._room not in _held:
             _held.append(self._room)
-        for room in itertools.islice(list(_held), max(0, len(_held) - _REMEMBERED)):
-            _held.remove(room)
-            self._call(lambda room=room: self._client.key_value_delete(f"{room}/"))
+        if len(_held) > _REMEMBERED:
+            old = _held.popleft()
+            self._call(lambda: self._client.key_value_delete(f"{old}/"))
 
 
 def _client() -> Any:

@@ -20,9 +20,12 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "ShapeMismatchError": (ValueError,),
     "UnsupportedLeafError": (TypeError, ValueError),
     "NameCollisionError": (ValueError,),
+    "TransformError": (ValueError,),
     "StepError": (ValueError,),
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
+    "TeamError": (RuntimeError,),
+    "AbsentProcessesError": (RuntimeError, TimeoutError),
     "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),
     "MPACheckpointingRequiredError": (flax.errors.MPACheckpointingRequiredError, ValueError),
     "MPARestoreTargetRequiredError": (flax.errors.MPARestoreTargetRequiredError, ValueError),
@@ -38,6 +41,8 @@ def make(name: str) -> Any:
         extra = {"step": 3} | ({"leaf": "a/b"} if name.endswith("RequiredError") else {})
     elif name == "MissingLeavesError":
         extra = {"missing": ("a/b", "c")}
+    elif name == "AbsentProcessesError":
+        extra = {"absent": (1, 3)}
     elif name == "StorageError":
         extra = {"errno": 28}
     else:

@@ -1,0 +1,107 @@
+"""What happens in a save by several processes: they meet before writing and after; process 0 commits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import monitoring
+
+from flax_ckpt_compat import background, config, foreign, snapshot
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
+from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat.request import Request, forget
+from flax_ckpt_compat.team import Team
+
+
+def save(request: Request, target: Any, async_manager: Any) -> None:
+    """Saves a tree of which each process holds a part; called by all of them.
+
+    Raises:
+        AbsentProcessesError, TeamError: others did not come, or failed; nothing was saved.
+        CheckpointError: what this process, or process 0, failed with.
+    """
+    team = Team(request.path, config.current().coordination_timeout)
+    options = WriteOptions(compression=config.current().compression)
+    backend, prepared, failed = backend_for(request.format), None, None
+    try:
+        if async_manager:
+            background.wait(async_manager)
+        background.settle(request.where.directory)
+        tree = snapshot.tree_to_save(target, request, copied=bool(async_manager), together=True)
+        prepared = backend.prepare(tree, team.share)
+    except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
+        failed = error
+    agree = f"{request.format.value} with overwrite={request.overwrite}"
+    begin = functools.partial(_begin, request, backend, prepared, options, team)
+    temporary = team.meet("begin", failed=failed, agree=agree, lead=begin)
+
+    def task() -> None:
+        _write_and_commit(request, backend, prepared, options, team, temporary)
+
+    if async_manager:
+        background.start(async_manager, request.where.directory, task)
+    else:
+        task()
+
+
+def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team) -> str:
+    """Process 0 chooses the temporary, and makes what the others write into."""
+    request.check()
+    request.prepare_directory()
+    temporary = files.temporary_path(request.path)
+    try:
+        with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
+            backend.begin_shared(temporary, prepared, options, team.share)
+    except BaseException:
+        forget(temporary)
+        raise
+    return temporary
+
+
+def _write_and_commit(
+    request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team, temporary: str
+) -> None:
+    failed = None
+    try:
+        with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
+            backend.write_share(temporary, prepared, options, team.share)
+    except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
+        failed = error
+
+    def commit() -> str:
+        if backend.format is Format.MSGPACK:
+            monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
+        with files.translated(request.path):
+            backend.end_shared(temporary, prepared, options, team.share)
+        request.check_again()
+        backend.publish(temporary, request.path)
+        request.committed()
+        return ""
+
+    try:
+        team.meet("commit", failed=failed, lead=commit)
+    except BaseException:
+        if team.share.index == 0:
+            forget(temporary)
+        raise
+
+
+def save_through(checkpointer: Any, request: Request, target: Any) -> None:
+    """Lets a checkpointer of real Orbax, which meets the other processes itself, write; process 0 cleans up."""
+    team = Team(request.path, config.current().coordination_timeout)
+    failed = None
+    try:
+        foreign.settle(checkpointer, request.where.directory)
+    except BaseException as error:  # noqa: BLE001  (told to the others)
+        failed = error
+
+    def begin() -> str:
+        request.check()
+        request.prepare_directory()
+        return foreign.written_path(request.path)
+
+    written = team.meet("begin", failed=failed, lead=begin)
+    foreign.save(checkpointer, request.path, target, request.committed, written=written, leads=team.share.index == 0)
