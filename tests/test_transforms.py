@@ -232,6 +232,16 @@ class Method:
         return args
 
 
+class Untold:
+    """A function whose signature cannot be had, as with some that are written in C."""
+
+    __signature__ = "none"
+
+    def __call__(self, *given: Any) -> int:
+        """Takes whatever it is given."""
+        return len(given)
+
+
 VALUE_FUNCTIONS: list[tuple[Callable[..., Any], Any]] = [
     (lambda value: "one", "one"),
     (lambda value, args: args, ARGS),
@@ -253,6 +263,7 @@ VALUE_FUNCTIONS: list[tuple[Callable[..., Any], Any]] = [
     (jax.jit(lambda value: value + 1), np.asarray(8)),
     (np.asarray, np.asarray(7)),
     (max, TypeError),
+    (Untold(), 1),
 ]
 
 
@@ -282,6 +293,7 @@ MULTI_FUNCTIONS: list[tuple[Callable[..., Any], Any, Any]] = [
     (lambda key, tree, args: args, ARGS, ARGS),
     (lambda key, tree, args=None: args, ARGS, None),
     (args_taken, 3, 2),
+    (Untold(), 3, 2),
     (functools.partial(lambda how, key, tree, args: args, "how"), ARGS, ARGS),
 ]
 
