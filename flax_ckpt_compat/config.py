@@ -16,7 +16,7 @@ setting                   values (default first)     meaning
                                                      tuples and int keys where the format recorded them
 ``must_exist``            false, true                nothing to restore: return the target as Flax does, or raise
 ``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
-``coordination_timeout``  600.0, or more, or less     seconds to wait for the other processes at each meeting of
+``coordination_timeout``  600.0, any number > 0      seconds to wait for the other processes at each meeting of
                                                      a save
 ========================  =========================  ===========================================================
 """
