@@ -92,8 +92,8 @@ def pre_optax() -> Apply:
     def apply(stored: Node, target: Node) -> Node:
         old = _Old.of(stored, target, who)
         tree = _trees.remap(stored, old.renamed, who)
-        for path in old.counts() if old.step is not None else ():
-            tree = targets.put(tree, path, old.step, who)
+        for path, node in old.additions(tree):
+            tree = targets.put(tree, path, node, who)
         return tree
 
     return apply
@@ -166,10 +166,21 @@ class _Old:
             return [("opt_state", "0")]
         return [path for path, branch in self._today() if fields <= branch.children.keys()]
 
-    def counts(self) -> list[Path]:
-        """Paths of the counts in today's optimizer that are its step: Adam's, and those of schedules."""
-        with_count = ({"count"}, {"count", "mu", "nu"})
-        return [(*path, "count") for path, branch in self._today() if branch.children.keys() in with_count]
+    def additions(self, tree: Node) -> Iterator[tuple[Path, Node]]:
+        """The step for each count of today's optimizer that is one, and states that hold nothing, such as EmptyState.
+
+        Args:
+            tree: with the new names; Adam's count goes only where its moments did.
+        """
+        if self.step is not None and not isinstance(self.target, Branch) and _child(tree, "opt_state", "0", "mu"):
+            yield ("opt_state", "0", "count"), self.step
+        for path, branch in self._today():
+            names = branch.children.keys()
+            is_adam = names == {"count", "mu", "nu"} and _child(tree, *path, "mu") is not None
+            if not names and _child(tree, *path) is None:
+                yield path, branch
+            elif self.step is not None and (is_adam or names == {"count"}):
+                yield (*path, "count"), self.step
 
     def _today(self) -> Iterator[tuple[Path, Branch]]:
         return _trees.branches(_child(self.target, "opt_state"), ("opt_state",))

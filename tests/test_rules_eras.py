@@ -1,0 +1,287 @@
+"""Rules for checkpoints of earlier eras: pre-linen names as real Flax has them, flax.optim's states by its formulas.
+
+flax.optim is gone; its layout and its update formulas are written down here as its last releases had them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training import checkpoints as flax_checkpoints
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints, opening, rules, state
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.tree import Branch, iter_leaves
+from tests.support.stored import count, flat, stored, values
+
+NAMES = st.one_of(
+    st.builds("{}_{}".format, st.sampled_from(["Conv", "Dense", "My_Block", "a-", ""]), st.integers(0, 12)),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=6),
+    st.sampled_from(["kernel", "bias", "1", "1.5_2", "Conv_1e3", "Dense_01"]),
+)
+TREES = st.recursive(st.integers(), lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=5), max_leaves=12)
+
+
+@given(st.dictionaries(NAMES, TREES, min_size=1, max_size=6))
+def test_pre_linen_names_are_flaxs(tree: dict[str, Any]) -> None:
+    """The names below the path are those that real convert_pre_linen gives, and ours; elsewhere they stay."""
+    expected = flat(flax_checkpoints.convert_pre_linen(tree))
+    assert flat(checkpoints.convert_pre_linen(tree)) == expected
+    whole = {"params": tree, "Dense_7": 1}
+    if expected == flat(tree):
+        with pytest.raises(TransformError, match="linen's already"):
+            rules.pre_linen().apply(stored(whole), None)
+        return
+    found = values(rules.pre_linen().apply(stored(whole), None))
+    assert found.pop("Dense_7") == 1
+    assert found == {f"params/{name}": leaf for name, leaf in expected.items()}
+
+
+def test_pre_linen_elsewhere() -> None:
+    """Moments have names of modules, too; the path says which names are meant."""
+    tree = {"mu": {"Conv_0": count((1,)), "Dense_1": count((2,))}, "nu": {"Dense_1": count((2,))}}
+    found = values(rules.pre_linen("mu").apply(stored(tree), None))
+    assert found.keys() == {"mu/Conv_0", "mu/Dense_0", "nu/Dense_1"}
+    with pytest.raises(TransformError, match="has no params"):
+        rules.pre_linen().apply(stored(tree), None)
+
+
+PARAMS = {"Dense_0": {"kernel": count((2, 3)) / 7, "bias": count((3,))}, "temperature": np.float32(2)}
+GRADS = [jax.tree.map(lambda leaf, n=n: np.asarray(np.cos(leaf + n), np.float32), PARAMS) for n in range(4)]
+RATE, BETA, BETA2, EPS = 0.1, 0.9, 0.999, 1e-8
+
+
+def adam_state() -> dict[str, Any]:
+    """``optimizer`` of a checkpoint of flax.optim.Adam after three steps: exponential means of gradient and square."""
+    params: Any = PARAMS
+    means = jax.tree.map(lambda leaf: {"grad_ema": 0 * leaf, "grad_sq_ema": 0 * leaf}, params)
+    for step, grads in enumerate(GRADS[:3]):
+        params, means = adam_step(step, params, means, grads)
+    return {"target": params, "state": {"step": np.int32(3), "param_states": means}}
+
+
+def adam_step(step: int, params: Any, means: Any, grads: Any) -> tuple[Any, Any]:
+    """One step of flax.optim.Adam."""
+    means = jax.tree.map(
+        lambda grad, old: {
+            "grad_ema": BETA * old["grad_ema"] + (1 - BETA) * grad,
+            "grad_sq_ema": BETA2 * old["grad_sq_ema"] + (1 - BETA2) * grad**2,
+        },
+        grads,
+        means,
+    )
+
+    def stepped(param: Any, new: Any) -> Any:
+        mean = new["grad_ema"] / (1 - BETA ** (step + 1))
+        square = new["grad_sq_ema"] / (1 - BETA2 ** (step + 1))
+        return np.asarray(param - RATE * mean / (np.sqrt(square) + EPS), np.float32)
+
+    return jax.tree.map(stepped, params, means), means
+
+
+def momentum_state() -> dict[str, Any]:
+    """``optimizer`` of a checkpoint of flax.optim.Momentum after three steps."""
+    params: Any = PARAMS
+    traces = jax.tree.map(lambda leaf: {"momentum": 0 * leaf}, params)
+    for grads in GRADS[:3]:
+        params, traces = momentum_step(params, traces, grads)
+    return {"target": params, "state": {"step": np.int32(3), "param_states": traces}}
+
+
+def momentum_step(params: Any, traces: Any, grads: Any) -> tuple[Any, Any]:
+    """One step of flax.optim.Momentum."""
+    traces = jax.tree.map(lambda grad, old: {"momentum": BETA * old["momentum"] + grad}, grads, traces)
+    return jax.tree.map(lambda param, new: np.float32(param - RATE * new["momentum"]), params, traces), traces
+
+
+def apply(_: Any) -> None:
+    """A model that is never called."""
+
+
+def train_state(optimizer: Any) -> TrainState:
+    """Today's state, fresh."""
+    return TrainState.create(apply_fn=apply, params=jax.tree.map(jnp.zeros_like, PARAMS), tx=optimizer)
+
+
+def converted(tree: Any, target: TrainState) -> TrainState:
+    """Today's state with what the rule gives: nothing may be missing, and nothing left over."""
+    described = state.describe(target)
+    tree = rules.pre_optax().apply(tree, described)
+    assert {path for path, _ in iter_leaves(tree)} == {path for path, _ in iter_leaves(described)}
+    return serialization.from_state_dict(target, nested(tree))
+
+
+def nested(node: Any) -> Any:
+    """The values of a tree of stored and computed leaves as nested dicts."""
+    if not isinstance(node, Branch):
+        return values(node)[""]
+    return {name: nested(child) for name, child in node.children.items()}
+
+
+ADAM = optax.adam(RATE, b1=BETA, b2=BETA2, eps=EPS)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [ADAM, optax.chain(optax.clip(1e9), ADAM), optax.adam(lambda _: RATE, b1=BETA, b2=BETA2, eps=EPS)],
+    ids=["adam", "chain", "schedule"],
+)
+def test_adam_goes_on_as_it_would_have(optimizer: Any, is_nested: bool, flag: bool, tmp_path: Path) -> None:
+    """The next step of today's optimizer from the old checkpoint is the next step of flax.optim.Adam."""
+    old = adam_state()
+    if is_nested:
+        old["target"], old["state"]["param_states"] = (
+            {"params": old["target"]},
+            {"params": old["state"]["param_states"]},
+        )
+    checkpoints.save_checkpoint(tmp_path / "c", {"optimizer": old}, 3)
+    path = opening.locate(str(tmp_path / "c"), None, "checkpoint_")
+    assert path is not None, flag
+    opened = opening.Opened(path)
+    restored = converted(opened.reader(opened.parts[0]).tree, train_state(optimizer))
+    assert int(restored.step) == 3
+    counts = [leaf for name, leaf in flat(serialization.to_state_dict(restored.opt_state)).items() if "count" in name]
+    assert all(int(leaf) == 3 for leaf in counts)
+    expected, _ = adam_step(3, adam_state()["target"], adam_state()["state"]["param_states"], GRADS[3])
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6),
+        restored.apply_gradients(grads=GRADS[3]).params,
+        expected,
+    )
+
+
+def test_momentum_goes_on_as_it_would_have() -> None:
+    """The next step from the old checkpoint is the next step of flax.optim.Momentum."""
+    restored = converted(stored({"optimizer": momentum_state()}), train_state(optax.sgd(RATE, momentum=BETA)))
+    old = momentum_state()
+    expected, _ = momentum_step(old["target"], old["state"]["param_states"], GRADS[3])
+    jax.tree.map(
+        lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-6),
+        restored.apply_gradients(grads=GRADS[3]).params,
+        expected,
+    )
+
+
+def shown(tree: Any, target: Any) -> set[str]:
+    """Names of all leaves after the rule."""
+    after = rules.pre_optax().apply(stored(tree), target if target is None else state.describe(target))
+    return {"/".join(path) for path, _ in iter_leaves(after)}
+
+
+SMALL = {
+    "target": {"params": {"w": count((2,))}, "batch_stats": {"m": count((3,))}},
+    "state": {
+        "step": np.int32(5),
+        "param_states": {"params": {"w": {"grad_ema": count((2,)), "grad_sq_ema": count((2,))}}},
+    },
+}
+
+
+def test_without_a_target() -> None:
+    """Without a target everything goes where optax.adam in a TrainState has it."""
+    assert shown({"optimizer": SMALL, "epoch": 1}, None) == {
+        "params/w", "batch_stats/m", "step", "opt_state/0/mu/w", "opt_state/0/nu/w", "opt_state/0/count", "epoch"
+    }  # fmt: skip
+
+
+def test_an_optimizer_saved_by_itself() -> None:
+    """The optimizer may be the whole checkpoint."""
+    assert shown(SMALL, None) == shown({"optimizer": SMALL}, None)
+
+
+def test_what_the_target_has_no_place_for() -> None:
+    """Moments, counts and the step are dropped where today's state has none of the kind."""
+    params = {"w": jnp.ones(2)}
+    assert shown({"optimizer": SMALL}, {"params": params}) == {"params/w", "batch_stats/m"}
+    sgd = {"params": params, "step": 0, "opt_state": optax.sgd(0.1, momentum=0.9).init(params)}
+    # EmptyState holds no values, so that it can always be made.
+    assert shown({"optimizer": SMALL}, sgd) == {"params/w", "batch_stats/m", "step", "opt_state/1"}
+
+
+def test_a_state_that_keeps_all_collections() -> None:
+    """Where today's params are the dict of all collections, they stay so, and so do the moments."""
+    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"m": jnp.ones(3)}}
+    target = {"params": variables, "opt_state": ADAM.init(variables)}
+    found = shown({"optimizer": SMALL}, target)
+    assert {"params/params/w", "params/batch_stats/m", "opt_state/0/mu/params/w"} <= found
+
+
+def test_a_step_of_its_own() -> None:
+    """A train state's own step stays; the optimizer's goes to the counts only."""
+    after = rules.pre_optax().apply(stored({"optimizer": SMALL, "step": 9}), None)
+    found = values(after)
+    assert (found["step"], found["opt_state/0/count"]) == (9, 5)
+
+
+def test_several_optimizers_today() -> None:
+    """Moments go to that of several optimizers that has the parameter."""
+    params = {"a": {"w": jnp.ones(2)}, "b": {"w": jnp.ones(2)}}
+    optimizer = optax.multi_transform({"x": optax.adam(1.0), "y": optax.adam(2.0)}, {"a": "x", "b": "y"})
+    moments = {"grad_ema": count((2,)), "grad_sq_ema": count((2,))}
+    old = {"target": params, "state": {"step": np.int32(1), "param_states": {"a": {"w": moments}, "b": {"w": moments}}}}
+    old = jax.tree.map(np.asarray, old)
+    found = shown({"optimizer": old}, {"params": params, "opt_state": optimizer.init(params)})
+    assert {"opt_state/inner_states/x/inner_state/0/mu/a/w", "opt_state/inner_states/y/inner_state/0/nu/b/w"} <= found
+    with pytest.raises(TransformError, match="would fit in opt_state/0/mu, opt_state/1/mu"):
+        target = {
+            "params": params,
+            "opt_state": (optax.scale_by_adam().init(params), optax.scale_by_adam().init(params)),
+        }
+        shown({"optimizer": old}, target)
+
+
+def test_no_count_without_moments() -> None:
+    """Where Momentum went before, today's Adam gets no count: without its moments the count would spoil its start."""
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    target = {"params": params, "step": 0, "opt_state": ADAM.init(params)}
+    found = shown({"optimizer": momentum_state()}, target)
+    assert {name for name in found if name.startswith("opt_state")} == {"opt_state/1"}
+
+
+def test_plain_gradient_descent() -> None:
+    """GradientDescent kept nothing for a parameter; there is nothing to drop and nothing left over."""
+    old = {"target": {"w": count((2,))}, "state": {"step": np.int32(5), "param_states": {"w": {}}}}
+    assert shown({"optimizer": old}, {"params": {"w": jnp.ones(2)}, "step": 0}) == {"params/w", "step"}
+
+
+def test_states_of_other_optimizers_stay() -> None:
+    """Moments that optax has no equal of stay where they are, so that they show as unused."""
+    moments = {"v_row": count((2,)), "v_col": count((2,)), "v": count((2,)), "m": count((2,))}
+    old = {"target": {"w": count((2,))}, "state": {"step": np.int32(5), "param_states": {"w": moments}}}
+    assert "optimizer/state/param_states/w/v_row" in shown({"optimizer": old}, None)
+
+
+def test_pre_optax_refuses() -> None:
+    """A checkpoint without flax.optim's optimizer, and one that has both eras."""
+    with pytest.raises(TransformError, match="no optimizer/target"):
+        shown({"params": {"w": count((2,))}, "opt_state": {}}, None)
+    with pytest.raises(NameCollisionError, match="params/w"):
+        shown({"optimizer": SMALL, "params": {"w": count((2,))}}, None)
+
+
+def test_pre_optax_with_names_before_linen() -> None:
+    """The rules of both eras follow one another."""
+    names = {"Conv_0": {"kernel": count((2,))}, "Dense_1": {"kernel": count((3,))}}
+    moments = jax.tree.map(lambda leaf: {"grad_ema": leaf, "grad_sq_ema": leaf}, names)
+    tree: Any = stored({"optimizer": {"target": names, "state": {"step": np.int32(1), "param_states": moments}}})
+    params = {"Conv_0": {"kernel": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones(3)}}
+    target = state.describe({"params": params, "opt_state": ADAM.init(params), "step": 0})
+    for rule in (
+        rules.pre_optax(),
+        rules.pre_linen(),
+        rules.pre_linen("opt_state/0/mu"),
+        rules.pre_linen("opt_state/0/nu"),
+    ):
+        tree = rule.apply(tree, target)
+    assert {path for path, _ in iter_leaves(tree)} == {path for path, _ in iter_leaves(target)}
