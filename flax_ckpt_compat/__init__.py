@@ -17,18 +17,32 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.inventory import iter_checkpoints
     from flax_ckpt_compat.plan import plan_restore
+    from flax_ckpt_compat.transforms import (
+        RestoreArgs,
+        RestoreTransform,
+        Transform,
+        apply_transformations,
+        intersect_trees,
+        merge_trees,
+    )
     from flax_ckpt_compat.view import open_checkpoint
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "RestoreArgs",
+    "RestoreTransform",
+    "Transform",
     "__version__",
+    "apply_transformations",
     "checkpoints",
     "config",
     "errors",
     "install",
     "installed",
+    "intersect_trees",
     "iter_checkpoints",
+    "merge_trees",
     "open_checkpoint",
     "plan_restore",
     "restore",
@@ -39,9 +53,15 @@ __all__ = [
 ]
 
 _FUNCTIONS = {
+    "RestoreArgs": "transforms",
+    "RestoreTransform": "transforms",
+    "Transform": "transforms",
+    "apply_transformations": "transforms",
     "install": "_install",
     "installed": "_install",
+    "intersect_trees": "transforms",
     "iter_checkpoints": "inventory",
+    "merge_trees": "transforms",
     "open_checkpoint": "view",
     "plan_restore": "plan",
     "restore": "api",

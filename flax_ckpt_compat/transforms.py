@@ -21,25 +21,16 @@ from flax_ckpt_compat._resolve import (
     call_multi_value_fn,
     call_value_fn,
     check,
-    flat_transforms,
     named_leaves,
 )
 
 __all__ = [
-    "Call",
-    "Keep",
     "RestoreArgs",
     "RestoreTransform",
-    "Take",
     "Transform",
-    "Transforms",
     "apply_transformations",
-    "call_multi_value_fn",
-    "call_value_fn",
-    "flat_transforms",
     "intersect_trees",
     "merge_trees",
-    "restore_args",
 ]
 
 _log = logging.getLogger("flax_ckpt_compat")
