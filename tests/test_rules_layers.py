@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import leaves, rules
+from flax_ckpt_compat import checkpoints, leaves, opening, rules
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import KeyData, iter_leaves
@@ -264,3 +266,31 @@ def test_the_tree_given_stays() -> None:
     rules.unstack("layer_0", "qkv/x{}").apply(before, None)
     assert [path for path, _ in iter_leaves(before)] == names
     assert all(isinstance(leaf, LeafHandle) for _, leaf in iter_leaves(before))
+
+
+def test_from_real_checkpoints(flag: bool, tmp_path: Path) -> None:
+    """On checkpoints of both formats the values are numpy's, for arrays of several dtypes."""
+    tree = {
+        "layers": {"w": count((3, 4, 6)), "b": count((3, 6), ml_dtypes.bfloat16)},
+        "layer_0": {"q": count((2, 4), np.int32)},
+        "layer_1": {"q": count((2, 4), np.int32, start=9)},
+    }
+    checkpoints.save_checkpoint(tmp_path / "c", tree, 1)
+    path = opening.locate(str(tmp_path / "c"), None, "checkpoint_")
+    assert path is not None, flag
+    with closing(opening.Opened(path)) as opened:
+        after = opened.reader(opened.parts[0]).tree
+        for rule in (
+            rules.stack(r"layer_(\d+)", "att", axis=-1),
+            rules.unstack("layers", "block_{}"),
+            rules.split("w", ["k", "v"], axis=-1, sizes=[2, 4]),
+            rules.cut("block_2/b", 5),
+        ):
+            after = rule.apply(after, None)
+        found = values(after)
+    expected = {"att/q": np.stack([tree["layer_0"]["q"], tree["layer_1"]["q"]], axis=-1).copy(order="C")}
+    for number in range(3):
+        whole = tree["layers"]["w"][number]
+        expected |= {f"block_{number}/k": whole[:, :2].copy(), f"block_{number}/v": whole[:, 2:].copy()}
+        expected[f"block_{number}/b"] = tree["layers"]["b"][number][: 5 if number == 2 else 6].copy()
+    same(found, expected)

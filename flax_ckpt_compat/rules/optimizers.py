@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,12 +70,13 @@ class _State:
     path: Path
     node: Branch
     leaves: dict[Path, Any]
+    _fitting: dict[_State, list[Path]] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self.node.children)
 
-    @property
+    @functools.cached_property
     def moments(self) -> dict[Path, Any]:
         """The leaves that belong to parameters."""
         return {
@@ -83,7 +85,10 @@ class _State:
 
     def fitting(self, other: _State) -> list[Path]:
         """Paths of the leaves that another has, too, in the same shape."""
-        return [path for path, leaf in self.leaves.items() if path in other.leaves and _fits(other.leaves[path], leaf)]
+        if other not in self._fitting:
+            there = other.leaves
+            self._fitting[other] = [path for path, leaf in self.leaves.items() if _fits(there.get(path), leaf)]
+        return self._fitting[other]
 
     def fit(self, other: _State) -> tuple[int, int]:
         """How well another, stored one fits: leaves, then names on the way to it."""
@@ -207,4 +212,4 @@ def _fits(stored: Any, own: Any) -> bool:
         return stored.shape[: len(shape)] == shape
     if isinstance(stored, LeafHandle | Computed):
         return stored.shape == shape
-    return stored is None and own is None
+    return False
