@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core.backend import Backend, Format, Reader, WriteOptions
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
 from flax_ckpt_compat._core.memory import collection_paused
 from flax_ckpt_compat._core.tree import Node
 
+from . import shared
 from .aggregate import OpenMsgpack
 from .plan import Plan, make_plan
 from .reader import open_checkpoint
@@ -23,14 +25,14 @@ class OrbaxBackend:
         """Takes what opens the msgpack file in directories of old releases; without it, they are refused."""
         self._open_msgpack = open_msgpack
 
-    def prepare(self, tree: Node) -> Plan:
+    def prepare(self, tree: Node, share: Share | None = None) -> Plan:
         """Decides how every leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
         with collection_paused():
-            return make_plan(tree)
+            return make_plan(tree, together=share is not None)
 
     def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
         """Writes the whole checkpoint as a new directory and syncs it to disk.
@@ -45,6 +47,36 @@ class OrbaxBackend:
             StorageError: the file system refused.
         """
         write_plan(path, prepared, options)
+
+    def begin_shared(self, path: str, prepared: Plan, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+        """Makes the directory of a save by several processes, and those in it that all need.
+
+        Raises:
+            SettingError: before anything is written.
+            StorageError: the file system refused.
+        """
+        shared.begin(path, prepared, options)
+
+    def write_share(self, path: str, prepared: Plan, options: WriteOptions, share: Share) -> None:
+        """Writes the shards of this process as a database of its own and syncs it to disk.
+
+        Raises:
+            StorageError: the file system refused, or this process does not see the directory that process 0 made.
+        """
+        shared.write(path, prepared, options, share)
+
+    def end_shared(self, path: str, prepared: Plan, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+        """Merges the databases of all processes, checks that no chunk is missing and syncs all to disk.
+
+        Raises:
+            TeamError: a process wrote something else than this one.
+            StorageError: a part of a share is missing, or the file system refused.
+        """
+        shared.end(path, prepared, share)
+
+    def publish(self, temporary: str, path: str) -> None:
+        """Renames the directory; see `flax_ckpt_compat._core.backend.Backend.publish`."""
+        files.publish(temporary, path)
 
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of, is_jax_array
 
 from .marks import LeafMark
-from .sharding import shard_shape
+from .sharding import is_spread, shard_shape
 from .zarr import typestr
 
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
@@ -34,6 +34,7 @@ class Stored:
         mark: what the format does not keep, or None.
         sharding: the jax sharding that it had, or None.
         part: shape of what is written at once: of one shard, or of the whole array.
+        spread: several processes hold it, each some of its shards.
     """
 
     value_type: str
@@ -43,9 +44,11 @@ class Stored:
     mark: LeafMark | None = None
     sharding: Any = None
     part: tuple[int, ...] = dataclasses.field(init=False)
+    spread: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.part = shard_shape(self.shape, self.sharding)
+        self.spread = is_spread(self.sharding)
 
     def whole(self) -> np.ndarray[Any, Any]:
         """What to store as one array, in host memory and C order, with the stored dtype."""
@@ -54,9 +57,10 @@ class Stored:
     def shards(self) -> list[Shard]:
         """What to store, each distinct shard once, in host memory and C order, with the stored dtype.
 
-        Replicas are left out, and no shard is copied where the host can see a device's memory.
+        Replicas are left out, and no shard is copied where the host can see a device's memory. Of what is spread
+        over processes, these are the shards of which this one holds the first replica.
         """
-        if self.part == self.shape:
+        if self.part == self.shape and not self.spread:
             return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in host_shards(self.source)]
 
@@ -71,7 +75,7 @@ class Stored:
 
 
 def host_shards(source: Any) -> tuple[Shard, ...]:
-    """Each distinct shard of a ``jax.Array`` or `HostCopy` once, in host memory."""
+    """Each distinct shard of a ``jax.Array`` or `HostCopy` once among all processes, in host memory."""
     if isinstance(source, HostCopy):
         return source.shards
     return tuple(
@@ -85,12 +89,13 @@ def _whole(source: Any) -> np.ndarray[Any, Any]:
     return np.asarray(source.data if isinstance(source, HostCopy) else source, order="C")
 
 
-def encode(leaf: Any, shown: str) -> Stored:
+def encode(leaf: Any, shown: str, together: bool = False) -> Stored:
     """What to store for a leaf.
 
     Args:
-        leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.write` takes, except None.
+        leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.prepare` takes, except None.
         shown: its key path, for messages.
+        together: several processes save it, so that an array may be spread over them.
 
     Raises:
         UnsupportedLeafError: the format cannot hold it.
@@ -102,13 +107,13 @@ def encode(leaf: Any, shown: str) -> Stored:
     if isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return _python_value(leaf, shown)
     if isinstance(leaf, KeyData):
-        stored = encode(leaf.data, shown)
+        stored = encode(leaf.data, shown, together)
         # Orbax turns only jax.Array leaves back into typed keys.
         return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl))
     if isinstance(leaf, HostCopy):
-        return _array(leaf, JAX_ARRAY, shown, leaf.sharding)
+        return _placed(leaf, shown, together)
     if is_jax_array(leaf):
-        return _jax_array(leaf, shown)
+        return _jax_array(leaf, shown, together)
     raise _unsupported(shown, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
 
 
@@ -164,19 +169,31 @@ def _numpy_scalar(leaf: Any, shown: str) -> Stored:
     return dataclasses.replace(stored, value_type=value_type, mark=LeafMark(LeafKind.NUMPY_SCALAR, dtype))
 
 
-def _jax_array(leaf: Any, shown: str) -> Stored:
+def _jax_array(leaf: Any, shown: str, together: bool) -> Stored:
     jax = sys.modules["jax"]
     if isinstance(leaf, jax.core.Tracer):
         raise _unsupported(shown, "an abstract value that jax is tracing")
     if leaf.is_deleted():
         raise _unsupported(shown, "a jax.Array that was deleted or donated")
-    if not leaf.is_fully_addressable:
+    if not isinstance(leaf.dtype, np.dtype):
+        raise _unsupported(shown, f"a jax.Array of the extended dtype {leaf.dtype}")
+    return _placed(leaf, shown, together)
+
+
+def _placed(leaf: Any, shown: str, together: bool) -> Stored:
+    """A ``jax.Array`` or `HostCopy`."""
+    stored = _array(leaf, JAX_ARRAY, shown, leaf.sharding)
+    if stored.spread and not together:
         raise UnsupportedLeafError(
             f"{shown}: this process sees only a part of the array; use save_checkpoint_multiprocess", leaf=shown
         )
-    if not isinstance(leaf.dtype, np.dtype):
-        raise _unsupported(shown, f"a jax.Array of the extended dtype {leaf.dtype}")
-    return _array(leaf, JAX_ARRAY, shown, leaf.sharding)
+    if stored.spread and stored.part == stored.shape and 0 not in stored.shape:
+        raise UnsupportedLeafError(
+            f"{shown}: the array is spread over processes in shards of different sizes ({leaf.sharding}), and zarr has "
+            f"only grids of equal chunks; give it a NamedSharding with jax.device_put before saving",
+            leaf=shown,
+        )
+    return stored
 
 
 def _array(array: Any, value_type: str, shown: str, sharding: Any = None) -> Stored:

@@ -47,7 +47,7 @@ def shardings(plan: Plan) -> dict[str, str]:
 
 
 def array_metadatas(plan: Plan, compressed: bool) -> dict[str, Any]:
-    """The content of ``array_metadatas/process_0``, which is where Orbax keeps the types of PRNG keys."""
+    """The content of ``array_metadatas/process_N``, which is where Orbax keeps the types of PRNG keys."""
     return {"array_metadatas": [_array_metadata(name, stored, compressed) for name, stored in _jax_arrays(plan)]}
 
 
@@ -61,6 +61,11 @@ def _array_metadata(name: str, stored: Stored, compressed: bool) -> dict[str, An
             "ext_metadata": {"random_key_impl": impl} if impl else None,
         }
     }
+
+
+def has_jax_arrays(plan: Plan) -> bool:
+    """Whether there is anything for ``_sharding`` and ``array_metadatas``."""
+    return bool(_jax_arrays(plan))
 
 
 def _jax_arrays(plan: Plan) -> list[tuple[str, Stored]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,15 +42,24 @@ class Entry:
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """All entries in stored order, and what goes to ``_strings.json`` and the marks."""
+    """All entries in stored order, and what goes to ``_strings.json`` and the marks.
+
+    Attributes:
+        started_ns: when the save began, nanoseconds since 1970.
+    """
 
     entries: list[Entry] = dataclasses.field(default_factory=list)
     strings: dict[str, Any] = dataclasses.field(default_factory=dict)
     marks: Marks = dataclasses.field(default_factory=Marks)
+    started_ns: int = dataclasses.field(default_factory=time.time_ns)
 
 
-def make_plan(tree: Node) -> Plan:
+def make_plan(tree: Node, together: bool = False) -> Plan:
     """Decides how every leaf of the tree is stored.
+
+    Args:
+        tree: of values.
+        together: several processes save it, so that arrays may be spread over them.
 
     Raises:
         UnsupportedLeafError, NameCollisionError: with the key path in the message.
@@ -63,7 +73,7 @@ def make_plan(tree: Node) -> Plan:
             plan.entries.append(Entry(keys, stored_name(path), marker=marker))
             continue
         name = names.add(path)
-        stored = encode(node, show_path(path))
+        stored = encode(node, show_path(path), together)
         if stored.value_type == STRING and not _put_string(plan.strings, name, stored.source):
             stored = encode_text_as_bytes(stored.source)
         if stored.mark is not None:

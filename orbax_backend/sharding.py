@@ -76,9 +76,18 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
         part = tuple(sharding.shard_shape(shape))
     except ValueError:
         return shape
-    even = not any(length % piece for length, piece in zip(shape, part, strict=True))
+    if any(length % piece for length, piece in zip(shape, part, strict=True)):
+        return shape
+    # The shards of a mesh are a grid; looking at those of thousands of devices would take its time.
+    if isinstance(sharding, sys.modules["jax"].sharding.NamedSharding):
+        return part
     boxes = (box_of(index, shape) for index in sharding.devices_indices_map(shape).values())
-    return part if even and all(_is_cell(box, part) for box in boxes) else shape
+    return part if all(_is_cell(box, part) for box in boxes) else shape
+
+
+def is_spread(sharding: Any) -> bool:
+    """Whether no process sees the whole array."""
+    return sharding is not None and not sharding.is_fully_addressable and not sharding.is_fully_replicated
 
 
 def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
