@@ -243,7 +243,7 @@ def test_fuse_and_split_refuse() -> None:
     assert rules.fuse(["q", "k"], "qk", axis=0).apply(tree, None).children["qk"].shape == (6, 3)
     with pytest.raises(TransformError, match="matches nothing"):
         rules.fuse(["q", "v"], "qv").apply(tree, None)
-    with pytest.raises(TransformError, match="length 5 on axis -1, which is not 2 equal parts"):
+    with pytest.raises(TransformError, match="length 5 on the axis, which is not 2 equal parts"):
         rules.split("w", ["a", "b"]).apply(tree, None)
     with pytest.raises(TransformError, match=r"parts of \[2, 2\]"):
         rules.split("w", ["a", "b"], sizes=[2, 2]).apply(tree, None)

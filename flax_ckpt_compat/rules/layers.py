@@ -178,21 +178,23 @@ def split(name: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] |
                 return leaf
             array = _arrays.require_array(leaf, (*where, *path), who)
             at = _arrays.axis_of(axis, len(array.shape or ()), (*where, *path), who)
-            lengths = _lengths((array.shape or ())[at], (*where, *path))
+            lengths = _lengths((array.shape or ())[at], len(into), sizes, (*where, *path), who)
             start = sum(lengths[:number])
             return _arrays.piece(array, at, start, start + lengths[number], f"part {number} of {len(into)}")
 
         return one
 
-    def _lengths(length: int, path: Path) -> Sequence[int]:
-        lengths = [length // len(into)] * len(into) if sizes is None else sizes
-        if sum(lengths) != length or min(lengths) < 0:
-            shown = show_path(path)
-            parts = f"{len(into)} equal parts" if sizes is None else f"parts of {list(sizes)}"
-            raise TransformError(f"{who}: {shown} has length {length} on axis {axis}, which is not {parts}", leaf=shown)
-        return lengths
-
     return lambda stored, _: _trees.everywhere(stored, halves, who, near=name)
+
+
+def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path, who: str) -> Sequence[int]:
+    """Lengths of the parts of an axis, which add up to its length."""
+    lengths = [length // count] * count if sizes is None else sizes
+    if sum(lengths) != length or min(lengths) < 0:
+        shown = show_path(path)
+        parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
+        raise TransformError(f"{who}: {shown} has length {length} on the axis, which is not {parts}", leaf=shown)
+    return lengths
 
 
 def _levels(name: str, who: str) -> Path:
