@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core.backend import Backend, Format, Reader, WriteOptions
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
 from flax_ckpt_compat._core.tree import Node
 
+from . import shared
 from .check import check_tree
 from .reader import MsgpackReader
+from .spread import SharedTree, split
 from .writer import write_tree
 
 
@@ -15,18 +18,40 @@ class MsgpackBackend:
 
     format = Format.MSGPACK
 
-    def prepare(self, tree: Node) -> Node:
+    def prepare(self, tree: Node, share: Share | None = None) -> Node | SharedTree:
         """Raises `UnsupportedLeafError`, naming the key path, if a msgpack file cannot hold the tree.
 
         Strings that the reader would take for a reference to an array of a ``_gda`` folder are refused
         here; `write` stores them, so that whoever writes such a folder can check first and then replace.
         """
-        check_tree(tree)
-        return tree
+        if share is None:
+            check_tree(tree)
+            return tree
+        prepared = split(tree, share)
+        check_tree(prepared.tree)
+        return prepared
 
     def write(self, path: str, prepared: Node, options: WriteOptions) -> None:  # noqa: ARG002 - none in this format
         """Writes and syncs the file ``path``, which must not exist yet; see `Backend.write`."""
         write_tree(path, prepared)
+
+    # Arrays of several processes go into a folder beside ``path``, each as a zarr array, as in Flax.
+
+    def begin_shared(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+        """Makes the folder of arrays; see `Backend.begin_shared`."""
+        shared.begin(path, prepared)
+
+    def write_share(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+        """Writes this process's shards, and in process 0 the file ``path``; see `Backend.write_share`."""
+        shared.write_share(path, prepared, share)
+
+    def end_shared(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+        """Checks that nothing is missing; see `Backend.end_shared`."""
+        shared.end(path, prepared)
+
+    def publish(self, temporary: str, path: str) -> None:
+        """Gives the file its final name, and its folder of arrays too, atomically; see `files.publish`."""
+        files.publish(temporary, path)
 
     def open(self, path: str) -> Reader:
         """Opens a msgpack checkpoint; reads its structure and skips over array data."""

@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, is_jax_array, show_path
 
 from . import markers
+from .spread import SpreadArray
 
 # msgpack's length fields have four bytes.
 _MAX_LENGTH = 2**32 - 1
@@ -57,7 +58,7 @@ def _check_text(path: Path, text: str) -> None:
 
 def _check_leaf(path: Path, leaf: Any) -> None:
     kind = type(leaf)
-    if kind in (float, bool) or leaf is None or kind is complex:
+    if kind in (float, bool, SpreadArray) or leaf is None or kind is complex:
         return
     if isinstance(leaf, (np.ndarray, np.generic)):
         _check_numpy(path, leaf)

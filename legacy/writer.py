@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, is_jax_
 
 from . import encoder, markers
 from .hosting import to_host
+from .spread import Reference
 
 # Smaller pieces are copied together, because an entry of its own in a system call costs more than that.
 _COPY_BELOW = 16 * 2**10
@@ -148,7 +149,9 @@ def _write_leaf(stream: _Stream, leaf: Any) -> None:
     elif kind is KeyData:
         stream.put(encoder.map_header(2) + encoder.scalar(markers.KEY_IMPL) + encoder.scalar(leaf.impl))
         stream.put(encoder.scalar("data"))
-        _write_array(stream, to_host(leaf.data))
+        _write_leaf(stream, leaf.data if isinstance(leaf.data, Reference) else to_host(leaf.data))
+    elif kind is Reference:
+        stream.put(encoder.scalar(leaf.text))
     elif isinstance(leaf, complex):
         stream.put(encoder.complex_value(leaf))
     elif kind is HostCopy or is_jax_array(leaf):

@@ -1,0 +1,174 @@
+"""Arrays that are spread over the processes that save together, taken out of a tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import Share
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.tree import (
+    Branch,
+    HostCopy,
+    KeyData,
+    Node,
+    Path,
+    Shard,
+    box_of,
+    is_jax_array,
+    iter_leaves,
+    map_leaves,
+    show_path,
+)
+
+from . import markers, subpaths
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SpreadArray:
+    """A leaf of which each process holds a part.
+
+    Attributes:
+        subpath: its place in the folder of arrays.
+        value: a ``jax.Array`` or `HostCopy`.
+        metadata: what its ``.zarray`` says.
+    """
+
+    subpath: str
+    value: Any
+    metadata: bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return cast(tuple[int, ...], self.value.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the array."""
+        return cast(np.dtype[Any], self.value.dtype)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The shape of one process's shard, at least 1 on every axis, as jax cuts arrays."""
+        return _chunks(self.value)
+
+    def shards(self) -> Iterator[Shard]:
+        """What this process has to write: the first replica of each of its shards."""
+        if isinstance(self.value, HostCopy):
+            yield from self.value.shards
+            return
+        for shard in self.value.addressable_shards:
+            if shard.replica_id == 0:
+                yield Shard(box_of(shard.index, self.shape), np.asarray(shard.data))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """The text that stands for an array in the file."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SharedTree:
+    """What several processes save together.
+
+    Attributes:
+        tree: with `SpreadArray`s among its leaves.
+        arrays: those, in an order that is the same in all processes.
+    """
+
+    tree: Node
+    arrays: tuple[SpreadArray, ...]
+
+    def document(self, before: str) -> Node:
+        """The tree as the file holds it.
+
+        Args:
+            before: what stands before every array's path in the folder of arrays.
+        """
+        return map_leaves(lambda _, leaf: _referred(leaf, before), self.tree)
+
+
+def split(tree: Node, share: Share) -> SharedTree:
+    """Finds the arrays that are spread over processes.
+
+    Raises:
+        UnsupportedLeafError: one that cannot be stored as an array of several processes.
+    """
+    found = {path: array for path, leaf in iter_leaves(tree) if (array := _spread(path, leaf, share)) is not None}
+    names = subpaths.choose(sorted(found), tree.children if isinstance(tree, Branch) else ())
+    arrays = {path: SpreadArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
+    taken_out = map_leaves(lambda path, leaf: _replaced(leaf, arrays[path]) if path in arrays else leaf, tree)
+    return SharedTree(taken_out, tuple(arrays.values()))
+
+
+def _spread(path: Path, leaf: Any, share: Share) -> Any:
+    """The leaf's array if several processes hold it, or None."""
+    array = leaf.data if isinstance(leaf, KeyData) else leaf
+    if not (isinstance(array, HostCopy) or is_jax_array(array)):
+        return None
+    sharding = array.sharding
+    if sharding.is_fully_addressable or (isinstance(array, HostCopy) and sharding.is_fully_replicated):
+        return None
+    owners = {device.process_index for device in sharding.device_set}
+    if len(owners) == 1 and owners != {share.index}:
+        raise UnsupportedLeafError(
+            f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {share.index} sees "
+            "nothing of it; spread or replicate it over the processes before saving",
+            leaf=show_path(path),
+        )
+    return array
+
+
+def _replaced(leaf: Any, array: SpreadArray) -> Any:
+    return KeyData(leaf.impl, array) if isinstance(leaf, KeyData) else array
+
+
+def _referred(leaf: Any, before: str) -> Any:
+    if isinstance(leaf, KeyData):
+        return KeyData(leaf.impl, _referred(leaf.data, before))
+    if isinstance(leaf, SpreadArray):
+        return Reference(markers.PLACEHOLDER + (before + leaf.subpath).rstrip("/"))
+    return leaf
+
+
+def _chunks(array: Any) -> tuple[int, ...]:
+    return tuple(max(1, size) for size in array.sharding.shard_shape(tuple(array.shape)))
+
+
+def _metadata(path: Path, array: Any) -> bytes:
+    if not isinstance(array, HostCopy) and array.is_deleted():
+        raise UnsupportedLeafError(
+            f"{show_path(path)} was deleted or donated; save before donating its buffer", leaf=show_path(path)
+        )
+    name = array.dtype.name
+    try:
+        return _zarray(tuple(array.shape), _chunks(array), name)
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f"{show_path(path)}: an array of several processes in a msgpack checkpoint cannot be of dtype {name} "
+            f"({error}); convert it, or save in Orbax's format",
+            leaf=show_path(path),
+        ) from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> bytes:
+    """What TensorStore writes as ``.zarray`` of the array that jax asks it for."""
+    import tensorstore
+
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "memory"},
+        "dtype": dtype,
+        "metadata": {"compressor": {"id": "zstd"}, "shape": shape, "chunks": chunks},
+    }
+    store = tensorstore.open(spec, create=True, open=True, context=tensorstore.Context()).result()
+    assert store.kvstore is not None
+    return bytes(store.kvstore.read(".zarray").result().value)
