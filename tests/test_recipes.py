@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Page → what it did; every page runs once."""
     folder = tmp_path_factory.mktemp("recipes")
     able = [page for page in PAGES if version("flax") >= NEEDS_FLAX.get(page.stem, ())]
-    return {page.stem: run(page, folder / page.stem) for page in able}
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = pool.map(lambda page: run(page, folder / page.stem), able)
+        return dict(zip([page.stem for page in able], outcomes, strict=True))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
