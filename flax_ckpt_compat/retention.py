@@ -176,10 +176,11 @@ def _discard(path: str) -> None:
 
 
 def _collect_orphans(where: Place) -> None:
-    """Removes array folders whose main file is gone."""
+    """Removes array folders whose main file is gone, but for those whose main file is about to come."""
     names = set(_listing.names_in(where))
     for name in names:
         main = name.removesuffix(steps.ARRAYS_POSTFIX)
-        if main != name and main not in names and steps.step_of(main, where.prefix) is not None:
+        is_orphan = main != name and main not in names and steps.step_of(main, where.prefix) is not None
+        if is_orphan and not files.is_awaited(where.path(main)):
             _log.info("Removing orphaned arrays at %s", where.path(name))
             _discard(where.path(name))

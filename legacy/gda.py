@@ -10,6 +10,8 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Path, show_path
 
 _SUFFIX = "_gda"
+# Of arrays that are read at once.
+_IN_FLIGHT = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,29 +85,66 @@ def _described(checkpoint: str, folder: str, fields: Any) -> FolderArray:
     return FolderArray(checkpoint, folder, tuple(shape), dtype)
 
 
-def read(array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
-    """The values of the array, or of the box of it, in fresh memory.
+class Reads:
+    """Reads of arrays and of boxes of them that go on at the same time; each array is opened once."""
 
-    Raises:
-        CorruptCheckpointError: chunks are missing or do not decode.
-    """
-    import tensorstore
+    def __init__(self) -> None:
+        self._stores: dict[str, Any] = {}
+        self._waiting: list[tuple[FolderArray, Path, Any]] = []
+        self._bytes = 0
 
+    def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
+        """Fresh memory, which has the values of the array, or of the box of it, once `finish` has returned.
+
+        Raises:
+            CorruptCheckpointError: it does not open, or one begun before cannot be read.
+        """
+        import tensorstore
+
+        with _translated(array, path):
+            store = self._stores.get(array.folder)
+            if store is None:
+                store = self._stores[array.folder] = _open(tensorstore, array)
+            if array.index is not None:
+                store = store[array.index][tensorstore.d[:].translate_to[0]]
+            result = memory.empty(tuple(store.shape), array.dtype)
+            self._waiting.append((array, path, tensorstore.array(result).write(store)))
+        self._bytes += result.nbytes
+        if self._bytes > _IN_FLIGHT:
+            self.finish()
+        return result
+
+    def finish(self) -> None:
+        """Waits for all.
+
+        Raises:
+            CorruptCheckpointError: chunks are missing or do not decode.
+        """
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        for array, path, read in waiting:
+            with _translated(array, path):
+                read.result()
+
+
+def _open(tensorstore: Any, array: FolderArray) -> Any:
     spec = {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": os.path.abspath(array.folder)},
         "fill_missing_data_reads": False,
     }
+    store = tensorstore.open(spec, open=True, read=True).result()
+    _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
+    return store
+
+
+@contextmanager
+def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     try:
-        store = tensorstore.open(spec, open=True, read=True).result()
-        _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
-        if array.index is not None:
-            store = store[array.index][tensorstore.d[:].translate_to[0]]
-        result = memory.empty(tuple(store.shape), array.dtype)
-        tensorstore.array(result).write(store).result()
+        yield
     except (ValueError, MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
-    return result
 
 
 def _check_unchanged(array: FolderArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -60,12 +60,14 @@ class MsgpackReader:
         values: list[Any] = [None] * len(handles)
         small: list[Small] = []
         spans: list[Span] = []
+        folders = gda.Reads()
         for index, handle in enumerate(handles):
             if handle.nbytes < SMALL and handle.dtype is not None and type(handle.where) is int:
                 small.append((handle.where, index, handle))
             else:
-                values[index] = self._begin(handle, spans)
+                values[index] = self._begin(handle, spans, folders)
         self._fetch(small, spans, values)
+        folders.finish()
         array = LeafKind.ARRAY
         return [
             value if handle.kind is array else _finish(handle, value)
@@ -81,17 +83,17 @@ class MsgpackReader:
         except OSError as error:
             raise _storage(self.path, error) from error
 
-    def _begin(self, handle: LeafHandle, spans: list[Span]) -> Any:
+    def _begin(self, handle: LeafHandle, spans: list[Span], folders: gda.Reads) -> Any:
         """Makes room for the value and notes what to read into it; Python values are there already."""
         where = handle.where
         if handle.kind is LeafKind.PRNG_KEY:
-            return self._begin(where[1], spans)
+            return self._begin(where[1], spans, folders)
         if handle.kind is LeafKind.BYTES:
             array = memory.empty((handle.nbytes,), np.dtype(np.uint8))
         elif handle.dtype is None:
             return where
         elif isinstance(where, gda.FolderArray):
-            return gda.read(where, handle.path)
+            return folders.begin(where, handle.path)
         else:
             array = memory.empty(handle.shape, handle.dtype)
         rest = memory.as_bytes(array)

@@ -64,7 +64,9 @@ def _prng_key(branch: Branch, path: Path) -> LeafHandle | None:
         return None
     where = (impl.where, data)
     name = "/".join(path)
-    return LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, name, impl.reader, where)
+    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, name, impl.reader, where)
+    handle.distributed = data.distributed
+    return handle
 
 
 def _is(node: Node, kind: LeafKind) -> bool:

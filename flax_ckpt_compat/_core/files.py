@@ -55,6 +55,19 @@ def _remove_leftover(path: str) -> bool:
     return True
 
 
+def is_awaited(path: str) -> bool:
+    """True while a live writer may be about to publish a checkpoint at ``path``, or has just done it."""
+    directory, wanted = os.path.split(path)
+    with translated(directory):
+        names = os.listdir(directory)
+    for name in names:
+        match = parse(name)
+        # Names that are too long are cut short in those of temporaries.
+        if match and wanted.startswith(match["name"]) and is_alive(match, os.path.join(directory, name)):
+            return True
+    return os.path.lexists(path)
+
+
 def recover(directory: str, names: Iterable[str]) -> list[str]:
     """Puts back checkpoints that a writer set aside and then died before it replaced them; returns their names."""
     recovered = []
