@@ -59,14 +59,14 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
         return None
     search = Search(stored, target)
     best: Suggestion | None = None
-    most = 0
+    most, lacking = 0, len(missing(stored, target))
     for found in search.outcomes():
         # Fewer leaves found is no better way, however sure.
         if found.matched < max(most, 1):
             break
         most = found.matched
         proposal = _judged(stored, target, finished(search, found, stored))
-        if proposal.steps and (best is None or proposal.rank < best.rank):
+        if len(proposal.remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
             best = proposal
     return best
 

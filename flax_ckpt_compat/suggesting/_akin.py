@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Words that say nothing about which layer it is.
 _GENERIC = frozenset(("layer", "layers", "block", "blocks", "module", "unit"))
+_MAX_PAIRS = 2500
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
@@ -27,6 +29,7 @@ def split(name: str) -> list[str]:
     return [part for part in re.split(r"(\d+)", name) if part]
 
 
+@functools.lru_cache(10_000)
 def words(name: str) -> frozenset[str]:
     """The words of a name in small letters, whether it is written with ``_`` or capitals."""
     return frozenset(word.lower() for word in _WORDS.findall(name))
@@ -119,7 +122,7 @@ def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
     left, right = natural(olds), natural(news)
     common = frozenset.intersection(*map(words, left)) if len(left) > 1 else frozenset()
     common |= frozenset.intersection(*map(words, right)) if len(right) > 1 else frozenset()
-    for old in list(left):
+    for old in list(left) if len(left) * len(right) <= _MAX_PAIRS else ():
         near = [new for new in right if akin(old, new, common)]
         if len(near) == 1 and sum(akin(other, near[0], common) for other in left) == 1:
             pairs.append((old, near[0]))

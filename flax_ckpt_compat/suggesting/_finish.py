@@ -58,9 +58,12 @@ def _fields(node: Node) -> str:
 
 def _kept(search: Search, state: State, stored: Node) -> State:
     lacking = set(missing(state.tree, search.target))
-    rivals = {
-        seen for path, seen in unused(stored, state.tree, search.goal).items() if not Roles(stored).is_optimizer(path)
-    }
+    arrays = [path for path in lacking if search.goal[path][0] and not search.roles.is_optimizer(path)]
+    if len(arrays) > state.matched:
+        return state  # this is another model
+    roles = Roles(stored)
+    idle = unused(stored, state.tree, search.goal)
+    rivals = {seen for path, seen in idle.items() if not roles.is_optimizer(path)}
     steps: dict[str, list[str]] = {}
     for path in _tops(search.target, lacking, ()):
         leaves = flatten(node_at(search.target, path)).values()

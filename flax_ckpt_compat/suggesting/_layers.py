@@ -128,7 +128,8 @@ def fused(found: list[Gap], prints: Prints) -> Iterator[Candidate]:
 
 def _fuse(names: list[str], whole: str, axis: int, *, split: bool) -> Candidate:
     reason = f"{whole} is as long as {len(names)} of them together; mind the order"
-    rule = rules.split(whole, names, axis) if split else rules.fuse(names, whole, axis)
+    given = () if axis == -1 else (axis,)
+    rule = rules.split(whole, names, *given) if split else rules.fuse(names, whole, *given)
     return Candidate((Step(rule, reason),), 1)
 
 

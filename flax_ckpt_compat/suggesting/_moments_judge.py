@@ -27,6 +27,7 @@ def _spots(outcome: Outcome) -> Iterator[tuple[Path, Path, Spot, Spot]]:
 
 def _other_role(outcome: Outcome, stored: Node, target: Node) -> Iterator[str]:
     origins = _origins(outcome)
+    alike: dict[tuple[Path, Path], bool] = {}
     for new, old, ours, theirs in _spots(outcome):
         told = f"{show_path(new)} would come from {show_path(old)}"
         if {bare(new)[-1], bare(old)[-1]} <= {"step", "count"} and "step" in (bare(new)[-1], bare(old)[-1]):
@@ -38,7 +39,10 @@ def _other_role(outcome: Outcome, stored: Node, target: Node) -> Iterator[str]:
         if ours.suffix and not any(source[-len(theirs.suffix) :] == theirs.suffix for source in wanted):
             yield f"{told}, which belongs to another parameter"
             return
-        if theirs.prefix[:1] != ("optimizer",) and _names(stored, theirs.prefix) != _names(target, ours.prefix):
+        key = (theirs.prefix, ours.prefix)
+        if key not in alike:
+            alike[key] = _names(stored, theirs.prefix) == _names(target, ours.prefix)
+        if theirs.prefix[:1] != ("optimizer",) and not alike[key]:
             yield f"{told}, but that is another optimizer's"
             return
 
@@ -67,9 +71,13 @@ def _apart(outcome: Outcome) -> Iterator[str]:
     for new, old, spot, theirs in _spots(outcome):
         if spot.field in MOMENTS or spot.field == "count":
             ours.setdefault((theirs.field, theirs.suffix), []).append((old, new))
+    tops = {(old[0], new[0]) for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     for group in ours.values():
         for number, (old, new) in enumerate(group):
             for other_old, other_new in group[number + 1 :]:
+                with_params = {(old[0], new[0]), (other_old[0], other_new[0])} <= tops and old[0] != other_old[0]
+                if with_params and (old[0], other_new[0]) not in tops:
+                    continue
                 if (old, other_old) != (new, other_new) and not _told_apart(old, other_old, new, other_new):
                     yield f"nothing tells {show_path(old)} and {show_path(other_old)} apart"
                     return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.tree import Branch, Node, Path
@@ -82,17 +82,17 @@ def _members(gap: Gap, old: str, count: int) -> list[str]:
 def _rows(pairs: list[tuple[Gap, str, str]]) -> Iterator[tuple[Gap, str, str, int]]:
     """Pairs whose numbers agree and whose other text is the same, as one; with how many they are."""
     rows: dict[tuple[int, str, str], list[tuple[Gap, str, str]]] = {}
+    sizes: Counter[tuple[int, str]] = Counter()
+    for gap in {id(gap): gap for gap, _, _ in pairs}.values():
+        sizes.update((id(gap), found[0]) for name in gap.gone if (found := numbered(name)))
     for gap, old, new in pairs:
         left, right = numbered(old), numbered(new)
         agree = left is not None and right is not None and left[1] == right[1]
         key = (id(gap), left[0], right[0]) if left and right and agree else (id(gap), old, new)
         rows.setdefault(key, []).append((gap, old, new))
-    for members in rows.values():
-        # Names beside the row that the pattern would hit, too.
-        gap, old, _ = members[0]
-        stem = numbered(old)
-        others = [name for name in gap.gone if stem and (numbered(name) or ("", 0))[0] == stem[0]]
-        if len(members) > 1 and len(others) == len(members):
+    for (gap_id, stem, _), members in rows.items():
+        # Not where names beside the row would match its pattern, too.
+        if len(members) > 1 and sizes[gap_id, stem] == len(members):
             yield *members[0], len(members)
         else:
             yield from ((*member, 1) for member in members)
@@ -122,7 +122,10 @@ def _qualified(gap: Gap, old: str, pattern: str, replacement: str, prints: Print
     }
     if len(gap.path) > 1:
         return f"{re.escape(gap.path[-1])}/{pattern}", f"{plain(gap.path[-1])}/{replacement}"
-    among = "|".join(sorted(map(re.escape, {gap.path[-1]} | {name for name in parents if name in MOMENTS})))
+    holders = {gap.path[-1]} | {name for name in parents if name in MOMENTS}
+    if len(holders) == 1:
+        return f"{re.escape(gap.path[-1])}/{pattern}", f"{plain(gap.path[-1])}/{replacement}"
+    among = "|".join(sorted(map(re.escape, holders)))
     shifted = re.sub(r"\\1", r"\\2", replacement)
     return f"({among})/{pattern}", rf"\1/{shifted}"
 
@@ -140,7 +143,7 @@ def wrappers(found: list[Gap], prints: Prints, roles: Roles, stored: Node) -> It
             if not gap.common and same >= gap.gone.keys() - set(level):
                 moments = _moments(gap, same, roles, stored)
                 more = [Step(rules.rename(_either(moments), rf"\1/{plain(name)}"), "the optimizer's state of it")]
-                first = Step(rules.wrap(name, at="/".join(gap.path)), reason)
+                first = Step(_at(rules.wrap, name, gap.path), reason)
                 yield Candidate((first, *(more if moments else ())), wanted)
             if len(same) <= 4 or gap.common:
                 yield Candidate((Step(rules.rename(_either(same), rf"{plain(name)}/\1"), reason),), wanted)
@@ -162,7 +165,11 @@ def _unwrapped(
         yield Candidate((Step(rules.move(name, ""), reason),), wanted + 1)
     moments = _moments(gap, {name.split("/")[0]}, roles, stored)
     more = [Step(rules.rename(f"{_either(moments)}/{re.escape(name)}", r"\1"), "the optimizer's state of it")]
-    yield Candidate((Step(rules.unwrap(name, at="/".join(gap.path)), reason), *(more if moments else ())), wanted)
+    yield Candidate((Step(_at(rules.unwrap, name, gap.path), reason), *(more if moments else ())), wanted)
+
+
+def _at(make: Callable[..., Rule], name: str, path: Path) -> Rule:
+    return make(name, at="/".join(path)) if path else make(name)
 
 
 def _shown(path: Path) -> str:

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat.suggesting._akin import akin, natural, numbered, tells_apart
+from flax_ckpt_compat.suggesting import _numbers
+from flax_ckpt_compat.suggesting._akin import akin, natural, tells_apart
 from flax_ckpt_compat.suggesting._looks import Look, bare
+from flax_ckpt_compat.suggesting._numbers import Moved, Print
 from flax_ckpt_compat.suggesting._outcome import Outcome
 
-Print = frozenset[tuple[str, Look]]
-_BY_FLAX = re.compile(r"[A-Z]\w*_\d+")
 _PAIRWISE = 60
 _WINDOW = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
-    """A stored layer, or a single leaf, that goes to another place.
-
-    Attributes:
-        old: its key path in the checkpoint.
-        new: its key path in the target.
-        print: names and looks of its leaves; for a leaf that gets another name, its look alone.
-    """
-
-    old: Path
-    new: Path
-    print: Print
 
 
 def doubts(outcome: Outcome) -> list[str]:
@@ -38,11 +22,11 @@ def doubts(outcome: Outcome) -> list[str]:
     idle = _layers({path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)})
     fresh = _layers({path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)})
     found = list(_weak(moved))
-    found += _unlike(moved)
+    found += _unlike(moved, [*idle, *fresh])
     found += _left_behind(moved, fresh)
     found += _swappable(moved)
     found += _replaceable(moved, idle, fresh)
-    found += _renumbered(moved, idle, fresh, outcome)
+    found += _numbers.doubts(moved, idle, fresh, outcome)
     found += _kept(outcome)
     return found
 
@@ -81,19 +65,28 @@ def _weak(moved: Sequence[Moved]) -> Iterator[str]:
             yield f"only its shape says that {show_path(one.new)} is {show_path(one.old)}"
 
 
-def _unlike(moved: Sequence[Moved]) -> Iterator[str]:
+def _unlike(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
     """Single layers of unlike names for whose being the same too little speaks: one may have gone, another come."""
     changes: dict[tuple[Path, Path], list[Moved]] = {}
     for one in moved:
         old, new = core(_inside(one.old), _inside(one.new))
         changes.setdefault((_unnumbered(old), _unnumbered(new)), []).append(one)
     for (old, new), members in changes.items():
-        if _is_leaf(members[0]) or len({one.old[1:] for one in members}) > 1 or not old or not new:
+        if _is_leaf(members[0]) or len({one.old[1:] for one in members}) > 1:
             continue
-        alike = akin("_".join(old), "_".join(new)) or _distinctive(members[0])
-        if not alike or not _as_deep(members[0], old, new):
+        if not old or not new:
+            # One layer that went into or out of another, which has more that is new, or of which the rest is gone.
+            alike = not any(_beside(members[0], path) for path in others)
+        else:
+            alike = akin("_".join(old), "_".join(new)) or _distinctive(members[0])
+            alike = alike and _as_deep(members[0], old, new)
+        if not alike:
             yield f"only their shapes say that {show_path(members[0].new)} is {show_path(members[0].old)}"
             return
+
+
+def _beside(one: Moved, path: Path) -> bool:
+    return path[: len(one.new) - 1] == one.new[:-1] or path[: len(one.old) - 1] == one.old[:-1]
 
 
 def _as_deep(one: Moved, old: Path, new: Path) -> bool:
@@ -112,10 +105,8 @@ def _unnumbered(path: Path) -> Path:
 
 
 def _distinctive(one: Moved) -> bool:
-    """True for a layer of Flax's own naming with a matrix, and for any with a matrix that is not square."""
-    shapes = [shape for _, (shape, _) in one.print if len(shape) > 1]
-    by_flax = bool(one.old and _BY_FLAX.fullmatch(one.old[-1]))
-    return any(by_flax or shape[-1] != shape[-2] for shape in shapes)
+    """True for a layer with a matrix that is not square; there are too many square ones."""
+    return any(shape[-1] != shape[-2] for _, (shape, _) in one.print if len(shape) > 1)
 
 
 def core(old: Path, new: Path) -> tuple[Path, Path]:
@@ -150,17 +141,30 @@ def _square(one: Moved) -> bool:
 def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
     """Two moved layers of one shape that nothing tells apart."""
     groups: dict[Print, list[Moved]] = {}
+    wholes: dict[tuple[Path, Path], set[tuple[Path, Print]]] = {}
     for one in moved:
         groups.setdefault(one.print, []).append(one)
+        change = core(one.old, one.new)
+        wholes.setdefault(change, set()).add((_after(one.old, change[0]), one.print))
     for group in groups.values():
         by_old = {"\0".join((*one.old, "\1", *one.new)): one for one in group}
         ordered = [by_old[key] for key in natural(by_old)]
         reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
         for number, one in enumerate(ordered):
             for other in ordered[number + 1 : number + 1 + reach]:
-                if not _told_apart(one, other):
+                # Parts of subtrees that differ elsewhere go where those go.
+                whole = wholes[core(one.old, one.new)] != wholes[core(other.old, other.new)]
+                if not _told_apart(one, other) and not whole:
                     yield f"nothing tells {show_path(one.old)} and {show_path(other.old)} apart but their names"
                     return
+
+
+def _after(path: Path, change: Path) -> Path:
+    """What comes after the names that change."""
+    for start in range(len(path) - len(change) + 1):
+        if path[start : start + len(change)] == change:
+            return path[start + len(change) :]
+    return path
 
 
 def _told_apart(one: Moved, other: Moved) -> bool:
@@ -232,57 +236,6 @@ def _same_start(one: Path, other: Path) -> int:
             break
         count += 1
     return count
-
-
-def _renumbered(
-    moved: Sequence[Moved], idle: dict[Path, dict[str, Look]], fresh: dict[Path, dict[str, Look]], outcome: Outcome
-) -> Iterator[str]:
-    """Layers numbered by Flax that stay where they are while one of their row comes or goes: they may have shifted."""
-    had: dict[Row, Print] = {}
-    has: dict[Row, Print] = {}
-    for old, new, print_ in _found(outcome):
-        for rows, path, other in ((had, old, new), (has, new, old)):
-            for key in _rows(path, other, kept=True):
-                rows[key] = rows.get(key, frozenset()) | print_
-    changed = [(had, path, (), frozenset(own.items())) for path, own in idle.items()]
-    changed += [(has, path, (), frozenset(own.items())) for path, own in fresh.items()]
-    changed += [(had, one.old, one.new, one.print) for one in moved]
-    changed += [(has, one.new, one.old, one.print) for one in moved]
-    for rows, path, other, print_ in changed:
-        # One leaf of the same name and shape is enough: the others may be what the change was about.
-        if any(rows.get(key, frozenset()) & print_ for key in _rows(path, other, kept=False)):
-            yield f"the numbers of others beside {show_path(path)} may have shifted, as it comes or goes"
-            return
-    by_flax = {
-        (new[:-1], print_)
-        for old, new, print_ in _found(outcome)
-        if new and old[-1:] == new[-1:] and _BY_FLAX.fullmatch(new[-1])
-    }
-    for path, own in fresh.items():
-        if (path[:-1], frozenset(own.items())) in by_flax:
-            yield f"{show_path(path)} may be what Flax gave a number before"
-            return
-
-
-def _found(outcome: Outcome) -> list[tuple[Path, Path, Print]]:
-    """Every layer that is found, as (stored path, target path, its leaves)."""
-    found: dict[tuple[Path, Path], dict[str, Look]] = {}
-    for new, old in outcome.pairs.items():
-        if not outcome.has.spot(new).field:
-            ours, theirs = bare(new), bare(old)
-            found.setdefault((theirs[:-1], ours[:-1]), {})[ours[-1]] = outcome.stored[old]
-    return [(old, new, frozenset(own.items())) for (old, new), own in found.items()]
-
-
-Row = tuple[Path, str, Path]
-
-
-def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
-    """The rows of numbered names in which a layer has the same number on the other side, or has not."""
-    numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
-    for place, name in enumerate(path):
-        if (found := numbered(name)) and ((found[1], path[place + 1 :]) in numbers) == kept:
-            yield path[:place], found[0], path[place + 1 :]
 
 
 def _kept(outcome: Outcome) -> Iterator[str]:

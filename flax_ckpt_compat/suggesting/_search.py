@@ -18,6 +18,9 @@ from flax_ckpt_compat.suggesting._scattered import scattered
 # Leaves handled, over all candidates tried: about a second of work.
 _BUDGET = 60_000
 _LEAST_TRIES = 10
+_LARGE = 1000
+_FEW = 8
+_MAX_COLLECTIONS = 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,32 +104,36 @@ class Search:
         return state
 
     def _step(self, state: State) -> State | None:
-        found = list(self._candidates(state))
-        batch = [one for one in found if one.steps[0].rule.source.startswith("rules.rename")]
-        others = sorted(found, key=lambda one: (-one.expected, len(one.steps)))
-        for candidate in others:
-            better = self.tried(state, candidate.steps)
-            if better is not None and better.matched > state.matched:
-                return better
-        return self._together(state, batch)
+        for found in self._candidates(state):
+            ordered = sorted(found, key=lambda one: (-one.expected, len(one.steps)))
+            renames = [one for one in ordered if one.steps[0].rule.source.startswith("rules.rename")]
+            if self._cost > _LARGE and 1 < len(renames) == len(ordered):
+                ordered.insert(0, _together(renames))
+            elif len(renames) > 1:
+                # Names that only fit when several have changed.
+                ordered.append(_together(renames[:_FEW]))
+            for candidate in ordered:
+                better = self.tried(state, candidate.steps)
+                if better is not None and better.matched > state.matched:
+                    return better
+        return None
 
-    def _together(self, state: State, batch: list[Candidate]) -> State | None:
-        """All renames at once, for names that only fit when several have changed."""
-        if len(batch) < 2:
-            return None
-        better = self.tried(state, tuple(step for one in batch[:8] for step in one.steps))
-        return better if better is not None and better.matched > state.matched else None
-
-    def _candidates(self, state: State) -> Iterator[Candidate]:
+    def _candidates(self, state: State) -> Iterator[list[Candidate]]:
+        """Lists of candidates, the likelier first."""
+        self._budget -= self._cost
+        if self._budget < 0:
+            return
         roles, prints = Roles(state.tree), Prints()
         found = list(gaps(state.tree, self.target, roles))
-        yield from _names.renames(found, prints, self._settled(state.tree), state.tree)
-        yield from _names.wrappers(found, prints, roles, state.tree)
-        yield from _layers.stacks(found, prints)
-        yield from _layers.lists(found)
-        yield from _layers.fused(found, prints)
-        yield from self._eras(state)
-        yield from scattered(state.tree, self.target, roles, self.roles)
+        yield [
+            *_names.renames(found, prints, self._settled(state.tree), state.tree),
+            *_names.wrappers(found, prints, roles, state.tree),
+            *_layers.stacks(found, prints),
+            *_layers.lists(found),
+            *_layers.fused(found, prints),
+        ]
+        yield list(self._eras(state))
+        yield list(scattered(state.tree, self.target, roles, self.roles))
 
     def _settled(self, tree: Node) -> frozenset[str]:
         """Names on the way to leaves that are found already."""
@@ -148,6 +155,11 @@ class Search:
         yield from likely[:4]
 
 
+def _together(candidates: list[Candidate]) -> Candidate:
+    steps = tuple(step for one in candidates for step in one.steps)
+    return Candidate(steps, sum(one.expected for one in candidates))
+
+
 def _pre_optax(stored: Node) -> Candidate | None:
     optimizer = stored.children.get("optimizer") if isinstance(stored, Branch) else None
     if not isinstance(optimizer, Branch) or not {"target", "state"} <= optimizer.children.keys():
@@ -157,6 +169,8 @@ def _pre_optax(stored: Node) -> Candidate | None:
 
 def _collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candidate]:
     """Collections of the checkpoint that became the whole tree, or one part of it."""
+    if len(stored.children) + len(target.children) > _MAX_COLLECTIONS:
+        return
     kinds = ("params", "batch_stats")
     gone = {name: node for name, node in stored.children.items() if name not in target.children}
     present = [name for name in kinds if name in gone]

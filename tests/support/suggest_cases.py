@@ -235,7 +235,8 @@ def _fields(path: Path, tree: Any) -> frozenset[str]:
     return best
 
 
-_WORDS = "stem encoder decoder proj mixer body head gate final adapter pool tail alpha omega inner outer".split()
+_NAMES = "stem encoder decoder proj mixer body head gate final adapter pool tail alpha omega inner outer"
+_WORDS = _NAMES.split()
 _STEMS = ("layer_", "fc", "block", "hidden_", "h")
 
 

@@ -1,0 +1,266 @@
+"""Suggestions are judged by the stored leaf that each leaf of the target would get, against what the change was."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from flax import nnx
+
+from flax_ckpt_compat import rules, state
+from flax_ckpt_compat.suggesting import suggest
+from tests.support.suggest_cases import Layer, as_stored, gets, make, proposed, random_case, truth
+from tests.support.suggest_states import (
+    ADAM,
+    CLIPPED,
+    NNX_NAMES,
+    Attention,
+    Fused,
+    Layers,
+    Linen,
+    array,
+    dense,
+    flax_optim,
+    nnx_state,
+    train,
+)
+
+PARAMS = train(Linen())["params"]
+D = dense(8, 8)
+
+
+def sources(old: Any, new: Any) -> list[str]:
+    """The rules of the suggestion, which has to be a confident one."""
+    suggestion, _ = proposed(old, new)
+    assert suggestion is not None
+    assert suggestion.confident, suggestion.doubts
+    return [rule.source for rule in suggestion.rules]
+
+
+def test_no_confident_suggestion_is_wrong_and_most_changes_are_found() -> None:
+    """Over random models and changes each confident suggestion gives each leaf what the change says."""
+    counts: Counter[str] = Counter()
+    seed = 5000
+    while counts.total() < 200:
+        seed += 1
+        title, old, new = random_case(random.Random(seed))
+        stored, target = as_stored(old.state), state.describe(new.state)
+        suggestion, wanted = suggest(stored, target), truth(old, new)
+        if suggestion is None and gets(stored, target, None).keys() == wanted.keys():
+            continue  # nothing was missing
+        right = gets(stored, target, suggestion) == wanted
+        confident = suggestion is not None and suggestion.confident
+        counts[f"{'confident' if confident else 'guess'} {'right' if right else 'wrong'}"] += 1
+        replaced = "new" in new.places and new.places["new"] in old.places.values()
+        # What was replaced under its very name cannot be told from what stayed.
+        assert right or not confident or replaced, (seed, title, str(suggestion))
+    assert counts["confident right"] > 70, counts
+    assert counts["confident right"] + counts["guess right"] > 120, counts
+
+
+LAYERS = (Layer("a", "dense", 16), Layer("b", "batch"), Layer("c", "dense", 32), Layer("d", "dense", 4))
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        (make(LAYERS, "clip adam"), ["rules.optimizer_state('opt_state')"]),
+        (make(LAYERS, "momentum"), ["rules.from_target('opt_state')"]),
+        (
+            make([*LAYERS[:3], Layer("d", "dense", 7)]),
+            ["rules.optimizer_state('opt_state')", "rules.from_target('params/Dense_2')"],
+        ),
+        (make(LAYERS, inside="model"), [r"rules.rename('(BatchNorm_0|Dense_0|Dense_1|Dense_2)', 'model/\\1')"]),
+        (
+            # Flax counts the dense layers anew once one of them has a name.
+            make([Layer("a", "dense", 16, "encoder"), *LAYERS[1:]]),
+            ["rules.rename('Dense_0', 'encoder')", "rules.rename('Dense_1', 'Dense_0')",
+             "rules.rename('Dense_2', 'Dense_1')"],
+        ),
+    ],
+    ids=["adam clipped", "adam to momentum", "new head", "wrapper", "shifted numbers"],
+)  # fmt: skip
+def test_known_changes(new: Any, expected: list[str]) -> None:
+    """Each of the usual changes is met with the rules that undo it, and every leaf gets what it had."""
+    old = make(LAYERS)
+    assert sources(old.state, new.state) == expected
+    assert proposed(old.state, new.state)[1] == truth(old, new)
+
+
+def test_added_batch_norm_comes_from_the_target() -> None:
+    """Statistics and parameters that are new stay as the target has them."""
+    old, new = make([LAYERS[0], *LAYERS[2:]]), make(LAYERS)
+    assert sources(old.state, new.state)[-1] == "rules.from_target('params/BatchNorm_0', 'batch_stats')"
+    assert proposed(old.state, new.state)[1] == truth(old, new)
+
+
+def test_unrolled_layers_become_scanned_ones_and_back() -> None:
+    """Numbered layers and one with a leading axis are told from the shapes, moments included."""
+    unrolled, scanned = train(Layers()), train(Layers("layers"))
+    assert sources(unrolled, scanned) == [r"rules.stack('layer_(\\d+)', 'layers')"]
+    assert sources(scanned, unrolled) == ["rules.unstack('layers', 'layer_{}')"]
+    found = proposed(unrolled, train(Layers("scan"), CLIPPED))[1]
+    names = [f"opt_state/0/mu/layer_{number}/Dense_0/kernel" for number in range(4)]
+    assert found["opt_state/1/0/mu/scan/Dense_0/kernel"] == "+".join(names)
+
+
+@pytest.mark.parametrize("form", ["state", "pure dict", "inside"])
+def test_linen_to_nnx(form: str) -> None:
+    """Collections are merged and layers renamed, so that each variable comes from the same variable of its layer."""
+    old, new = train(Linen()), nnx_state()
+    new = new if form == "state" else nnx.to_pure_dict(new)
+    suggestion, found = proposed(old, {"net": new} if form == "inside" else new)
+    assert suggestion is not None
+    assert suggestion.confident, suggestion.doubts
+    for path, source in found.items():
+        layer, variable = path.removeprefix("net/").removesuffix("/value").split("/")
+        collection = "batch_stats" if variable in ("mean", "var") else "params"
+        assert source == f"{collection}/{NNX_NAMES[layer]}/{variable}"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_flax_optim(nested: bool) -> None:
+    """A checkpoint of flax.optim gives parameters, moments and step."""
+    new = {name: node for name, node in train(Linen()).items() if name != "batch_stats"}
+    assert sources(flax_optim(PARAMS, nested), new)[0] == "rules.pre_optax()"
+    found = proposed(flax_optim(PARAMS, nested), new)[1]
+    inner = "params/" if nested else ""
+    for path, source in found.items():
+        kind, _, rest = path.rpartition("opt_state/0/")[2].partition("/")
+        field = {"mu": "grad_ema", "nu": "grad_sq_ema"}.get(kind)
+        moment = f"optimizer/state/param_states/{inner}{rest}/{field}"
+        other = "optimizer/state/step" if path in ("step", "opt_state/0/count") else f"optimizer/target/{inner}{rest}"
+        assert source == (moment if field else other)
+
+
+def test_parameters_for_inference() -> None:
+    """A target of parameters alone gets those of the checkpoint, and nothing of the optimizer's."""
+    assert sources(train(Linen()), PARAMS) == ["rules.move('params', '')"]
+
+
+def test_names_before_linen() -> None:
+    """One count of all modules becomes one per class."""
+    old = {"params": {"Conv_0": dense(3, 8), "Conv_1": dense(8, 6), "Dense_2": dense(6, 5), "Dense_3": dense(5, 2)}}
+    new = {"params": {"Conv_0": dense(3, 8), "Conv_1": dense(8, 6), "Dense_0": dense(6, 5), "Dense_1": dense(5, 2)}}
+    found = proposed(old, new)[1]
+    assert sources(old, new)
+    assert found["params/Dense_1/kernel"] == "params/Dense_3/kernel"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"a": train(Layers()), "b": train(Linen())}, {"c": train(Layers()), "d": train(Linen())}),
+        ({"gen": train(Linen()), "dis": train(Linen())}, {"generator": train(Linen()), "disc": train(Linen())}),
+        (
+            {"gen": train(Linen()), "dis": train(Linen())},
+            {"gen": train(Linen(), CLIPPED), "dis": train(Linen(), CLIPPED)},
+        ),
+        (train(Attention()), train(Attention(("q_proj", "k_proj", "v_proj", "o_proj")))),
+        ({"params": {f"h_{n}": D for n in range(12)}}, {"params": {"h": {str(n): D for n in range(12)}}}),
+        ({"params": PARAMS, "ema_params": PARAMS}, {"params": PARAMS, "ema": PARAMS}),
+    ],
+    ids=["two models", "twins by name", "two optimizers", "attention", "list", "average"],
+)
+def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
+    """Where names tell leaves of equal shape apart, each is taken from its own."""
+    assert sources(old, new)
+    for path, source in proposed(old, new)[1].items():
+        assert source is not None
+        assert source.split("/")[-1] == path.split("/")[-1]
+        assert {"mu", "nu", "count"} & set(source.split("/")) == {"mu", "nu", "count"} & set(path.split("/"))
+    if "h" in new.get("params", ()):
+        assert proposed(old, new)[1]["params/h/10/kernel"] == "params/h_10/kernel"
+
+
+SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (SQUARES, {"params": {"mixer": D, "gate": D, "head": dense(8, 3)}}),
+        (SQUARES, {"params": {"enc": D, "Dense_0": D, "Dense_1": dense(8, 3)}}),
+        (SQUARES, {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": D, "Dense_3": dense(8, 3)}}),
+        ({"params": {"encoder_0": D, "decoder_1": D}}, {"params": {"decoder_0": D, "encoder_1": D, "x": array(1)}}),
+        ({"params": {"enc_0": D, "dec_1": D}}, {"params": {"encoder_1": D, "decoder_0": D}}),
+        ({"params": {"w": array(8, 8)}}, {"params": {"kernel": array(8, 8)}}),
+        ({"params": PARAMS, "ema_params": PARAMS}, PARAMS),
+        ({"params": PARAMS, "ema_params": PARAMS}, {"weights": PARAMS}),
+        ({"params": PARAMS}, {"params": PARAMS, "ema_params": PARAMS}),
+        ({"params": {"a": PARAMS, "b": PARAMS}}, {"params": {"c": PARAMS, "d": PARAMS}}),
+        (train(Attention()), train(Attention(("Dense_0", "Dense_1", "Dense_2", "Dense_3")))),
+        (train(Attention()), train(Fused())),
+        (train(Fused()), train(Attention())),
+        ({"params": {"l0": D, "l1": D, "l2": D}}, {"params": {"l0": D, "l1": D, "l2": D, "l3": D}}),
+        (
+            {"params": {"embed": {"embedding": array(100, 8)}, "out": D}},
+            {"params": {"embed": {"embedding": array(128, 8)}, "out": D}},
+        ),
+        ({"params": {"norm": {"scale": array(8), "bias": array(8)}, "out": D}},
+         {"params": {"norm": {"gamma": array(8), "beta": array(8)}, "out": D}}),
+        ({"params": {f"b{n}": {"w": array(4, 4)} for n in range(4)}}, {"params": {"b": {"w": array(4, 4, 4)}}}),
+        ({"params": D, "epoch": 3}, {"params": D, "step": 3}),
+    ],
+    ids=["no evidence", "named first", "inserted", "crossed numbers", "crossed order", "square leaf", "which average",
+         "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
+         "which axis", "counts"],
+)  # fmt: skip
+def test_doubt(old: Any, new: Any) -> None:
+    """Whatever fits by shape but may be wrong is no confident suggestion."""
+    suggestion, _ = proposed(old, new)
+    assert suggestion is None or (not suggestion.confident and suggestion.doubts)
+
+
+def test_one_of_two_optimizers_is_a_guess() -> None:
+    """Where one of two stored states of Adam has to be chosen, that is no confident suggestion."""
+    old = {"params": PARAMS, "opt_a": ADAM.init(_zeros()), "opt_b": ADAM.init(_zeros())}
+    suggestion, _ = proposed(old, {"params": PARAMS, "opt_state": ADAM.init(_zeros())})
+    assert suggestion is None or not suggestion.confident
+
+
+def _zeros() -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), PARAMS)
+
+
+def test_prints_python_to_paste() -> None:
+    """The text makes the same rules when it is run."""
+    suggestion, _ = proposed(make(LAYERS).state, make(LAYERS, "clip adam", inside="model").state)
+    text = str(suggestion)
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert suggestion is not None
+    assert names["orbax_transforms"] == suggestion.rules == [rules.rename(*_arguments(suggestion)), suggestion.rules[1]]
+    assert text.startswith("from flax_ckpt_compat import rules\n\norbax_transforms=[\n    rules.rename(")
+    assert "  # " in text
+
+
+def _arguments(suggestion: Any) -> tuple[str, str]:
+    import ast
+
+    call = ast.parse(suggestion.rules[0].source, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return tuple(ast.literal_eval(argument) for argument in call.args)  # type: ignore[return-value]
+
+
+def test_nothing_to_suggest() -> None:
+    """Nothing is proposed where nothing is missing, or where the checkpoint is of another model."""
+    old = make(LAYERS).state
+    assert proposed(old, old)[0] is None
+    assert proposed({"x": array(3, 5)}, old)[0] is None
+    assert proposed(old, {})[0] is None
+
+
+def test_large_trees() -> None:
+    """Thousands of leaves are no hindrance; thousands of unrelated names are given up on."""
+    old = {"params": {f"layers_{n}": dict.fromkeys("abcdefghijkl", D) for n in range(100)}}
+    new = {"params": {f"block_{n}": node for n, node in enumerate(old["params"].values())}}
+    assert sources(old, new) == [r"rules.rename('layers_(\\d+)', 'block_\\1')"]
+    mixed = {f"x{chr(97 + n % 26)}{chr(97 + n // 26)}": node for n, node in enumerate(old["params"].values())}
+    suggestion, _ = proposed(old, {"params": mixed})
+    assert suggestion is None or not suggestion.confident
