@@ -72,7 +72,7 @@ def _unlike(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
         old, new = core(_inside(one.old), _inside(one.new))
         changes.setdefault((_unnumbered(old), _unnumbered(new)), []).append(one)
     for (old, new), members in changes.items():
-        if _is_leaf(members[0]) or len({one.old[1:] for one in members}) > 1:
+        if _is_leaf(members[0]) or len({_inside(one.old) for one in members}) > 1:
             continue
         if not old or not new:
             # One layer that went into or out of another, which has more that is new, or of which the rest is gone.
@@ -120,6 +120,9 @@ def core(old: Path, new: Path) -> tuple[Path, Path]:
 def _left_behind(moved: Sequence[Moved], fresh: dict[Path, dict[str, Look]]) -> Iterator[str]:
     """Layers that would go elsewhere although the target has one of their name, which would get nothing."""
     for one in moved:
+        if one.new in fresh:
+            yield f"{show_path(one.new)} would come from {show_path(one.old)}, parts of which have other shapes"
+            return
         if one.old in fresh:
             yield f"{show_path(one.old)} would go to {show_path(one.new)} and leave the one of its own name behind"
             return
