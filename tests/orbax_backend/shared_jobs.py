@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,7 +99,9 @@ def our_tree(mesh: Mesh, copied: bool) -> dict[str, Any]:
 def _copied(array: jax.Array) -> HostCopy:
     if array.is_fully_replicated:
         return HostCopy.whole(np.array(array), array.sharding)
-    shards = (Shard(box_of(s.index, array.shape), np.array(s.data)) for s in array.addressable_shards if not s.replica_id)
+    shards = (
+        Shard(box_of(s.index, array.shape), np.array(s.data)) for s in array.addressable_shards if not s.replica_id
+    )
     return HostCopy(array.shape, np.dtype(array.dtype), tuple(shards), array.sharding)
 
 
@@ -121,16 +125,32 @@ def save_ours(path: str, compression: str | None, copied: bool, shape: tuple[int
 
 
 def save_then_lose(path: str, shape: tuple[int, int], lost: str) -> str:
-    """Process 0 loses a file or directory before the end, and says what the end raised there."""
-    import shutil
-
+    """What the end of a save raised in process 0 after it had lost a file or directory, or what ``*`` stands for."""
     node = branches(our_tree(mesh_of(shape), False))
     save(path, node, end=False)
     if jax.process_index():
         return ""
-    for one in [lost] if not lost.endswith("*") else os.listdir(os.path.join(path, lost[:-1])):
-        full = os.path.join(path, lost[:-1] if lost.endswith("*") else "", one)
-        shutil.rmtree(full) if os.path.isdir(full) else os.remove(full)
+    for one in list(Path(path).glob(lost)):
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
+    return _end(path, node)
+
+
+def save_then_cut(path: str, shape: tuple[int, int]) -> str:
+    """What the end of a save raised in process 0 after the largest file of process 1, one of several, had been cut."""
+    from flax_ckpt_compat.orbax_backend import database
+
+    node, size = branches(our_tree(mesh_of(shape), False)), database._DATA_FILE_BYTES
+    database._DATA_FILE_BYTES = 1 << 18
+    save(path, node, end=False)
+    database._DATA_FILE_BYTES = size
+    if jax.process_index():
+        return ""
+    largest = max(Path(path, "ocdbt.process_1", "d").iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(largest, 100)
+    return _end(path, node)
+
+
+def _end(path: str, node: Any) -> str:
     share = Share(0, jax.process_count())
     try:
         BACKEND.end_shared(path, BACKEND.prepare(node, share), WriteOptions(), share)
@@ -282,6 +302,11 @@ def save_uneven(path: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
+
+
+def save_plain(path: str, tree: dict[str, Any]) -> None:
+    """Saves what all processes have alike."""
+    save(path, branches(tree))
 
 
 def save_many(path: str, leaves: int) -> None:
