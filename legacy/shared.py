@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from flax_ckpt_compat._core import arrays, files
@@ -80,29 +82,52 @@ def _write_shards(base: str, spread: Iterable[SpreadArray]) -> None:
 
     # Shards fall on whole chunks: nothing is gained by keeping them.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-    waiting: list[tuple[Any, int]] = []
+    waiting: collections.deque[tuple[SpreadArray, Any, int]] = collections.deque()
     total = 0
-    for array in spread:
-        store = None
-        for shard in array.shards():
-            if not math.prod(shard.data.shape):
-                continue
-            store = store or _open(tensorstore, os.path.join(base, array.subpath), array, context)
-            waiting.append((_begin_write(store, shard), shard.data.nbytes))
-            total += shard.data.nbytes
-        while total > _IN_FLIGHT:
-            write, nbytes = waiting.pop(0)
-            write.result()
-            total -= nbytes
-    for write, _ in waiting:
+    try:
+        for array in spread:
+            with _translated(base, array):
+                store = None
+                for shard in filter(lambda shard: math.prod(shard.data.shape), array.shards()):
+                    store = store or _open(tensorstore, os.path.join(base, array.subpath), array, context)
+                    waiting.append((array, _begin_write(store, shard), shard.data.nbytes))
+                    total += shard.data.nbytes
+            while total > _IN_FLIGHT:
+                total -= _finish_write(base, *waiting.popleft())
+        while waiting:
+            _finish_write(base, *waiting.popleft())
+    finally:
+        # After a failure nothing may go on writing into a folder that is about to be removed.
+        for _, write, _ in waiting:
+            write.exception()
+
+
+def _finish_write(base: str, array: SpreadArray, write: Any, nbytes: int) -> int:
+    with _translated(base, array):
         write.result()
+    return nbytes
+
+
+@contextmanager
+def _translated(base: str, array: SpreadArray) -> Iterator[None]:
+    """TensorStore's errors as ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (ValueError, RuntimeError, OSError) as error:
+        folder, name = os.path.join(base, array.subpath), array.subpath or "the array"
+        message = f"{folder}: writing {name} failed: {error}; free space or choose another place"
+        raise StorageError(message, path=folder, errno=getattr(error, "errno", None)) from error
 
 
 def _open(tensorstore: Any, folder: str, array: SpreadArray, context: Any) -> Any:
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder}}
     store = tensorstore.open(spec, open=True, context=context).result()
     if (tuple(store.shape), store.dtype.numpy_dtype) != (array.shape, array.dtype):
-        raise StorageError(f"{folder}: process 0 began another array here than this process has", path=folder)
+        found = f"{store.dtype.name}{tuple(store.shape)} by process 0 and {array.dtype}{array.shape} by this one"
+        message = f"{folder}: {array.subpath or 'the array'} is saved as {found}; all processes have to save one tree"
+        raise StorageError(message, path=folder)
     return store
 
 

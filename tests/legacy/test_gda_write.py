@@ -129,6 +129,26 @@ def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_processes_with_different_trees_are_told(tmp_path: Path) -> None:
+    """An array of another shape or dtype in another process is an error there that tells both."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    prepared = [BACKEND.prepare(to_branches({"a": half(np.arange(4 + 2 * i), i)}), Share(i, 2)) for i in (0, 1)]
+    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    with pytest.raises(StorageError, match=r"a is saved as int64\(4,\) by process 0 and int64\(6,\) by this one"):
+        BACKEND.write_share(temporary, prepared[1], OPTIONS, Share(1, 2))
+
+
+def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    """TensorStore's own errors do not come through, and the array is named."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    prepared = BACKEND.prepare(to_branches({"x": half(np.arange(4), 0), "y": half(np.arange(4), 0)}), Share(0, 2))
+    BACKEND.begin_shared(temporary, prepared, OPTIONS, Share(0, 2))
+    os.unlink(f"{temporary}_gda/y/.zarray")
+    with pytest.raises(StorageError, match="writing y failed") as caught:
+        BACKEND.write_share(temporary, prepared, OPTIONS, Share(0, 2))
+    assert caught.value.__cause__ is not None
+
+
 HAZARDS: list[Any] = [
     {"..": {"..": 0}}, {"": {"": 0}}, {"a": {"": 0}, "": 1}, {".": 0}, {"a/b": 0, "a": {"b": 1}}, {"/etc": 0},
     {"a\0b": 0}, {"A": 0, "a": 1}, {"a": 0, "A": {"b": 1}}, {"e\u0301": 0, "\u00e9": 1}, {"n" * 300: 0},
