@@ -64,7 +64,7 @@ class Adaptation:
             try:
                 tree = rule.apply(tree, target)
             except CheckpointError as error:
-                raise type(error)(f"{path}: {rule}: {error}", path=path, leaf=error.leaf) from error
+                raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
         return tree
 
     def chooser(self, tree: Node) -> Choose | None:

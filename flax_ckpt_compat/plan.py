@@ -147,7 +147,9 @@ def _plan(opened: opening.Opened, works: Works) -> Plan:
             needed.update(needs(source))
         leaves.extend(describe(path, Kept({}, "not in the checkpoint"), None) for path in sorted(work.match.empty))
         there = dict(iter_leaves(work.tree)) if work.match.unused else {}
-        unused.extend("/".join((*item, *_origin(there.get(path), path))) for path in work.match.unused)
+        # None and empty containers hold no values that anybody could miss.
+        idle = [(path, there[path]) for path in work.match.unused if isinstance(there[path], LeafHandle | Computed)]
+        unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     formats = {work.reader.format.value for work in works.items.values()}
     return Plan(
         opened.path,
@@ -214,7 +216,3 @@ def _origin_of(node: Any) -> tuple[str, str]:
     if isinstance(node, Computed):
         return "computed", node.how
     return "checkpoint", "by the rules of the target's own type" if isinstance(node, Branch) else ""
-
-
-def _origin(leaf: Any, path: Path) -> Path:
-    return leaf.path if isinstance(leaf, LeafHandle) else path
