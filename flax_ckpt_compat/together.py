@@ -36,7 +36,7 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
         failed = error
     agree = f"{request.format.value} with overwrite={request.overwrite}"
     begin = functools.partial(_begin, request, backend, prepared, options, team)
-    temporary = team.meet("begin", failed=failed, agree=agree, lead=begin)
+    temporary = team.gather(failed=failed, agree=agree, lead=begin)
 
     def task() -> None:
         _write_and_commit(request, backend, prepared, options, team, temporary)
@@ -103,5 +103,5 @@ def save_through(checkpointer: Any, request: Request, target: Any) -> None:
         request.prepare_directory()
         return foreign.written_path(request.path)
 
-    written = team.meet("begin", failed=failed, lead=begin)
+    written = team.gather(failed=failed, lead=begin)
     foreign.save(checkpointer, request.path, target, request.committed, written=written, leads=team.share.index == 0)
