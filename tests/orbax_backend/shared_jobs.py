@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
@@ -233,7 +232,7 @@ def check_real(path: str, shape: tuple[int, int] | None, names: list[str]) -> di
 
 def check_real_v1(path: str, names: list[str]) -> dict[str, Any]:
     """The same with Orbax's v1, as saved."""
-    from orbax.checkpoint import v1 as ocp_v1
+    from tests.support.peers import ocp_v1
 
     return _compared(ocp_v1.load(path), names)
 
@@ -307,11 +306,3 @@ def save_uneven(path: str) -> str:
 def save_plain(path: str, tree: dict[str, Any]) -> None:
     """Saves what all processes have alike."""
     save(path, branches(tree))
-
-
-def save_many(path: str, leaves: int) -> None:
-    """Saves a tree of many small arrays, most of them spread."""
-    mesh = mesh_of((jax.device_count(), 1))
-    value = np.arange(jax.device_count() * 2, dtype=np.float32)
-    one = spread(value, mesh, PartitionSpec("x"))
-    save(path, branches({f"w{number}": one if number % 4 else jnp.asarray(value) for number in range(leaves)}))
