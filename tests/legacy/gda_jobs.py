@@ -23,6 +23,7 @@ SPECS = {
     "columns": PartitionSpec(None, "x"),
     "merged": PartitionSpec(("y", "x")),
     "cube": PartitionSpec("y", None, "x"),
+    "second": PartitionSpec("y"),  # both processes have all of it
     "zeros": PartitionSpec(("x", "y")),
     "bf16": PartitionSpec("x", "y"),
     "fp8": PartitionSpec("x"),
@@ -43,6 +44,7 @@ def values(n: int) -> dict[str, np.ndarray[Any, Any]]:
         "columns": square * 3,
         "merged": square.astype(np.int64).astype(np.int32),
         "cube": np.random.default_rng(n).random((4, 3, 4)).astype(np.float32),
+        "second": square * 5,
         "zeros": -np.zeros((16, 2), np.float32),
         "bf16": (square / 3).astype(ml_dtypes.bfloat16),
         "fp8": square.astype(ml_dtypes.float8_e4m3fn),
