@@ -129,3 +129,12 @@ def test_each_process_writes_its_own_shards(tmp_path: Path) -> None:
     assert sum(f.stat().st_size for f in (path / "d").iterdir()) < 10_000
     assert sorted(os.listdir(path / "array_metadatas")) == ["process_0", "process_1"]
     assert sorted(os.listdir(path / "ocdbt.process_1")) == ["d", "manifest.ocdbt"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_split_of_any_array(tmp_path: Path, seed: int) -> None:
+    """Random shapes, dtypes and splits over devices in any order come back as numpy had them."""
+    path = str(tmp_path / "c")
+    team_of(2).call(jobs.save_random, path, seed, [None, "zstd", "blosc"][seed % 3])
+    expected = {name: bits(value) for name, (value, _) in jobs.random_values(seed).items()}
+    assert {name: bits(value) for name, value in load(path).items()} == expected
