@@ -108,7 +108,7 @@ class _Run:
         if isinstance(source.target, jax.ShapeDtypeStruct):
             return False
         on_device = self._reader.format is Format.ORBAX or handle.distributed
-        return not on_device or not isinstance(source.target, jax.Array)
+        return not isinstance(source.target, jax.Array) or not (on_device or placing.spans_processes(source.target))
 
     def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
         on_device = self._reader.format is Format.ORBAX or handle.distributed
