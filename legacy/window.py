@@ -6,9 +6,15 @@ import os
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
+from .peek import last_key
+
 # More than any header needs: 64 dimensions of nine bytes and a dtype name.
 LOOKAHEAD = 2048
 _SMALLEST = 8 * 2**10
+# Behind a large array most often lies just the header of the next one: whoever wants one leaf of a large file reads
+# little more than that leaf.
+_TINY = 192
+_WORTH_SKIPPING = 2 * 2**10
 _LARGEST = 256 * 2**10
 _REMEDY = "restore another checkpoint, copy this one anew, or look whether it is a checkpoint at all"
 
@@ -19,7 +25,8 @@ class Window:
     Attributes:
         data: the bytes of the stretch; the next value starts at ``data[at]``.
         at: position in ``data``; beyond its end after a skip.
-        fresh_until: while ``at`` is not above this, `LOOKAHEAD` bytes (or the rest of the file) are in ``data``.
+        fresh_until: while ``at`` is not above this, `LOOKAHEAD` bytes, or the rest of the file, or at least all of the
+            value that comes next, up to an array's data, are in ``data``.
         size: of the file, in bytes.
         path: of the file.
     """
@@ -28,7 +35,7 @@ class Window:
 
     def __init__(self, fd: int, path: str, size: int):
         self._fd = fd
-        self._step = _SMALLEST
+        self._step = _SMALLEST // 4
         self.path = path
         self.size = size
         self.base = self.at = 0
@@ -37,10 +44,15 @@ class Window:
 
     def refill(self) -> None:
         """Moves the window to the current position; small steps after a jump, growing ones without."""
-        jumped = self.at > len(self.data)
-        self._step = _SMALLEST if jumped else min(self._step * 2, _LARGEST)
+        skipped = self.at - len(self.data)
+        self._step = _SMALLEST if skipped > 0 else min(self._step * 2, _LARGEST)
         self.base += self.at
         self.at = 0
+        if skipped > _WORTH_SKIPPING and self.size - self.base > _TINY:
+            self.data = self._pread(_TINY, self.base)
+            self.fresh_until = last_key(self.data)
+            if self.fresh_until >= 0:
+                return
         self.data = self._pread(min(self._step, self.size - self.base), self.base)
         whole = self.base + len(self.data) == self.size
         self.fresh_until = self.size if whole else len(self.data) - LOOKAHEAD
