@@ -61,18 +61,11 @@ class Team:
         """The first meeting: `meet`, with all who want to save this path.
 
         Args:
-            failed: why this process cannot go on; then none does.
             agree: text that has to be the same in all processes.
-            lead: what process 0 does once all have come and none has failed.
+            failed, lead: as for `meet`.
 
-        Returns:
-            What ``lead`` returned, in process 0.
-
-        Raises:
-            AbsentProcessesError: processes did not come in time.
-            TeamError: another process failed, or saves something else; with its reason.
-            CheckpointError: what ``lead`` raised, in every process.
-            BaseException: ``failed`` itself, in the process that gave it.
+        Returns, Raises:
+            As `meet`.
         """
         if self.share.index == 0:
             verdict = self._receive_all(agree, failed, lead)
@@ -87,13 +80,24 @@ class Team:
 
         Args:
             stage: name of the meeting, which is not met twice in one save.
-            failed, lead: as for `gather`.
+            failed: why this process cannot go on; then none does.
+            lead: what process 0 does once all have come and none has failed.
 
-        Returns, Raises:
-            As `gather`.
+        Returns:
+            What ``lead`` returned, in process 0.
+
+        Raises:
+            AbsentProcessesError: processes did not come in time.
+            TeamError: another process failed, or saves something else; with its reason.
+            CheckpointError: what ``lead`` raised, in every process.
+            BaseException: ``failed`` itself, in the process that gave it.
         """
         self._set(f"{self._room}/{stage}/{self.share.index}", {"error": tell(failed)})
         if failed is not None and self.share.index:
+            # If process 0 has given up before, it has removed what this one was writing to.
+            earlier = self._get(f"{self._room}/{stage}/verdict", 0.001)
+            if earlier is not None:
+                raise error_of(json.loads(earlier)["error"], self._path) from failed
             raise failed
         return self._taken(self._lead(stage, lead) if self.share.index == 0 else self._verdict(stage), failed)
 
@@ -201,12 +205,12 @@ class Team:
         return {"value": value, "error": error}
 
     def _collect(self, stage: str) -> None:
-        """Waits for all; the first failure that is told ends the wait."""
+        """Waits for all; once one has failed not for long, but the rest shall have stopped writing by then."""
         start = time.monotonic()
         for pause in _pauses():
             reports = self._reports(stage)
-            failed = any(report["error"] for report in reports.values())
-            if len(reports) == self.share.count or failed or time.monotonic() > start + self._timeout:
+            bound = self._short if any(report["error"] for report in reports.values()) else self._timeout
+            if len(reports) == self.share.count or time.monotonic() > start + bound:
                 self._judge(stage, reports)
                 return
             time.sleep(pause)

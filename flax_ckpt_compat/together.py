@@ -14,7 +14,7 @@ from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, iter_leaves
 from flax_ckpt_compat._routing import backend_for
-from flax_ckpt_compat.request import Request, forget
+from flax_ckpt_compat.request import Request
 from flax_ckpt_compat.team import Team
 
 
@@ -71,7 +71,7 @@ def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOpti
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
             backend.begin_shared(temporary, prepared, options, team.share)
     except BaseException:
-        forget(temporary)
+        files.forget(temporary)
         raise
     return temporary
 
@@ -100,7 +100,7 @@ def _write_and_commit(
         team.meet("commit", failed=failed, lead=commit)
     except BaseException:
         if team.share.index == 0:
-            forget(temporary)
+            files.forget(temporary)
         raise
 
 
