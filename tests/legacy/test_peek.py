@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 from flax import serialization
+from flax_ckpt_compat.legacy.peek import last_key
+from flax_ckpt_compat.legacy.reader import MsgpackReader
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import open_checkpoint
 from flax_ckpt_compat._core.tree import iter_leaves, map_leaves
-from flax_ckpt_compat.legacy.peek import last_key
-from flax_ckpt_compat.legacy.reader import MsgpackReader
 from tests.support.samples import fingerprint
 
 NAMES = st.text("ab_é/", min_size=1, max_size=40)
