@@ -81,7 +81,14 @@ def restore(
     given = {name: value for name, value in policies.items() if value is not None}
     with config.defaults(config.STRICT), config.override(**given):
         return restoring.restore(
-            os.fspath(path), target, step, prefix, None, transforms, transforms_default_to_original
+            os.fspath(path),
+            target,
+            step,
+            prefix,
+            None,
+            transforms,
+            transforms_default_to_original,
+            strict=missing_leaves == "error",
         )
 
 

@@ -187,8 +187,8 @@ def explain_missing(match: Match, stored: Node, source: str) -> str:
     if not any_near:
         lines.append(_top_level(stored))
     lines.append(
-        "To keep the target's own values for them, pass orbax_transforms={} to restore_checkpoint, or set "
-        "flax_ckpt_compat.config.update(missing_leaves='keep')."
+        "To keep the target's own values for them, pass orbax_transforms={} to restore_checkpoint or "
+        "missing_leaves='keep' to restore, or set flax_ckpt_compat.config.update(missing_leaves='keep')."
     )
     return "\n".join(lines)
 
