@@ -139,6 +139,11 @@ def test_bytes_are_counted_once(saved: str, tmp_path: Path) -> None:
     restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={"a|b": several})
     restored["a"][:] = 5
     np.testing.assert_array_equal(restored["b"], np.ones(3))
+    constant = np.zeros(3)
+    both = RestoreTransform(multi_value_fn=lambda *_: constant, multi_value_fn_input_args={})
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={"a|b": both})
+    restored["a"][:] = 5
+    np.testing.assert_array_equal(restored["b"], np.zeros(3))
 
 
 def test_the_plan_reads_no_array_data(saved: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
