@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import threading
@@ -18,7 +17,7 @@ from flax_ckpt_compat import background, checkpoints, config
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._routing import backend_for
-from tests.multiprocess.jobs import check_shards, names, small, use
+from tests.multiprocess.jobs import barrier, check_shards, names, small, use
 
 
 def save_many(folder: str, orbax: bool, count: int) -> list[int]:
@@ -45,12 +44,12 @@ def save_many(folder: str, orbax: bool, count: int) -> list[int]:
         checkpoints.save_checkpoint_multiprocess(folder, small(step), step, "fast_", 3, async_manager=manager)
     manager.wait_previous_save()
     assert checkpoints.available_steps(folder, "fast_") == list(range(2 * count - 3, 2 * count))
-    _barrier("all have looked")
+    barrier("all have looked")
     if jax.process_index() == 0:
         for name in names(folder):
             if name.startswith("fast_"):
                 _remove(f"{folder}/{name}")
-    _barrier("removed")
+    barrier("removed")
     return seen
 
 
@@ -62,7 +61,7 @@ def save_slowly(folder: str, orbax: bool) -> list[int]:
         checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
         time.sleep(0.2)
         meanwhile = checkpoints.available_steps(folder)
-        _barrier("all have looked early")
+        barrier("all have looked early")
         go.set()
         manager.wait_previous_save()
     assert checkpoints.available_steps(folder) == [1]
@@ -82,7 +81,7 @@ def fail(folder: str, orbax: bool, at: str) -> tuple[tuple[str, ...], str]:
         checkpoints.save_checkpoint_multiprocess(folder, small(2), 2, async_manager=manager)
         while not manager.save_future.done():
             time.sleep(0.005)
-    _barrier(f"failed before {at}")
+    barrier(f"failed before {at}")
     try:
         if at == "save":
             checkpoints.save_checkpoint_multiprocess(folder, small(3), 3, async_manager=manager)
@@ -128,17 +127,6 @@ def _writing(orbax: bool, first: Any) -> Iterator[None]:
         yield
     finally:
         kind.write_share = own
-
-
-_numbers = itertools.count()
-
-
-def _barrier(name: str) -> None:
-    """Waits for the other processes, without devices."""
-    from jax._src import distributed
-
-    client: Any = distributed.global_state.client
-    client.wait_at_barrier(f"{name} {next(_numbers)}", 20_000)
 
 
 def _remove(path: str) -> None:

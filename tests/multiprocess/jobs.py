@@ -7,6 +7,7 @@ bit for bit, and no test needs another save to compare with.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -382,3 +383,14 @@ def save_in_two_threads(folder: str, orbax: bool, step: int) -> list[str]:
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(save, prefix) for prefix in prefixes]
         return sorted(future.result(60) for future in futures)
+
+
+_numbers = itertools.count()
+
+
+def barrier(name: str) -> None:
+    """Waits for the other processes, without devices."""
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.wait_at_barrier(f"{name} {next(_numbers)}", 20_000)
