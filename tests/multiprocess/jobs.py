@@ -394,3 +394,8 @@ def barrier(name: str) -> None:
 
     client: Any = distributed.global_state.client
     client.wait_at_barrier(f"{name} {next(_numbers)}", 20_000)
+
+
+def both(*steps: int) -> list[str]:
+    """The names of msgpack checkpoints and of their folders of arrays."""
+    return sorted(f"checkpoint_{step}{end}" for step in steps for end in ("", "_gda"))
