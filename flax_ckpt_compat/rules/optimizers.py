@@ -20,7 +20,7 @@ _NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
 
 @rule
-def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Apply:
+def optimizer_state(who: str, at: str = "opt_state", stored_at: str | None = None) -> Apply:
     """Takes the optimizer's state of the parameters that still exist; for others the target keeps its own.
 
     The states inside (Adam's count, mu and nu; a trace; …) are found by the names of their fields, wherever a chain
@@ -40,7 +40,6 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
             target's, or several fit equally well.
     """
     source = at if stored_at is None else stored_at
-    who = f"optimizer_state({at!r}{'' if stored_at is None else f', {stored_at!r}'})"
 
     def apply(stored: Node, target: Node) -> Node:
         where = _trees.find(target, at, who, whose="the target")

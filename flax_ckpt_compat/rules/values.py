@@ -19,7 +19,7 @@ from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def cast(pattern: str, dtype: Any) -> Apply:
+def cast(who: str, pattern: str, dtype: Any) -> Apply:
     """Gives arrays another dtype of the same kind: ``cast("params", "bfloat16")``.
 
     Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
@@ -34,7 +34,6 @@ def cast(pattern: str, dtype: Any) -> Apply:
             value does not fit.
     """
     wanted = _dtype(dtype)
-    who = f"cast({pattern!r}, {wanted.name!r})"
     names = _trees.whole_names(pattern, who)
     kind = _kind(wanted)
     if kind is None:
@@ -56,7 +55,7 @@ def cast(pattern: str, dtype: Any) -> Apply:
 
 
 @rule
-def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
+def pad(who: str, pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
     """Makes arrays longer, such as the table of a larger vocabulary: ``pad("embedding", 50304, value="target")``.
 
     Args:
@@ -69,7 +68,6 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
         TransformError: when applied: it matches no array, one is longer already, the number does not fit its dtype,
             or the target has no such array with values.
     """
-    who = f"pad({pattern!r}, {size!r})"
     names = _trees.whole_names(pattern, who)
     if isinstance(value, str) and value != "target":
         raise TransformError(f"{who}: value is {value!r}, expected a number or 'target'")
@@ -98,7 +96,7 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
 
 
 @rule
-def cut(pattern: str, size: int, axis: int = 0) -> Apply:
+def cut(who: str, pattern: str, size: int, axis: int = 0) -> Apply:
     """Keeps the first values on an axis, of which only they are read: ``cut("embedding", 50257)``.
 
     Args:
@@ -109,7 +107,6 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one is shorter.
     """
-    who = f"cut({pattern!r}, {size!r})"
     names = _trees.whole_names(pattern, who)
     if size < 0:
         raise TransformError(f"{who}: a length cannot be negative")
@@ -127,7 +124,7 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
 
 
 @rule
-def transpose(pattern: str, axes: Sequence[int]) -> Apply:
+def transpose(who: str, pattern: str, axes: Sequence[int]) -> Apply:
     """Puts the axes of arrays in another order, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
 
     Args:
@@ -137,7 +134,6 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one has other axes than these.
     """
-    who = f"transpose({pattern!r}, {tuple(axes)!r})"
     names = _trees.whole_names(pattern, who)
 
     def changed(leaf: Array, path: Path) -> Node:
@@ -152,7 +148,7 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
 
 
 @rule
-def reshape(pattern: str, shape: Sequence[int]) -> Apply:
+def reshape(who: str, pattern: str, shape: Sequence[int]) -> Apply:
     """Gives arrays another shape with the same values in C order: ``reshape("query/kernel", (512, 8, 64))``.
 
     Args:
@@ -162,7 +158,6 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
     Raises:
         TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
     """
-    who = f"reshape({pattern!r}, {tuple(shape)!r})"
     names = _trees.whole_names(pattern, who)
     known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
