@@ -56,7 +56,14 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
         found -= _OF_CLASSES
     if numbered(name):
         found = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
+    if not found and classes and not _is_counted(name, classes[0]):
+        found = frozenset(classes[0].split()[-1:])  # attn and mlp are names as encoder is
     return (classes[0] if classes else ""), found
+
+
+def _is_counted(name: str, kind: str) -> bool:
+    """True for names that say no more than which one of its class a layer is: Dense_0, fc1, conv2."""
+    return _BY_FLAX.fullmatch(name) is not None or (kind in ("dense", "conv") and numbered(name) is not None)
 
 
 def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
@@ -71,10 +78,9 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
         old, new = old[:-1], new[:-1]
     if old[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
         old = old[2:]
-    said_old, said_new = _said(old), _said(new)
-    if not old or not new:
-        return not (said_old | said_new) & _COPIES
-    return _same_class(old[-1], new[-1]) and _same_words(said_old, said_new) and not _other_number(old, new)
+    if not _same_words(_said(old), _said(new)):
+        return False
+    return not old or not new or (_same_class(old[-1], new[-1]) and not _other_number(old, new))
 
 
 def _said(names: Path) -> frozenset[str]:
@@ -88,9 +94,9 @@ def _same_class(old: str, new: str) -> bool:
 
 
 def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
-    """True where one of the names says nothing, or all that the other says and no more than a harmless word."""
+    """True where one name says all that the other does, and no telling word more; or nothing, and neither a copy."""
     if not old or not new:
-        return True
+        return not (old | new) & _COPIES
     more_old = {word for word in old if not any(_alike(word, other) for other in new)}
     more_new = {word for word in new if not any(_alike(word, other) for other in old)}
     return not (more_old and more_new) and not (more_old | more_new) & _TELLING
@@ -104,6 +110,6 @@ def _alike(one: str, other: str) -> bool:
 def _other_number(old: Path, new: Path) -> bool:
     """True where a name keeps its text and gets another number, unless Flax counts: ``expert_1``, ``expert_2``."""
     one, other = numbered(old[-1]), numbered(new[-1])
-    if one is None or other is None or _BY_FLAX.fullmatch(old[-1]):
+    if one is None or other is None or _BY_FLAX.fullmatch(old[-1]) or _BY_FLAX.fullmatch(new[-1]):
         return False
-    return one[1] != other[1] and len(old) == len(new) and (one[0] == other[0] or bool(_read(old[-1])[1]))
+    return one[1] != other[1] and len(old) == len(new) and (one[0] == other[0] or any(_read(old[-1])))
