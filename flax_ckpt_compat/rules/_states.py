@@ -72,6 +72,11 @@ class State:
         """How well another, stored one fits: leaves, then names of the user's on the way to it."""
         return len(self.fitting(other)), len(self.labels & set(other.path))
 
+    def overlap(self, others: list[State]) -> bool:
+        """Whether two of several stored states have moments of the same parameter, in whatever shape."""
+        held = [path for one in others for path in self.moments if one.leaves.get(path) is not None]
+        return len(held) > len(set(held))
+
     def is_nearer(self, one: State, other: State) -> bool:
         """Whether one of two stored states that hold the same of this one's leaves has more of its names."""
         if self.fit(one)[1] <= self.fit(other)[1]:

@@ -123,9 +123,13 @@ def _take(wanted: list[State], stored: list[State], call: _Call) -> dict[Path, N
                 raise call.ambiguous([(state, source), (other, source)], wanted, stored)
             taken[(*state.path, *path)] = source.leaves[path]
         # What several optimizers did, one may do now: its other moments come from those that nobody else takes.
+        found: dict[Path, list[Node]] = {}
+        for one in spare:
+            if not state.overlap([source, one]):
+                for path in state.fitting(one):
+                    found.setdefault(path, []).append(one.leaves[path])
         for path in state.moments.keys() - set(state.fitting(source)):
-            fits = [one.leaves[path] for one in spare if path in state.fitting(one)]
-            if len(fits) == 1:
+            if len(fits := found.get(path, [])) == 1:
                 taken[(*state.path, *path)] = fits[0]
     return taken
 
@@ -142,8 +146,7 @@ def _choose(state: State, wanted: list[State], stored: list[State], call: _Call)
         return equal[0]
     if found := _in_order(state, equal, wanted, stored):
         return found
-    moments = [path for one in equal for path in state.fitting(one) if path in state.moments]
-    if moments and len(moments) == len(set(moments)):
+    if state.moments and not state.overlap(equal):
         return equal[0]  # each has other parameters, and `_take` takes those of the rest, too
     raise call.ambiguous([(state, one) for one in equal], wanted, stored)
 
