@@ -47,7 +47,7 @@ def _resized(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) 
     """Leaves of which the checkpoint has one of another size, but for heads, which belong to the task."""
     unused: dict[str, list[tuple[int, ...]]] = {}
     for path, (shape, _) in idle.items():
-        if len(shape) > 1:
+        if len(shape) > 1 and path not in fresh:
             unused.setdefault(bare(path)[-1], []).append(shape)
     for path, (shape, _) in fresh.items():
         there, head = outcome.stored.get(path), _is_head(path, outcome)
