@@ -229,11 +229,14 @@ class Team:
 
     def _absent(self, stage: str, missing: list[int]) -> AbsentProcessesError:
         shown, waited = ", ".join(map(str, missing)), self._timeout * (2 if missing == [0] else 1)
+        # Process 0 commits, and may have done so before it fell silent.
+        outcome = "so nothing was saved"
+        if missing == [0] and stage == "commit":
+            outcome = "so it is not known here whether the checkpoint was saved"
         return AbsentProcessesError(
             f"{self._path}: process {shown} of {self.share.count} did not come to the meeting {stage!r} within "
-            f"{waited:g} s, so nothing was saved. It may have ended, hang, or save something else; "
-            "save_checkpoint_multiprocess has to be called by all processes. If it only needs longer, raise the "
-            "setting coordination_timeout.",
+            f"{waited:g} s, {outcome}. It may have ended, hang, or save something else; save_checkpoint_multiprocess "
+            "has to be called by all processes. If it only needs longer, raise the setting coordination_timeout.",
             path=self._path,
             absent=tuple(missing),
         )
