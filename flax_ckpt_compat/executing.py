@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat import placing
+from flax_ckpt_compat import placing, state
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.tree import Branch, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Path, is_jax_array, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
 from flax_ckpt_compat.matching import ShapeDifference
 from flax_ckpt_compat.similar import shorten
@@ -35,24 +36,25 @@ def execute(sources: Any, reader: Any, *, cast: bool, lists: bool) -> tuple[Any,
     """
     run = _Run(reader, cast)
     jobs = [
-        (leaf, run.plan(leaf, source))
-        for source in _stored(sources)
+        (path, leaf, run.plan(leaf, source))
+        for path, source in _stored(sources, ())
         for _, leaf in iter_leaves(source.node)
         if isinstance(leaf, LeafHandle | Computed)
     ]
     run.read()
-    done = (run.value(leaf, form) for leaf, form in jobs)
+    done = (run.value(*job) for job in jobs)
     values = _fill(sources, lambda leaf: next(done) if isinstance(leaf, LeafHandle | Computed) else leaf, lists)
+    run.tell_narrowed()
     return values, run.shapes
 
 
-def _stored(sources: Any) -> Iterator[Stored]:
+def _stored(sources: Any, path: Path) -> Iterator[tuple[Path, Stored]]:
     if isinstance(sources, Stored):
-        yield sources
+        yield path, sources
     children = sources.children if isinstance(sources, Branch) else sources
     if isinstance(children, dict):
-        for child in children.values():
-            yield from _stored(child)
+        for name, child in children.items():
+            yield from _stored(child, (*path, name))
 
 
 def _fill(sources: Any, value_of: Callable[[Any], Any], lists: bool) -> Any:
@@ -70,7 +72,7 @@ class _Run:
     """Reads once what all leaves need, then gives their values in the order in which they were planned.
 
     Attributes:
-        shapes: where a function gave another shape than the target's; the paths are those of what it took.
+        shapes: where a function gave another shape than the target's.
     """
 
     def __init__(self, reader: Any, cast: bool):
@@ -130,18 +132,41 @@ class _Run:
 
     def read(self) -> None:
         """Reads all that was planned."""
+        if self._asked:
+            once = {id(one): one for one in self._asked}
+            values = self._reader.read(list(once.values()))
+            self._values = (
+                values if len(once) == len(self._asked) else self._for_each(dict(zip(once, values, strict=True)))
+            )
+            self._values.reverse()
+
+    def _for_each(self, values: dict[int, Any]) -> list[Any]:
+        """The values, with a copy for everyone but the first who asked for the same."""
+        given: set[int] = set()
+        found = []
+        for one in self._asked:
+            value = values[id(one)]
+            found.append(copy.deepcopy(value) if id(one) in given else value)
+            given.add(id(one))
+        return found
+
+    def tell_narrowed(self) -> None:
+        """Says which casts may have lost values."""
         if self._narrowed:
             _log.warning(
                 "%s: cast to what the abstract target says, which cannot hold every value that was saved: %s",
                 self._reader.path,
                 shorten(self._narrowed),
             )
-        if self._asked:
-            self._values = self._reader.read(self._asked)
-            self._values.reverse()
 
-    def value(self, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form | None) -> Any:
-        """The value of a leaf that was planned, in its final form."""
+    def value(self, path: Path, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form | None) -> Any:
+        """The value of a leaf that was planned, in its final form.
+
+        Args:
+            path: where it goes in the target.
+            leaf: the leaf.
+            how: what `plan` gave.
+        """
         if how is None:
             return self._values.pop()
         if isinstance(how, placing.Wish):
@@ -149,20 +174,27 @@ class _Run:
             return how.grant([self._values.pop() for _ in how.asked])
         assert isinstance(leaf, Computed)  # it has no wish
         value = self._compute(leaf)
-        self._compare(leaf, value, how.target)
-        if not isinstance(value, np.ndarray):
+        if isinstance(value, np.generic) and hasattr(how.target, "shape"):
+            value = np.array(value)
+        if not isinstance(value, np.ndarray) and (not is_jax_array(value) or state.is_prng_key(value)):
             return value
+        self._compare(path, leaf, value, how.target)
         try:
-            return how.place(value)
+            return _placed(value, how)
         except ValueError as error:
             names = ", ".join(show_path(handle.path) for handle in leaf.handles)
-            raise placing.misfit(f"{leaf.how} of {names}", value.shape, how, self._reader.path) from error
+            raise placing.misfit(
+                f"{show_path(path)} ({leaf.how} of {names})", tuple(value.shape), how, self._reader.path
+            ) from error
 
-    def _compare(self, leaf: Computed, value: Any, target: Any) -> None:
-        found, wanted = getattr(value, "shape", None), getattr(target, "shape", None)
-        if leaf.shape is None and found is not None and wanted is not None and tuple(found) != tuple(wanted):
-            path = leaf.handles[0].path if leaf.handles else ()
-            self.shapes.append((path, tuple(found), tuple(wanted)))
+    def _compare(self, path: Path, leaf: Computed, value: Any, target: Any) -> None:
+        """Notes a shape that only the function knew, and a cast that nobody but an abstract target asks for."""
+        wanted = getattr(target, "shape", None)
+        if leaf.shape is None and wanted is not None and tuple(value.shape) != tuple(wanted):
+            self.shapes.append((path, tuple(value.shape), tuple(wanted)))
+        is_told = isinstance(target, jax.ShapeDtypeStruct) and not state.is_prng_key(target) and not self._cast
+        if is_told and not np.can_cast(value.dtype, target.dtype, "safe"):
+            self._narrowed.append(f"{show_path(path)}: {value.dtype} to {target.dtype}")
 
     def _compute(self, computed: Computed) -> Any:
         """The value of a computed leaf; an array is writable and shares no memory with any other leaf."""
@@ -177,8 +209,8 @@ class _Run:
             elif self._ready.pop(id(one), None) is not None:
                 shared.append(value)  # others have taken from it before
         result = computed.function(*inputs)
-        if isinstance(result, np.ndarray) and (not result.flags.writeable or _is_of(result, shared)):
-            return np.array(result)
+        if isinstance(result, np.ndarray) and (not result.flags.carray or _is_of(result, shared)):
+            return np.array(result, order="C")
         return result
 
     def _input(self, one: Any) -> Any:
@@ -192,3 +224,13 @@ class _Run:
 
 def _is_of(result: np.ndarray[Any, Any], values: list[Any]) -> bool:
     return any(isinstance(value, np.ndarray) and np.may_share_memory(result, value) for value in values)
+
+
+def _placed(value: Any, form: placing.Form) -> Any:
+    """An array that was computed, cast and placed; those of jax stay where they are unless the target says where."""
+    if isinstance(value, np.ndarray):
+        return form.place(value)
+    dtype, sharding = form.dtype(value.dtype), form.sharding
+    value = value if value.dtype == dtype else value.astype(dtype)
+    is_there = sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim)
+    return value if is_there else jax.device_put(value, sharding)

@@ -177,10 +177,15 @@ def _discard(path: str) -> None:
 
 def _collect_orphans(where: Place) -> None:
     """Removes array folders whose main file is gone, but for those whose main file is about to come."""
-    names = set(_listing.names_in(where))
-    for name in names:
+    for name in _listing.names_in(where):
         main = name.removesuffix(steps.ARRAYS_POSTFIX)
-        is_orphan = main != name and main not in names and steps.step_of(main, where.prefix) is not None
-        if is_orphan and not files.is_awaited(where.path(main)):
+        if main == name or steps.step_of(main, where.prefix) is None or _has_file(where, main):
+            continue
+        if not files.is_awaited(where.path(main)) and not _has_file(where, main):
             _log.info("Removing orphaned arrays at %s", where.path(name))
             _discard(where.path(name))
+
+
+def _has_file(where: Place, name: str) -> bool:
+    """True where a msgpack file has this name; the directories of the other format have no arrays beside them."""
+    return os.path.lexists(where.path(name)) and not os.path.isdir(where.path(name))

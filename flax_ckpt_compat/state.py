@@ -187,4 +187,6 @@ def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
     """The typed PRNG key array of its data, placed as ``sharding`` says, or by default."""
     # Explicitly put, for callers who forbid implicit transfers.
     keys: jax.Array = jax.random.wrap_key_data(jax.device_put(key.data), impl=key.impl)
-    return keys if sharding is None else cast(jax.Array, jax.device_put(keys, sharding))
+    if sharding is None or sharding.is_fully_addressable:
+        return keys if sharding is None else cast(jax.Array, jax.device_put(keys, sharding))
+    return jax.make_array_from_callback(keys.shape, sharding, lambda index: keys[index])

@@ -77,7 +77,7 @@ def _write_and_commit(
         with files.translated(request.path):
             backend.end_shared(temporary, prepared, options, team.share)
         request.check_again()
-        backend.publish(temporary, request.path)
+        files.publish(temporary, request.path)
         request.committed()
         return ""
 

@@ -32,7 +32,7 @@ class OrbaxBackend:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
         with collection_paused():
-            return make_plan(tree, together=share is not None)
+            return make_plan(tree, together=share is not None and share.count > 1)
 
     def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
         """Writes the whole checkpoint as a new directory and syncs it to disk.

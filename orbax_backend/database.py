@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,12 +111,12 @@ class Database:
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
         self._pending.append((opened, shards))
 
-    def take_over(self, paths: Iterable[str]) -> None:
+    def take_over(self, paths: Sequence[str]) -> None:
         """Adds references to all values of these databases, which lie below this one and have ended."""
         children = [ts.KvStore.open(ocdbt_spec(path, ""), context=self._context) for path in paths]
-        copies = [child.result().experimental_copy_range_to(self._store) for child in children]
-        for copied in copies:
-            copied.result()
+        for path, child in zip(paths, children, strict=True):
+            with storage_errors(path, "merged with those of the other processes"):
+                child.result().experimental_copy_range_to(self._store).result()
 
     def begin_commit(self) -> None:
         """Hands everything to TensorStore, which goes on by itself."""
@@ -136,13 +136,15 @@ class Database:
 
 
 @contextmanager
-def storage_errors(path: str) -> Iterator[None]:
-    """Translates TensorStore's errors about the arrays of the checkpoint ``path``."""
+def storage_errors(path: str, doing: str = "written") -> Iterator[None]:
+    """Translates TensorStore's errors about the arrays in ``path``; ``doing`` completes "could not be …"."""
     try:
         yield
+    except StorageError:
+        raise
     except (ValueError, OSError) as error:
         raise StorageError(
-            f"the arrays of {path} could not be written: {error}; check the disk's space and permissions",
+            f"the arrays of {path} could not be {doing}: {error}; check the disk's space and permissions",
             path=path,
             errno=_errno(error),
         ) from error

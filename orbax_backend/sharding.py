@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from typing import Any
+
+import numpy as np
 
 from flax_ckpt_compat._core.tree import box_of
 
@@ -83,6 +86,18 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
         return part
     boxes = (box_of(index, shape) for index in sharding.devices_indices_map(shape).values())
     return part if all(_is_cell(box, part) for box in boxes) else shape
+
+
+def everywhere() -> Any:
+    """The sharding of what all processes hold whole: replicated over all devices."""
+    return _everywhere(tuple(sys.modules["jax"].devices()))
+
+
+@functools.lru_cache(maxsize=1)
+def _everywhere(devices: tuple[Any, ...]) -> Any:
+    jax = sys.modules["jax"]
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def is_spread(sharding: Any) -> bool:

@@ -91,7 +91,7 @@ def end(path: str, plan: Plan, share: Share) -> None:
         with storage_errors(path):
             top = Database(path)
             # A process that holds the first replica of nothing has written nothing.
-            top.take_over(own for own in databases if os.path.exists(os.path.join(own, MANIFEST)))
+            top.take_over([own for own in databases if os.path.exists(os.path.join(own, MANIFEST))])
             top.begin_commit()
             top.end_commit()
         sync_database(path)

@@ -125,8 +125,9 @@ def undo(move: Move) -> None:
     with suppress(OSError):  # what this leaves is removed later, because of the witness
         if move.renamed:
             os.rename(folder_of(move.final), folder_of(move.temporary))
-        if move.nest is not None and os.path.isdir(os.path.join(folder_of(move.final), move.nest)):
-            shutil.rmtree(os.path.join(folder_of(move.final), move.nest))
+        if move.nest is not None:
+            if os.path.isdir(nest := os.path.join(folder_of(move.final), move.nest)):
+                shutil.rmtree(nest)
             _remove_empty(folder_of(move.final))
         if move.witness is not None:
             os.unlink(move.witness)

@@ -56,7 +56,7 @@ def _remove_leftover(path: str) -> bool:
 
 
 def is_awaited(path: str) -> bool:
-    """True while a live writer may be about to publish a checkpoint at ``path``, or has just done it."""
+    """True while a live writer may be about to publish a checkpoint at ``path``."""
     directory, wanted = os.path.split(path)
     with translated(directory):
         names = os.listdir(directory)
@@ -65,7 +65,7 @@ def is_awaited(path: str) -> bool:
         # Names that are too long are cut short in those of temporaries.
         if match and wanted.startswith(match["name"]) and is_alive(match, os.path.join(directory, name)):
             return True
-    return os.path.lexists(path)
+    return False
 
 
 def recover(directory: str, names: Iterable[str]) -> list[str]:

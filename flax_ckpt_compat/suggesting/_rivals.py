@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat.suggesting import _numbers
-from flax_ckpt_compat.suggesting._akin import akin, natural, tells_apart
+from flax_ckpt_compat.suggesting._akin import akin, natural, numbered, tells_apart
 from flax_ckpt_compat.suggesting._looks import Look, bare
 from flax_ckpt_compat.suggesting._numbers import Moved, Print
 from flax_ckpt_compat.suggesting._outcome import Outcome
@@ -72,7 +72,7 @@ def _unlike(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
         old, new = core(_inside(one.old), _inside(one.new))
         changes.setdefault((_unnumbered(old), _unnumbered(new)), []).append(one)
     for (old, new), members in changes.items():
-        if _is_leaf(members[0]) or len({one.old[1:] for one in members}) > 1:
+        if _is_leaf(members[0]) or len({_inside(one.old) for one in members}) > 1:
             continue
         if not old or not new:
             # One layer that went into or out of another, which has more that is new, or of which the rest is gone.
@@ -120,6 +120,9 @@ def core(old: Path, new: Path) -> tuple[Path, Path]:
 def _left_behind(moved: Sequence[Moved], fresh: dict[Path, dict[str, Look]]) -> Iterator[str]:
     """Layers that would go elsewhere although the target has one of their name, which would get nothing."""
     for one in moved:
+        if one.new in fresh:
+            yield f"{show_path(one.new)} would come from {show_path(one.old)}, parts of which have other shapes"
+            return
         if one.old in fresh:
             yield f"{show_path(one.old)} would go to {show_path(one.new)} and leave the one of its own name behind"
             return
@@ -155,7 +158,7 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
                 # Parts of subtrees that differ elsewhere go where those go.
                 whole = wholes[core(one.old, one.new)] != wholes[core(other.old, other.new)]
                 if not _told_apart(one, other) and not whole:
-                    yield f"nothing tells {show_path(one.old)} and {show_path(other.old)} apart but their names"
+                    yield f"nothing says which of {show_path(one.old)} and {show_path(other.old)} goes where"
                     return
 
 
@@ -246,6 +249,9 @@ def _kept(outcome: Outcome) -> Iterator[str]:
         if seen in idle and (seen[0] or _may_be_number(path, outcome)):
             yield f"{show_path(path)} has the shape of a stored leaf that is not used"
             return
+        if path in outcome.stored and len(path) > 1 and numbered(path[-2]) and _is_halved(path, outcome):
+            yield f"{show_path(path[:-1])} has the number of a stored layer of other shapes, and may be another one"
+            return
         if path in outcome.stored and any("embed" in name.lower() for name in path):
             yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
             return
@@ -254,6 +260,11 @@ def _kept(outcome: Outcome) -> Iterator[str]:
     arrays = [path for path, seen in fresh.items() if len(seen[0]) > 1]
     if len(arrays) > len(taken):
         yield "more arrays would stay as the target has them than come from the checkpoint"
+
+
+def _is_halved(path: Path, outcome: Outcome) -> bool:
+    """True where a leaf stays as the target has it while others of its layer come from the checkpoint."""
+    return any(other[:-1] == path[:-1] for other in outcome.pairs)
 
 
 def _may_be_number(path: Path, outcome: Outcome) -> bool:

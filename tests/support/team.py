@@ -42,7 +42,7 @@ class Outcome:
         value: what the function returned; it has to be picklable.
         kinds: names of the classes of the error that it raised; empty if none.
         error: that error's message.
-        trace: its traceback.
+        trace: the end of its traceback.
         died: exit code of a process that ended instead of answering; None for others.
         log: stdout and stderr of a process that died or did not answer in time.
         hung: it did not answer in time, and was killed.
@@ -272,7 +272,7 @@ def _carried_out(job: Any, args: Any) -> Outcome:
     except BaseException as error:  # noqa: BLE001  (whatever it is, the test wants to know)
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         trace = "".join(traceback.format_exception(error))
-        return Outcome(kinds=kinds, error=str(error), trace=trace, seconds=time.monotonic() - start)
+        return Outcome(kinds=kinds, error=str(error), trace=trace[-3000:], seconds=time.monotonic() - start)
     return Outcome(value=value, seconds=time.monotonic() - start)
 
 

@@ -1,0 +1,262 @@
+"""What the processes of a team do in the tests: they make trees, save them, restore them and compare them.
+
+The values of every leaf are arithmetic (`VALUES`), so that each process can check its part of each array by itself,
+bit for bit, and no test needs another save to compare with.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_ckpt_compat import checkpoints, config
+
+
+def count(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Values that tell where they belong."""
+    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+
+
+# Name → values, and how they are split; no split means that the array is whole in every process.
+VALUES: dict[str, tuple[Any, P]] = {
+    "both": (count((8, 16), np.float32), P("x", "y")),
+    "rows": (count((16, 3), np.float64 if jax.config.jax_enable_x64 else np.float32) + 0.5, P("x")),
+    "columns": (count((3, 8), np.int32), P(None, "y")),
+    "merged": (count((16,), np.int16), P(("x", "y"))),
+    "replicated": (count((5, 2), np.float32), P()),
+    "zero_d": (np.float32(2.5).reshape(()), P()),
+    "bf16": (count((8, 8), jnp.bfloat16), P("y", "x")),
+    "uint4": (count((16,), np.uint8).astype(jnp.uint4), P("x")),
+    "fp8": (count((8, 4), np.float32).astype(jnp.float8_e4m3fn), P("x")),
+    "flags": (count((8, 2), np.uint8) % 3 == 0, P("x")),
+    "complex": (count((8,), np.float32) * np.complex64(1 - 2j), P("x")),
+    "empty": (np.zeros((0, 8), np.float32), P(None, "y")),
+    "zeros": (np.zeros((16, 4), np.float32), P("x")),
+    "large": (np.random.default_rng(0).random((256, 512)).astype(np.float32), P("x", "y")),
+    "wide": (np.random.default_rng(1).random((4, 40_000)).astype(np.float32), P(None, ("x", "y"))),
+}
+KEYS = 8
+
+
+def mesh(kind: str = "plain") -> Mesh:
+    """All devices of the job in two dimensions, x and y.
+
+    Args:
+        kind: ``plain`` (a process's devices are neighbours along y), ``turned`` (y spans the processes) or ``flat``
+            (x has all devices, the last one first).
+    """
+    devices = np.array(jax.devices())
+    shapes = {"plain": devices.reshape(-1, min(2, len(devices))), "flat": devices[::-1].reshape(-1, 1)}
+    shapes["turned"] = shapes["plain"].T
+    return Mesh(shapes[kind], ("x", "y"))
+
+
+def put(values: Any, sharding: Any) -> Any:
+    """An array of which this process makes its own shards only."""
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def split_tree(kind: str = "plain", *, orbax: bool = True, blank: bool = False) -> dict[str, Any]:
+    """The arrays of `VALUES`, and typed keys, split over the devices.
+
+    Args:
+        kind: of the mesh.
+        orbax: with dtypes that zarr itself does not know.
+        blank: ones, and keys of another seed, instead.
+    """
+    where = mesh(kind)
+    tree: dict[str, Any] = {}
+    for name, (values, spec) in VALUES.items():
+        if orbax or name not in ("uint4", "fp8"):
+            tree[name] = put(np.ones_like(values) if blank else values, NamedSharding(where, spec))
+    seed = 1 if blank else 7
+    tree["keys"] = split_keys(NamedSharding(where, P("x")), seed)
+    tree["same_keys"] = split_keys(NamedSharding(where, P()), seed)
+    return tree
+
+
+@functools.cache
+def split_keys(sharding: Any, seed: int) -> Any:
+    """Typed keys, of which every process has a part."""
+    return jax.jit(lambda: jax.random.split(jax.random.key(seed), KEYS), out_shardings=sharding)()
+
+
+def plain_leaves(index: int = 0) -> dict[str, Any]:
+    """What is no array over processes; a process's own values where ``index`` is given."""
+    return {
+        "local": jnp.arange(3) + index,
+        "numpy": np.arange(6.0).reshape(2, 3) + index,
+        "scalar": np.float32(index),
+        "int": 7 + index,
+        "float": 0.125 + index,
+        "bool": index == 0,
+        "text": f"process {index}",
+        "none": None,
+        "list": [1 + index, {"x": np.int8([index])}],
+        "key": jax.random.key(3 + index),
+    }
+
+
+def mixed(kind: str = "plain", *, orbax: bool = True, blank: bool = False) -> dict[str, Any]:
+    """Split arrays at two depths beside all else, which differs from process to process; see `split_tree`."""
+    split = split_tree(kind, orbax=orbax, blank=blank)
+    return {
+        "split": split,
+        "deep": [{"again": split["both"]}, ()],
+        "plain": plain_leaves(99 if blank else jax.process_index()),
+    }
+
+
+def small(step: float = 0) -> dict[str, Any]:
+    """A tree that tells which save it is from."""
+    sharding = NamedSharding(mesh(), P("x"))
+    return {"n": step, "w": put(np.full((8, 4), step, np.float32), sharding), "v": np.full(3, step)}
+
+
+def use(orbax: bool) -> None:
+    """Sets Flax's flag."""
+    flax.config.update("flax_use_orbax_checkpointing", orbax)
+
+
+def save_mixed(folder: str, orbax: bool, kind: str = "plain", **options: Any) -> str:
+    """Saves `mixed` as step 1."""
+    use(orbax)
+    return checkpoints.save_checkpoint_multiprocess(folder, mixed(kind, orbax=orbax), 1, **options)
+
+
+def save_small(folder: str, orbax: bool, step: float, options: dict[str, Any] | None = None, wait: float = 60) -> str:
+    """Saves `small` with this step."""
+    use(orbax)
+    with config.override(coordination_timeout=wait):
+        return checkpoints.save_checkpoint_multiprocess(folder, small(step), step, **(options or {}))
+
+
+def restore_mixed(folder: str, orbax: bool, kind: str, abstract: bool = False) -> None:
+    """Restores `mixed` split in this way, and checks every bit that this process holds."""
+    target = mixed(kind, orbax=orbax, blank=True)
+    asked = jax.tree.map(_abstract, target) if abstract else target
+    check_mixed(checkpoints.restore_checkpoint(folder, asked), target)
+
+
+def _abstract(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def check_mixed(got: Any, target: Any) -> None:
+    """Every bit that this process holds is the one that was saved, and is where the target says."""
+    assert jax.tree.structure(got) == jax.tree.structure(target)
+    for name, leaf in [*got["split"].items(), ("both", got["deep"][0]["again"])]:
+        wanted = target["split"][name]
+        if isinstance(leaf, np.ndarray):  # of a msgpack file in which it was whole
+            leaf = put(leaf, wanted.sharding)
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), name
+        if name.endswith("keys"):
+            leaf = jax.random.key_data(leaf)
+            check_shards(name, leaf, np.asarray(jax.random.key_data(jax.random.split(jax.random.key(7), KEYS))))
+        else:
+            check_shards(name, leaf, VALUES[name][0])
+    check_plain(got["plain"], plain_leaves(0))
+
+
+def check_shards(name: str, leaf: Any, values: Any) -> None:
+    """The shards of an array that this process sees are parts of these values."""
+    assert leaf.dtype == values.dtype, name
+    assert leaf.shape == values.shape, name
+    assert leaf.addressable_shards, name
+    for shard in leaf.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(values[shard.index]).tobytes(), (name, shard)
+
+
+def check_plain(got: Any, wanted: Any) -> None:
+    """The same leaves, of the same types where Flax keeps these."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        if isinstance(b, jax.Array) and jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        if isinstance(b, int | float | str):
+            assert a == b, path
+            continue
+        assert np.asarray(a).dtype == np.asarray(b).dtype, path
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), str(path))
+
+
+def restore_plainly(folder: str, **options: Any) -> Any:
+    """What a restore without a target gives, as numpy."""
+    return checkpoints.restore_checkpoint(folder, None, **options)
+
+
+def restore_small(folder: str, step: float | None = None) -> float:
+    """Restores `small`, checks that it is of one save, and says of which."""
+    got = checkpoints.restore_checkpoint(folder, small(-1), step)
+    check_shards("w", got["w"], np.full((8, 4), got["n"], np.float32))
+    np.testing.assert_array_equal(got["v"], np.full(3, got["n"]))
+    return float(got["n"])
+
+
+def train_state(kind: str) -> TrainState:
+    """A TrainState split over the devices, after two steps of adamw on arithmetic gradients."""
+    where = mesh(kind)
+    split = NamedSharding(where, P("x", "y"))
+    params = {"dense": {"kernel": count((16, 8), np.float32) / 128, "bias": count((8,), np.float32)}}
+    specs = {"dense": {"kernel": split, "bias": NamedSharding(where, P())}}
+    params = jax.tree.map(put, params, specs)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    state = TrainState.create(apply_fn=len, params=params, tx=tx)
+    step = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(lambda x: x - 0.5, state.params)))
+    return step(step(state))
+
+
+def save_state(folder: str, orbax: bool, kind: str) -> Any:
+    """Saves the TrainState and returns its values as numpy."""
+    use(orbax)
+    state = train_state(kind)
+    checkpoints.save_checkpoint_multiprocess(folder, state, 2)
+    return [gathered(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def restore_state(folder: str, kind: str) -> Any:
+    """Restores it, checks where the leaves are, and returns its values as numpy."""
+    target = train_state(kind)
+    state = checkpoints.restore_checkpoint(folder, jax.tree.map(lambda x: x * 0, target))
+    for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
+        assert not isinstance(wanted, jax.Array) or got.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
+    return [gathered(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def gathered(leaf: Any) -> Any:
+    """The whole of an array as numpy, whoever holds it."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
+
+
+def bytes_read(job: Callable[..., Any], *args: Any) -> int:
+    """How many bytes this process read from files during a job, as the kernel counts them."""
+
+    def counted() -> int:
+        with open("/proc/self/io") as file:
+            return int(file.readline().split()[1])
+
+    before = counted()
+    job(*args)
+    return counted() - before
+
+
+def names(folder: str) -> list[str]:
+    """All names in a directory, hidden ones too."""
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []

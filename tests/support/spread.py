@@ -1,0 +1,73 @@
+"""Arrays that several processes hold, played by one: each `HostCopy` has the shards of one process."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+from flax_ckpt_compat.legacy import BACKEND
+
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.backend import Share, WriteOptions
+from flax_ckpt_compat._core.tree import HostCopy, Shard, iter_leaves
+from tests.support.trees import to_branches
+
+OPTIONS = WriteOptions()
+_DEVICES = tuple(types.SimpleNamespace(process_index=index, id=index) for index in (0, 1))
+
+
+class Halves:
+    """A sharding that gives each of two processes half of the first axis."""
+
+    is_fully_addressable = False
+    is_fully_replicated = False
+    device_set = _DEVICES
+
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] // 2, *shape[1:])
+
+
+def half(whole: np.ndarray[Any, Any], process: int) -> HostCopy:
+    """What one of two processes has of an array of which each holds half of the first axis."""
+    middle = whole.shape[0] // 2
+    index = (slice(process * middle, (process + 1) * middle), *(slice(0, size) for size in whole.shape[1:]))
+    return HostCopy(whole.shape, whole.dtype, (Shard(index, whole[index]),), Halves())
+
+
+class Spread:
+    """Stands for an array that is spread, in trees for `save`."""
+
+    def __init__(self, whole: Any):
+        self.whole = np.asarray(whole)
+
+
+def _of_process(tree: Any, process: int) -> Any:
+    if isinstance(tree, dict):
+        return {name: _of_process(child, process) for name, child in tree.items()}
+    return half(tree.whole, process) if isinstance(tree, Spread) else tree
+
+
+def write(temporary: str, tree: Any) -> None:
+    """Writes what two processes save together, up to its publishing."""
+    prepared = [BACKEND.prepare(to_branches(_of_process(tree, index)), Share(index, 2)) for index in (0, 1)]
+    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    for index in (1, 0):
+        BACKEND.write_share(temporary, prepared[index], OPTIONS, Share(index, 2))
+    BACKEND.end_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+
+
+def save(path: Any, tree: Any) -> None:
+    """Saves as two processes."""
+    temporary = files.temporary_path(str(path))
+    write(temporary, tree)
+    BACKEND.publish(temporary, str(path))
+
+
+def load(path: Any) -> dict[tuple[str, ...], Any]:
+    """Every leaf by its key path."""
+    reader = BACKEND.open(str(path))
+    try:
+        return {names: leaf.read() for names, leaf in iter_leaves(reader.tree) if leaf is not None}
+    finally:
+        reader.close()

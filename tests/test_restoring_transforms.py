@@ -1,0 +1,438 @@
+"""Orbax's transforms through whole restores: the same as real Orbax and real Flax give, on both formats.
+
+Where our results are meant to differ, they are made alike first; each such step names what decides it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import core
+from flax.training import checkpoints as flax_checkpoints
+from hypothesis import Phase, event, given, settings
+from hypothesis import strategies as st
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config, transforms
+from flax_ckpt_compat._core.errors import TransformError
+from tests.support.samples import Fields, Pair
+from tests.support.saves import use_flag
+
+NAMES = st.sampled_from(["a", "b", "c", "b1"])
+PATTERNS = [r"(.*)", r"(\w+)", r"a/(.*)", r"(.*)/(\w+)", r"b1?", r".*/\d"]
+SHAPES = st.sampled_from([(), (1,), (3,), (2, 2)])
+
+
+@st.composite
+def arrays(draw: Any, kinds: str = "nj") -> Any:
+    """A numpy (n) or jax (j) array."""
+    shape, seed = draw(SHAPES), draw(st.integers(0, 50))
+    # Of jax's dtypes: real Orbax restores float64 to a jax.Array by narrowing it.
+    dtype = draw(st.sampled_from([np.float32, np.int32, ml_dtypes.bfloat16]))
+    value = np.asarray(np.arange(int(np.prod(shape))).reshape(shape) + seed, dtype)
+    return jnp.asarray(value) if draw(st.sampled_from(kinds)) == "j" else value
+
+
+def trees(leaves: Any, containers: bool = False) -> st.SearchStrategy[Any]:
+    """Nested dicts and lists, and where containers are asked for also dataclasses, FrozenDicts and namedtuples."""
+
+    def wider(inner: Any) -> Any:
+        several = [st.dictionaries(NAMES, inner, max_size=3), st.lists(inner, min_size=1, max_size=3)]
+        if containers:
+            several += [
+                st.builds(Fields, inner, inner),
+                st.builds(Pair, inner, inner),
+                st.dictionaries(NAMES, inner, max_size=3).map(core.freeze),
+            ]
+        return st.one_of(several)
+
+    return st.dictionaries(NAMES, st.recursive(leaves, wider, max_leaves=6), min_size=1, max_size=4)
+
+
+def stored_trees() -> st.SearchStrategy[Any]:
+    """What is saved."""
+    return trees(st.one_of(arrays(), arrays(), st.integers(-9, 9), st.floats(-9, 9, width=32), st.none()))
+
+
+def target_trees() -> st.SearchStrategy[Any]:
+    """What is restored into."""
+    return trees(st.one_of(arrays(), arrays(), st.just(-1), st.none()), containers=True)
+
+
+def paths(tree: Any) -> list[str]:
+    """Key paths of the leaves, joined with /."""
+    return ["/".join(map(str, map(_name, keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _name(key: Any) -> Any:
+    return next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name))
+
+
+def at(tree: Any, path: str) -> Any:
+    """The leaf of nested dicts and lists at a key path."""
+    for name in path.split("/"):
+        tree = tree[int(name)] if isinstance(tree, list) else tree[name]
+    return tree
+
+
+def doubled(value: Any) -> Any:
+    """A value_fn."""
+    return value * 2
+
+
+def summed(wanted: list[str]) -> Callable[..., Any]:
+    """A multi_value_fn that adds up the sums of some leaves."""
+
+    def function(key: str, tree: Any, args: Any) -> Any:
+        # To float64, so that the order and the place of the sum do not matter.
+        return np.float32(len(key) + sum(np.asarray(at(tree, path), np.float64).sum() for path in wanted))
+
+    return function
+
+
+@st.composite
+def transform_trees(draw: Any, stored: Any, target: Any) -> Any:
+    """Real Orbax's transforms by expressions that may match the target's leaves, flat or nested."""
+    there, wanted = paths(stored) or ["a"], paths(target) or ["a"]
+    some = st.sampled_from([*(there * 8)[:20], "absent"])
+    whole = st.builds(
+        dict,
+        original_key=st.one_of(st.none(), some),
+        value_fn=st.sampled_from([None, None, doubled]),
+    ).map(lambda given: ocp.Transform(**given))
+    several = st.lists(st.sampled_from(there), min_size=1, max_size=2).map(
+        lambda names: ocp.RestoreTransform(
+            multi_value_fn=summed(names), multi_value_fn_input_args={name: ocp.RestoreArgs() for name in names}
+        )
+    )
+    fallback = st.just(ocp.Transform(use_fallback=True))
+    exact = draw(st.dictionaries(st.sampled_from(wanted), st.one_of(whole, whole, several, fallback), max_size=3))
+    regex = draw(st.lists(st.sampled_from(PATTERNS), max_size=1))
+    sources = st.sampled_from([None, r"\1", r"a/\1", r"\1/a", "b", r"c/\1"] if "(" in str(regex) else [None, "b"])
+    loose = st.builds(
+        lambda source, function: ocp.Transform(original_key=source, value_fn=function),
+        sources,
+        st.sampled_from([None, doubled]),
+    )
+    regex = {pattern: draw(st.one_of(loose, fallback, several)) for pattern in regex}
+    flat = {**exact, **regex}
+    return nested(flat) if draw(st.booleans()) else flat
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Keys with / as nested dicts, where that does not make a key lead to others and be a transform."""
+    root: dict[str, Any] = {}
+    for key, value in flat.items():
+        first, _, rest = key.partition("/")
+        is_free = not any(other == first or (other.startswith(f"{first}/") and "(" in other) for other in flat)
+        if rest and is_free and "(" not in key and first.isidentifier():
+            root.setdefault(first, {})[rest] = value
+        else:
+            root[key] = value
+    return root
+
+
+def as_ours(given: Any) -> Any:
+    """The same transforms, of our classes."""
+
+    def one(transform: Any) -> Any:
+        kind = transforms.RestoreTransform if isinstance(transform, ocp.RestoreTransform) else transforms.Transform
+        return kind(**vars(transform))
+
+    return jax.tree.map(one, given)
+
+
+class Leaked(Exception):
+    """Real Orbax gave its own metadata in the place of a value, or gave it to a function (format.md 5.4)."""
+
+
+def attempt(restore: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What it gives, or the error."""
+    try:
+        restored = restore()
+    except Exception as error:
+        return None, Leaked() if "ValueMetadataEntry" in str(error) else error
+    leaks = any(type(leaf).__name__ == "ValueMetadataEntry" for leaf in jax.tree.leaves(restored))
+    return (None, Leaked()) if leaks else (restored, None)
+
+
+def real_orbax(path: str, target: Any, given: Any, default_to_original: bool, args: Any) -> Any:
+    """What real Orbax restores."""
+    return ocp.PyTreeCheckpointer().restore(
+        path, item=target, restore_args=args, transforms=given, transforms_default_to_original=default_to_original
+    )
+
+
+def same(ours: Any, theirs: Any, wanted: Any = None) -> None:
+    """Structure, shapes, dtypes and values agree.
+
+    Python numbers stay Python numbers in ours (contract, section 5, "Python int, float, bool, str").
+    Arrays are numpy or jax by the target, not by what was saved (section 5, "leaf kind").
+
+    Args:
+        ours, theirs: the results.
+        wanted: the target, if the setting ``dtype="target"`` is on: then our arrays have its dtypes (section 5,
+            "dtypes differ"), whereas real Orbax casts what goes into functions and not what they give, and what
+            several leaves come from only once.
+    """
+    (one, structure), (two, other) = map(jax.tree_util.tree_flatten_with_path, (ours, theirs))
+    assert structure == other
+    targets = [None] * len(one) if wanted is None else jax.tree.leaves(wanted)
+    for (keys, mine), (_, real), target in zip(one, two, targets, strict=True):
+        if hasattr(mine, "dtype") and hasattr(real, "dtype"):
+            dtype = real.dtype if target is None else target.dtype
+            assert (mine.dtype, mine.shape) == (dtype, real.shape), keys
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(real), err_msg=str(keys))
+
+
+def compare(theirs: tuple[Any, Exception | None], mine: tuple[Any, Exception | None], wanted: Any = None) -> None:
+    """Both gave the same, or both raised; except where real Orbax leaks its metadata."""
+    (value, refused), (own, error) = theirs, mine
+    event(f"real: {type(refused).__name__}, ours: {type(error).__name__}")
+    if isinstance(refused, Leaked):
+        return
+    assert (refused is None) == (error is None), (refused, error)
+    if error is None:
+        same(own, value, wanted)
+
+
+def write(path: Path, tree: Any, writer: str) -> str:
+    """Saves with real Orbax or with ours; returns the path."""
+    if writer == "orbax":
+        ocp.PyTreeCheckpointer().save(path, tree)
+    else:
+        flax_ckpt_compat.save(path, tree, format="msgpack" if writer == "msgpack" else "orbax")
+    return str(path)
+
+
+def ours(path: str, target: Any, given: Any, default_to_original: bool = True, dtype: Any = "stored") -> Any:
+    """What we restore, whatever the shapes."""
+    return flax_ckpt_compat.restore(
+        path,
+        target,
+        transforms=given,
+        transforms_default_to_original=default_to_original,
+        shape_mismatch="ignore",
+        dtype=dtype,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=120, phases=[Phase.generate, Phase.shrink])
+@given(st.data())
+def test_as_real_orbax(data: Any) -> None:
+    """Any tree, target and transforms: real Orbax and we give the same values or both refuse; msgpack the same."""
+    stored, target = data.draw(stored_trees()), data.draw(target_trees())
+    given, default = data.draw(transform_trees(stored, target)), data.draw(st.booleans())
+    own = data.draw(st.sampled_from([given, as_ours(given)]))
+    with tempfile.TemporaryDirectory() as directory:
+        path = write(Path(directory, "real"), stored, data.draw(st.sampled_from(["orbax", "ours"])))
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(), target)
+        theirs = attempt(lambda: real_orbax(path, target, given, default, args))
+        mine = attempt(lambda: ours(path, target, own, default))
+        file = write(Path(directory, "file"), stored, "msgpack")
+        compare(mine, attempt(lambda: ours(file, target, own, default)))
+    compare(theirs, mine)
+
+
+def wishes(target: Any) -> Any:
+    """What real Orbax's callers pass for a target: dtypes and shardings of its arrays."""
+    return ocp.checkpoint_utils.construct_restore_args(target, set_global_shape=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=60, phases=[Phase.generate, Phase.shrink])
+@given(st.data())
+def test_as_real_orbax_with_dtypes(data: Any) -> None:
+    """RestoreArgs of the target cast, as does our dtype="target", before functions are called."""
+    stored, target = data.draw(trees(arrays())), data.draw(trees(st.one_of(arrays(), arrays(), st.none()), True))
+    given, default = data.draw(transform_trees(stored, target)), data.draw(st.booleans())
+    with tempfile.TemporaryDirectory() as directory:
+        path = write(Path(directory, "real"), stored, data.draw(st.sampled_from(["orbax", "ours"])))
+        theirs = attempt(lambda: real_orbax(path, target, given, default, wishes(target)))
+        mine = attempt(lambda: ours(path, target, given, default, dtype="target"))
+    compare(theirs, mine, target)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=60, phases=[Phase.generate, Phase.shrink])
+@given(st.data())
+def test_as_real_flax(data: Any) -> None:
+    """restore_checkpoint with orbax_transforms gives what real Flax gives with its flag on, in the target's dtypes."""
+    stored, target = data.draw(trees(arrays())), data.draw(trees(st.one_of(arrays(), arrays(), st.none()), True))
+    given = data.draw(transform_trees(stored, target))
+    with tempfile.TemporaryDirectory() as directory, use_flag(True):
+        writer = data.draw(st.sampled_from([checkpoints, flax_checkpoints]))
+        writer.save_checkpoint(directory, stored, 1)
+        theirs = attempt(lambda: flax_checkpoints.restore_checkpoint(directory, target, orbax_transforms=given))
+        # Flax asks for dtypes only where some leaf of the target has a sharding (format.md 5.5).
+        casts = any(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(target))
+        with config.override(dtype="target" if casts else "stored", shape_mismatch="ignore"):
+            mine = attempt(lambda: checkpoints.restore_checkpoint(directory, target, orbax_transforms=given))
+    compare(theirs, mine, target if casts else None)
+
+
+STORED = {"a": {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3, np.float32)}, "n": 3, "s": "text", "z": None}
+
+
+@pytest.fixture
+def saved(flag: bool, tmp_path: Path) -> str:
+    """A checkpoint of STORED, in each format."""
+    return flax_ckpt_compat.save(tmp_path / "saved", STORED)
+
+
+@pytest.mark.parametrize("kind", [transforms, ocp], ids=["ours", "orbax"])
+def test_regular_expressions_of_inputs(kind: Any, saved: str) -> None:
+    """A multi_value_fn sees the stored leaves that its expressions match, and the RestoreArgs of its target."""
+    seen: dict[str, Any] = {}
+
+    def function(key: str, tree: Any, args: Any) -> Any:
+        seen[key] = (tree["a"], args)
+        return np.concatenate([tree["a"]["w"].ravel(), tree["a"]["b"]])
+
+    given = {"new": kind.RestoreTransform(multi_value_fn=function, multi_value_fn_input_args={r"a/[wb]": None})}
+    restored = ours(saved, {"new": jnp.zeros(9, np.float16)}, given)
+    assert restored["new"].tolist() == [0, 1, 2, 3, 4, 5, 1, 1, 1] and restored["new"].dtype == np.float64
+    assert seen["new"][1].dtype == np.float16 and seen["new"][1].restore_type is jax.Array
+
+
+def test_what_was_not_asked_for_is_not_there(saved: str) -> None:
+    """A multi_value_fn that uses a leaf that it did not ask for fails, and the error names the target's leaf."""
+
+    def function(key: str, tree: Any, args: Any) -> Any:
+        return tree["a"]["w"] + tree["a"]["b"]
+
+    given = {"new": transforms.RestoreTransform(multi_value_fn=function, multi_value_fn_input_args={"a/w": None})}
+    with pytest.raises(TypeError) as caught:
+        ours(saved, {"new": np.zeros(3)}, given)
+    assert "new" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [transforms, ocp], ids=["ours", "orbax"])
+def test_the_documented_argument_of_value_fn(kind: Any, saved: str) -> None:
+    """The value_fn of a RestoreTransform may take the RestoreArgs that its documentation promises (section 5)."""
+
+    def function(value: Any, args: Any) -> Any:
+        return value.astype(args.dtype)
+
+    given = {"a/w": kind.RestoreTransform(value_fn=function)}
+    restored = ours(saved, {"a": {"w": np.zeros((2, 3), np.int16)}}, given)
+    assert restored["a"]["w"].dtype == np.int16 and restored["a"]["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_tuples_as_original_keys(saved: str) -> None:
+    """A tuple of names is a key path taken literally, which real Orbax documents and fails on (section 5)."""
+    restored = ours(saved, {"new": np.zeros(3)}, {"new": transforms.Transform(original_key=("a", "b"))})
+    assert restored["new"].tolist() == [1, 1, 1]
+    with pytest.raises(TransformError, match="new"):
+        ours(saved, {"new": 0}, {"new": transforms.Transform(original_key=("a/b",))})
+
+
+def test_a_stored_none_counts_as_missing(saved: str) -> None:
+    """Where real Orbax gives its own metadata (format.md 5.4), the target keeps its value, or the error says so."""
+    assert ours(saved, {"z": 5}, {}) == {"z": 5}
+    with pytest.raises(TransformError, match="no such leaf"):
+        ours(saved, {"y": 5}, {"y": transforms.Transform(original_key="z")})
+
+
+@pytest.mark.parametrize("given", [transforms.Transform(r"\1"), transforms.Transform("absent"), 3])
+def test_what_makes_no_sense_is_told(given: Any, saved: str) -> None:
+    """A group that is not there, a source that is not stored, and what is no transform: each named."""
+    with pytest.raises(TransformError, match="a/b"):
+        ours(saved, {"a": {"b": np.zeros(3)}}, {"a/b": given})
+
+
+def test_errors_of_functions_keep_their_type(saved: str) -> None:
+    """What a value_fn raises arrives as it is, with a note that names the leaf."""
+
+    class OwnError(Exception):
+        """Of the user."""
+
+    def function(value: Any) -> Any:
+        raise OwnError("no")
+
+    with pytest.raises(OwnError, match=r"^no") as caught:
+        ours(saved, {"a": {"b": np.zeros(3)}}, {"a/b": transforms.Transform(value_fn=function)})
+    assert "a/b" in "".join(caught.value.__notes__)
+
+
+def test_any_result_of_a_function(saved: str, flag: bool) -> None:
+    """jax arrays, Python values and None are given as returned; numpy scalars are arrays where the target's are."""
+    results = {"jax": jnp.ones(2), "scalar": 3, "text": "x", "none": None, "numpy": np.float32(2), "jax target": 0}
+    results["jax target"] = np.float32(2)
+    given = {key: transforms.Transform("n", value_fn=lambda _, key=key: results[key]) for key in results}
+    target = {**dict.fromkeys(results, np.zeros(2)), "numpy": np.zeros(()), "jax target": jnp.zeros(())}
+    restored = ours(saved, target, given)
+    assert restored["jax"] is results["jax"] and restored["none"] is None
+    assert (restored["scalar"], restored["text"]) == (3, "x")
+    assert isinstance(restored["numpy"], np.ndarray) and restored["numpy"].shape == ()
+    assert isinstance(restored["jax target"], jax.Array if flag else np.ndarray)
+
+
+@pytest.mark.parametrize("result", [np.ones(2, np.float32), jnp.ones(2)], ids=["numpy", "jax"])
+def test_results_are_cast_and_placed(result: Any, saved: str, flag: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """dtype="target" and abstract targets cast what functions give; only the latter say what that may lose."""
+    given = {"new": transforms.Transform("n", value_fn=lambda _: result)}
+    assert ours(saved, {"new": np.zeros(2, np.float16)}, given)["new"].dtype == np.float32
+    assert ours(saved, {"new": np.zeros(2, np.float16)}, given, dtype="target")["new"].dtype == np.float16
+    assert not caplog.records
+    sharding = jnp.zeros(1).sharding
+    abstract = {"new": jax.ShapeDtypeStruct((2,), jnp.bfloat16, sharding=sharding)}
+    new = ours(saved, abstract, given)["new"]
+    assert new.dtype == jnp.bfloat16 and "new: float32 to bfloat16" in caplog.text
+    assert getattr(new, "sharding", None) == sharding or not flag
+
+
+@pytest.mark.parametrize("policy", ["warn", "error", "ignore"])
+def test_shapes_that_only_functions_know(policy: Any, saved: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Another shape than the target's is judged as any other, by the target's key path."""
+    given = {"new/(.*)": transforms.Transform(r"a/\1", value_fn=lambda value: value[:1])}
+    target = {"new": {"w": np.zeros((2, 3)), "b": np.zeros(1)}}
+
+    def restore() -> Any:
+        return flax_ckpt_compat.restore(saved, target, transforms=given, shape_mismatch=policy)
+
+    if policy == "error":
+        with pytest.raises(flax_ckpt_compat.errors.ShapeMismatchError, match=r"new/w: stored \(1, 3\), target \(2, 3"):
+            restore()
+        return
+    assert restore()["new"]["w"].tolist() == [[0, 1, 2]]
+    assert ("new/w" in caplog.text) == (policy == "warn") and "new/b" not in caplog.text
+
+
+def test_results_are_memory_of_their_own(saved: str) -> None:
+    """Copies of one leaf, its transpose and its input itself: writable, in C order, and none shows in another."""
+    several = transforms.RestoreTransform(
+        multi_value_fn=lambda key, tree: tree["a"]["w"], multi_value_fn_input_args={"a/w": None}
+    )
+    given = {
+        "copy.": transforms.Transform("a/w"),
+        "turned": transforms.Transform("a/w", value_fn=np.transpose),
+        "fixed": transforms.Transform("a/w", value_fn=lambda value: np.broadcast_to(value, (2, 2, 3))),
+        "input.": several,
+    }
+    names = ["copy1", "copy2", "turned", "fixed", "input1", "input2", "input3"]
+    restored = ours(saved, {name: np.zeros((2, 3)) for name in names}, given)
+    whole = STORED["a"]["w"]
+    expected = dict.fromkeys(names, whole) | {"turned": whole.T, "fixed": np.broadcast_to(whole, (2, 2, 3))}
+    for name, array in restored.items():
+        assert array.flags.carray, name
+        np.testing.assert_array_equal(array, expected[name])
+        array[...] = -1
+        for other in names[names.index(name) + 1 :]:
+            np.testing.assert_array_equal(restored[other], expected[other])
+
+
+def test_without_a_target(saved: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Transforms say nothing without a target, as in Flax; that is told."""
+    restored = checkpoints.restore_checkpoint(saved, None, orbax_transforms={"b": transforms.Transform("a")})
+    assert sorted(restored) == ["a", "n", "s", "z"] and "without a target" in caplog.text
