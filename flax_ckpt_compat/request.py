@@ -10,9 +10,9 @@ from typing import Any
 from jax import monitoring
 
 from flax_ckpt_compat import retention
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._listing import Place
 
 _last_saved = time.time()
@@ -70,8 +70,12 @@ class Request:
 
     def prepare_directory(self) -> None:
         """Makes the directory, and frees it from what dead writers left."""
-        files.make_directory(self.where.directory)
-        files.reclaim(self.where.directory)
+        paths.prepare_directory(self.where.directory)
+
+    def refuse_store(self, what: str, remedy: str) -> None:
+        """Raises for what cannot be done to a URL."""
+        if paths.is_url(self.path):
+            raise StorageError(f"{self.path}: {what} cannot save to an object store; {remedy}", path=self.path)
 
     def committed(self) -> None:
         """What follows the commit: clean-up, and the event that Flax records."""
@@ -87,6 +91,6 @@ def forget(temporary: str) -> None:
     """Removes what a failed save wrote; the failure itself is what the caller has to hear about."""
     try:
         if os.path.lexists(temporary):
-            files.discard(temporary)
+            paths.discard(temporary)
     except CheckpointError:
         pass  # a later save reclaims it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import operator
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import show_path
+
+from .source import Source
 
 # Arrays below this are better read together than each on its own.
 SMALL = 32 * 2**10
@@ -36,7 +37,7 @@ class Span(NamedTuple):
     handle: LeafHandle
 
 
-def fetch(fd: int, path: str, spans: list[Span]) -> None:
+def fetch(source: Source, spans: list[Span]) -> None:
     """Reads every span; large amounts in pieces and on several threads.
 
     Raises:
@@ -46,21 +47,20 @@ def fetch(fd: int, path: str, spans: list[Span]) -> None:
     pieces = list(_pieces(spans))
     if len(pieces) < 2 or sum(len(piece.target) for piece in pieces) <= 2 * _PIECE:
         for piece in pieces:
-            _read_span(fd, path, piece)
+            _read_span(source, piece)
         return
-    # Two more than processors: some wait for the disk while others copy.
-    workers = min(8, len(pieces), (os.cpu_count() or 1) + 2)
+    workers = min(source.threads, len(pieces))
     queue = collections.deque(pieces)
     with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-read") as pool:
-        futures = [pool.submit(_drain, fd, path, queue) for _ in range(workers)]
+        futures = [pool.submit(_drain, source, queue) for _ in range(workers)]
         for future in futures:
             future.result()
 
 
-def _drain(fd: int, path: str, queue: collections.deque[Span]) -> None:
+def _drain(source: Source, queue: collections.deque[Span]) -> None:
     try:
         while queue:
-            _read_span(fd, path, queue.popleft())
+            _read_span(source, queue.popleft())
     except IndexError:
         return  # another thread took the last piece
     except BaseException:
@@ -74,12 +74,12 @@ def _pieces(spans: list[Span]) -> Iterator[Span]:
             yield Span(offset + start, target[start : start + _PIECE], handle)
 
 
-def _read_span(fd: int, path: str, span: Span) -> None:
+def _read_span(source: Source, span: Span) -> None:
     offset, target, handle = span
     while target:
-        count = os.preadv(fd, [target], offset)
+        count = source.read_into(target, offset)
         if not count:
-            raise _truncated(path, handle, offset)
+            raise _truncated(source.path, handle, offset)
         offset += count
         target = target[count:]
 
@@ -90,12 +90,11 @@ def _truncated(path: str, handle: LeafHandle, offset: int) -> CorruptCheckpointE
     return CorruptCheckpointError(f"{message}; it was cut since it was opened, restore another", path=path, leaf=leaf)
 
 
-def fetch_small(fd: int, path: str, wanted: list[Small], values: list[Any]) -> None:
+def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
     """Reads small arrays, neighbours in one go, and puts them into ``values``.
 
     Args:
-        fd: descriptor of the file.
-        path: of the file, for errors.
+        source: to read from.
         wanted: offset in the file, index in ``values``, and handle of each.
         values: where the arrays go.
     """
@@ -106,7 +105,7 @@ def fetch_small(fd: int, path: str, wanted: list[Small], values: list[Any]) -> N
         leaves = wanted[start:stop]
         first = leaves[0][0]
         block = np.empty(end - first, np.uint8)
-        _read_span(fd, path, Span(first, block.data, leaves[-1][2]))
+        _read_span(source, Span(first, block.data, leaves[-1][2]))
         _scatter(block.data, leaves, values)
         start = stop
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+
+from .source import Source
 
 # More than any header needs: 64 dimensions of nine bytes and a dtype name.
 LOOKAHEAD = 2048
-_SMALLEST = 8 * 2**10
-_LARGEST = 256 * 2**10
 _REMEDY = "restore another checkpoint, copy this one anew, or look whether it is a checkpoint at all"
 
 
@@ -24,13 +22,14 @@ class Window:
         path: of the file.
     """
 
-    __slots__ = ("_fd", "_step", "at", "base", "data", "fresh_until", "path", "size")
+    __slots__ = ("_largest", "_smallest", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
 
-    def __init__(self, fd: int, path: str, size: int):
-        self._fd = fd
-        self._step = _SMALLEST
-        self.path = path
-        self.size = size
+    def __init__(self, source: Source):
+        self._source = source
+        self._smallest, self._largest = source.steps
+        self._step = self._smallest
+        self.path = source.path
+        self.size = source.size
         self.base = self.at = 0
         self.data = b""
         self.fresh_until = -1
@@ -38,7 +37,7 @@ class Window:
     def refill(self) -> None:
         """Moves the window to the current position; small steps after a jump, growing ones without."""
         jumped = self.at > len(self.data)
-        self._step = _SMALLEST if jumped else min(self._step * 2, _LARGEST)
+        self._step = self._smallest if jumped else min(self._step * 2, self._largest)
         self.base += self.at
         self.at = 0
         self.data = self._pread(min(self._step, self.size - self.base), self.base)
@@ -69,7 +68,7 @@ class Window:
         return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
 
     def _pread(self, length: int, offset: int) -> bytes:
-        data = os.pread(self._fd, length, offset)
+        data = self._source.read(length, offset)
         if len(data) != length:
             found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
             raise self.corrupt(found, offset - self.base)

@@ -98,7 +98,7 @@ def test_backends_know_only_themselves_and_the_core(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_nothing_imports_orbax(module: str) -> None:
-    """Only the demo, which compares with it, imports orbax; the core imports no jax, and tensorstore for stores alone."""
+    """Only the demo, which compares with it, imports orbax; the core imports tensorstore for stores alone."""
     tops = {imported.split(".")[0] for imported in imports_of(module)}
     assert not tops & BACKENDS.keys(), f"{module} imports a backend by its folder, which makes a second copy of it"
     assert "orbax" not in tops or module == f"{PACKAGE}.cli._demo_checks"

@@ -6,11 +6,16 @@ A local path takes the functions of `os`, unchanged. In a store, a folder is the
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from typing import Any
 
-from flax_ckpt_compat._core import stores
+from flax_ckpt_compat._core import files, store_commits, stores
 from flax_ckpt_compat._core.store_errors import missing
 from flax_ckpt_compat._core.stores import is_url as is_url
 from flax_ckpt_compat._core.stores import snapshot as snapshot
+
+_GONE = (FileNotFoundError, NotADirectoryError)
+_SLASHES_OF_BUCKET = 2
 
 
 def absolute(path: str) -> str:
@@ -39,17 +44,19 @@ def listdir(path: str) -> list[str]:
 
 def isdir(path: str) -> bool:
     """Whether it is a directory."""
-    return stores.is_folder(path) if is_url(path) else os.path.isdir(path)
+    return store_commits.counts_as_folder(path) if is_url(path) else os.path.isdir(path)
 
 
 def isfile(path: str) -> bool:
     """Whether it is a regular file."""
-    return stores.is_object(path) if is_url(path) else os.path.isfile(path)
+    if not is_url(path):
+        return os.path.isfile(path)
+    return stores.is_object(path) and not store_commits.counts_as_folder(path)
 
 
 def lexists(path: str) -> bool:
     """Whether there is anything of this name."""
-    return stores.is_object(path) or stores.is_folder(path) if is_url(path) else os.path.lexists(path)
+    return stores.is_object(path) or store_commits.counts_as_folder(path) if is_url(path) else os.path.lexists(path)
 
 
 def getsize(path: str) -> int:
@@ -63,3 +70,68 @@ def read(path: str, limit: int | None = None) -> bytes:
         return stores.read(path) if limit is None else stores.read_range(path, 0, limit)
     with open(path, "rb") as file:
         return file.read(-1 if limit is None else limit)
+
+
+def total_size(path: str) -> int:
+    """Bytes in a file, or in all files below a directory; 0 for what is not there."""
+    if is_url(path):
+        return _size_in_store(path)
+    total = 0
+    with suppress(*_GONE):
+        if not os.path.isdir(path):
+            return os.stat(path).st_size
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(*_GONE):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _size_in_store(url: str) -> int:
+    inside = [f"{url}/{key}" for key in stores.keys(url)] if store_commits.counts_as_folder(url) else [url]
+    with stores.snapshot(url):
+        stores.know_sizes(inside)
+        total = 0
+        for one in inside:
+            with suppress(*_GONE):
+                total += stores.size(one)
+    return total
+
+
+def is_writable_place(path: str) -> bool:
+    """Whether a checkpoint can have this path: a store's bucket is none."""
+    return not is_url(path) or path.count("/") > _SLASHES_OF_BUCKET
+
+
+def temporary_path(path: str) -> str:
+    """A local path to write a checkpoint to that is then published as ``path``."""
+    return store_commits.staging_path(path) if is_url(path) else files.temporary_path(path)
+
+
+def publish(temporary: str, path: str) -> None:
+    """Gives a finished local temporary its final name, of which nothing counts until all is there."""
+    (store_commits if is_url(path) else files).publish(temporary, path)
+
+
+def discard(path: str) -> None:
+    """Removes a checkpoint so that a crash in the middle leaves nothing that counts as one."""
+    (store_commits if is_url(path) else files).discard(path)
+
+
+def prepare_directory(path: str) -> None:
+    """Makes a directory of checkpoints, and frees it from what dead writers left."""
+    if is_url(path):
+        store_commits.reclaim(path)
+    else:
+        files.make_directory(path)
+        files.reclaim(path)
+
+
+def tensorstore_folder(path: str) -> dict[str, Any]:
+    """TensorStore's description of a directory, as the base of an array or of a database."""
+    return stores.spec(path) if is_url(path) else {"driver": "file", "path": os.path.abspath(path)}
+
+
+def tensorstore_context(path: str) -> Any:
+    """The context to open it with; None for TensorStore's own."""
+    return stores.context() if is_url(path) else None

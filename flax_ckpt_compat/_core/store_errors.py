@@ -18,7 +18,7 @@ _ATTEMPTS = 4
 _FIRST_PAUSE = 0.2  # s
 _PATIENCE = 30.0  # s for one attempt, beside the time that its bytes may take
 _SLOWEST = 2**20  # bytes/s
-_PASSING = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "DATA_LOSS")
+_PASSING = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _CODE = re.compile(r"\b([A-Z][A-Z_]{4,}): ")
 _SIZE = re.compile(r"<ActualObjectSize>(\d+)<|total size (\d+)")
 
@@ -67,6 +67,11 @@ def code_of(error: BaseException) -> str:
     """TensorStore's name for the kind of an error; '' where it gives none."""
     found = _CODE.search(str(error))
     return found[1] if found else ""
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether TensorStore's error tells of the store or the network, and not of what is stored."""
+    return code_of(error) in (*_PASSING, "PERMISSION_DENIED", "UNAUTHENTICATED") and not isinstance(error, StorageError)
 
 
 def missing(url: str) -> FileNotFoundError:

@@ -12,7 +12,7 @@ import posixpath
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core import store_specs
@@ -50,11 +50,13 @@ def snapshot(url: str) -> Iterator[None]:
         yield
         return
     held = _held()
-    held.append((url, _list(url)))
+    held.append((url, fresh_keys(url)))
     try:
         yield
     finally:
         held.pop()
+        if not held:
+            _sizes().clear()
 
 
 def _held() -> list[tuple[str, list[str]]]:
@@ -78,10 +80,11 @@ def _known(url: str) -> list[str] | None:
 def keys(url: str) -> list[str]:
     """Names of all objects below the folder ``url``, relative to it; none where there is no such folder."""
     known = _known(url)
-    return _list(url) if known is None else known
+    return fresh_keys(url) if known is None else known
 
 
-def _list(url: str) -> list[str]:
+def fresh_keys(url: str) -> list[str]:
+    """Like `keys`, and never from a snapshot."""
     prefix = _prefix(url)
 
     def ask() -> Any:
@@ -152,10 +155,33 @@ def size(url: str) -> int:
         FileNotFoundError: there is none.
         StorageError: the store refused.
     """
+    if url in _sizes():
+        return _sizes()[url]
     found = _read(url, slice(_FAR, _FAR + 1))  # no store has objects as large; the refusal tells the size
     if found is None:
         raise _no_object(url)
     return found if isinstance(found, int) and found >= 0 else _probed_size(url)
+
+
+def know_sizes(urls: Collection[str]) -> None:
+    """Asks for the sizes of many objects side by side, for this thread's snapshot; outside of one it does nothing."""
+    if _held():
+        found: dict[str, int] = {}
+
+        def ask(url: str) -> None:
+            with suppress(FileNotFoundError):
+                found[url] = size(url)
+
+        in_parallel(ask, [url for url in urls if url not in _sizes()])
+        _sizes().update(found)
+
+
+def _sizes() -> dict[str, int]:
+    """Sizes that this thread asked for in its snapshot."""
+    if not hasattr(_local, "sizes"):
+        _local.sizes = {}
+    sizes: dict[str, int] = _local.sizes
+    return sizes
 
 
 def _probed_size(url: str) -> int:
@@ -175,6 +201,14 @@ def _probed_size(url: str) -> int:
 
 def _read(url: str, span: slice | None) -> bytes | int | None:
     """The bytes; None where there is no object; the object's size, or -1, where it ends before the span does."""
+    try:
+        result = _ask(url, span)
+    except OutOfRangeError as error:
+        return error.size
+    return None if result is None or result.state == "missing" else bytes(result.value)
+
+
+def _ask(url: str, span: slice | None) -> Any:
     key = store_specs.split(url)[2]
     if not key:
         return None  # a bucket
@@ -183,11 +217,44 @@ def _read(url: str, span: slice | None) -> bytes | int | None:
         bucket = store_specs.bucket_store(url)
         return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
 
-    try:
-        result = attempt(url, "read", ask, MAX_OBJECT if span is None else span.stop - span.start)
-    except OutOfRangeError as error:
-        return error.size
-    return None if result.state == "missing" else bytes(result.value)
+    return attempt(url, "read", ask, MAX_OBJECT if span is None else span.stop - span.start)
+
+
+class Object:
+    """One object, read in parts that are all of the same version.
+
+    Attributes:
+        url: of the object.
+        size: in bytes.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self._version = self._version_of(_ask(url, slice(0, 0)))
+        self.size = size(url)
+
+    def _version_of(self, result: Any) -> bytes:
+        if result is None or result.state == "missing":
+            raise _no_object(self.url)
+        return bytes(result.stamp.generation)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes from ``start`` to ``stop``, as far as the object goes.
+
+        Raises:
+            StorageError: the object was replaced or removed since it was opened, or the store refused.
+        """
+        stop = min(stop, self.size)
+        if stop <= start:
+            return b""
+        try:
+            result = _ask(self.url, slice(start, stop))
+        except OutOfRangeError:
+            result = None
+        if result is None or result.state == "missing" or self._version_of(result) != self._version:
+            message = f"{self.url} was replaced or removed since it was opened; open it again"
+            raise StorageError(message, path=self.url)
+        return bytes(result.value)
 
 
 def _present(url: str, found: bytes | int | None) -> bytes:
@@ -198,11 +265,11 @@ def _present(url: str, found: bytes | int | None) -> bytes:
 
 def _no_object(url: str) -> FileNotFoundError:
     """The error for an object that is not there, once it is sure that its bucket is."""
-    _list(url)
+    fresh_keys(url)
     return missing(url)
 
 
-def write(url: str, data: bytes | memoryview) -> None:
+def write(url: str, data: bytes) -> None:
     """Writes an object whole; what was there before stays until then.
 
     Raises:
@@ -224,36 +291,20 @@ def delete(url: str) -> None:
     attempt(url, "deleted", lambda: store_specs.bucket_store(url).write(key, None))
 
 
-def delete_folder(url: str, first: Collection[str] = ()) -> None:
-    """Deletes all objects below a folder; those of the names ``first`` before all others."""
-    inside = _list(url)
-    for key in first:
-        if key in inside:
-            delete(f"{url}/{key}")
-    prefix = _prefix(url)
-    attempt(url, "deleted", lambda: store_specs.bucket_store(url).delete_range(_range(prefix)))
+def delete_all(urls: Iterable[str]) -> None:
+    """Deletes objects, side by side; in no order."""
+    in_parallel(delete, list(urls))
 
 
-def upload(directory: str, url: str, last: str | None = None) -> None:
-    """Writes all files of a local directory as objects below ``url``, side by side.
-
-    Args:
-        directory: local path.
-        url: of the folder.
-        last: the name of the file that is written when all others are there.
-    """
+def upload(directory: str, url: str) -> list[str]:
+    """Writes all files of a local directory as objects below ``url``, side by side, and returns their keys there."""
     found = [
         os.path.relpath(os.path.join(where, name), directory)
         for where, _, files in os.walk(directory)
         for name in files
     ]
-    in_parallel(lambda name: upload_file(os.path.join(directory, name), f"{url}/{name}"), _but(found, last))
-    if last is not None and last in found:
-        upload_file(os.path.join(directory, last), f"{url}/{last}")
-
-
-def _but(found: Iterable[str], last: str | None) -> list[str]:
-    return [name for name in found if name != last]
+    in_parallel(lambda name: upload_file(os.path.join(directory, name), f"{url}/{name}"), found)
+    return found
 
 
 def upload_file(path: str, url: str) -> None:
