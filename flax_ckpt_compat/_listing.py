@@ -17,7 +17,6 @@ _log = logging.getLogger("flax_ckpt_compat")
 # Without a sign: the dash of ckpt-3 is part of its prefix for whoever chose it.
 _NUMBERED = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _MAX_OTHERS = 5
-_MANGLED = re.compile(r"(s3|gs):/(?!/)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,16 +44,11 @@ def place(ckpt_dir: str, prefix: str) -> Place:
     Raises:
         StorageError: a URL of a scheme that cannot be reached, or what was one.
     """
-    if _MANGLED.match(ckpt_dir):
-        raise StorageError(
-            f"{ckpt_dir}: pathlib made this of a URL; pass the URL as text, or as etils.epath.Path", path=ckpt_dir
-        )
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # Where the prefix climbs out of a linked directory, only the file system knows where to.
-    if paths.is_url(shown):
-        return Place(paths.absolute(shown), tail, shown)
-    absolute = os.path.realpath(shown) if os.pardir in head.split(os.sep) else os.path.abspath(shown)
+    climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
+    absolute = os.path.realpath(shown) if climbs else paths.absolute(shown)
     return Place(absolute, tail, shown)
 
 

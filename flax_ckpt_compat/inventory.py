@@ -47,6 +47,15 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         StorageError: the file system refused.
     """
     where = _listing.place(os.fspath(directory), prefix)
+    if paths.is_url(where.directory):
+        with paths.snapshot(where.directory):
+            found = list(_iterate(where))
+        yield from found
+    else:
+        yield from _iterate(where)
+
+
+def _iterate(where: _listing.Place) -> Iterator[CheckpointRecord]:
     names = _listing.names_in(where)
     found = {name: steps.step_of(name, where.prefix) for name in steps.in_order(names, where.prefix)}
     found = _managed_steps(where, names) | found

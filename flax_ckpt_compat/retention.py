@@ -166,7 +166,7 @@ def _step(name: str, where: Place) -> float:
 def _remove(where: Place, name: str) -> None:
     # The main file goes first: without its arrays it would look like a checkpoint and not restore.
     for doomed in (name, name + steps.ARRAYS_POSTFIX):
-        if paths.lexists(where.path(doomed)):
+        if paths.is_url(where.directory) or paths.lexists(where.path(doomed)):
             _discard(where.path(doomed))
 
 

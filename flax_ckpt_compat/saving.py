@@ -73,6 +73,7 @@ def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format:
     if name in ("", os.curdir, os.pardir) or not paths.is_writable_place(path):
         raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
     where = _place(directory, "")
+    _refuse_nul(name)
     request = Request(where, steps.check_name(name), None, overwrite, 0, None, True, format, False, start)
     _carry_out(request, target, async_manager, None)
     return path
@@ -83,9 +84,13 @@ def _flags_format() -> Format:
 
 
 def _place(ckpt_dir: str, prefix: str) -> Place:
-    if "\0" in prefix or "\0" in ckpt_dir:
-        raise StepError("a directory or prefix cannot contain the NUL character")
+    _refuse_nul(prefix + ckpt_dir)
     return _listing.place(ckpt_dir, prefix)
+
+
+def _refuse_nul(text: str) -> None:
+    if "\0" in text:
+        raise StepError("a directory or prefix cannot contain the NUL character")
 
 
 def _carry_out(request: Request, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:

@@ -6,26 +6,37 @@ A local path takes the functions of `os`, unchanged. In a store, a folder is the
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core import files, store_commits, stores
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.store_errors import missing
 from flax_ckpt_compat._core.stores import is_url as is_url
 from flax_ckpt_compat._core.stores import snapshot as snapshot
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _SLASHES_OF_BUCKET = 2
+_MANGLED = re.compile(r"(s3|gs):/(?!/)")
 
 
 def absolute(path: str) -> str:
     """The absolute local path, or the normal URL."""
+    _refuse_mangled(path)
     return stores.normal(path) if is_url(path) else os.path.abspath(path)
 
 
 def normal(path: str) -> str:
     """The path without what has no meaning; a relative one stays relative."""
+    _refuse_mangled(path)
     return stores.normal(path) if is_url(path) else os.path.normpath(path)
+
+
+def _refuse_mangled(path: str) -> None:
+    if _MANGLED.match(path):
+        message = f"{path}: pathlib made this of a URL; pass the URL as text, or as an etils.epath.Path"
+        raise StorageError(message, path=path)
 
 
 def listdir(path: str) -> list[str]:
@@ -56,7 +67,7 @@ def isfile(path: str) -> bool:
 
 def lexists(path: str) -> bool:
     """Whether there is anything of this name."""
-    return stores.is_object(path) or store_commits.counts_as_folder(path) if is_url(path) else os.path.lexists(path)
+    return stores.is_folder(path) or stores.is_object(path) if is_url(path) else os.path.lexists(path)
 
 
 def getsize(path: str) -> int:
@@ -88,14 +99,18 @@ def total_size(path: str) -> int:
 
 
 def _size_in_store(url: str) -> int:
-    inside = [f"{url}/{key}" for key in stores.keys(url)] if store_commits.counts_as_folder(url) else [url]
+    if not store_commits.counts_as_folder(url):
+        return _size_or_zero(url) if stores.is_object(url) else 0
     with stores.snapshot(url):
+        inside = [f"{url}/{key}" for key in stores.keys(url)]
         stores.know_sizes(inside)
-        total = 0
-        for one in inside:
-            with suppress(*_GONE):
-                total += stores.size(one)
-    return total
+        return sum(map(_size_or_zero, inside))
+
+
+def _size_or_zero(url: str) -> int:
+    with suppress(FileNotFoundError):  # another process has just evicted it
+        return stores.size(url)
+    return 0
 
 
 def is_writable_place(path: str) -> bool:

@@ -85,7 +85,7 @@ def publish(staged: str, url: str) -> None:
 def _publish_folder(staged: str, url: str) -> None:
     mark = _begin(url)
     _clear(url, mark)
-    uploaded = stores.upload(staged, url)
+    uploaded = stores.upload(staged, url, but=COMMIT_FILE)
     if set(stores.fresh_keys(url)) != {mark, *uploaded}:
         stores.delete(f"{url}/{mark}")
         raise StorageError(

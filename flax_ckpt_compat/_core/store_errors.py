@@ -19,6 +19,7 @@ _FIRST_PAUSE = 0.2  # s
 _PATIENCE = 30.0  # s for one attempt, beside the time that its bytes may take
 _SLOWEST = 2**20  # bytes/s
 _PASSING = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
 _CODE = re.compile(r"\b([A-Z][A-Z_]{4,}): ")
 _SIZE = re.compile(r"<ActualObjectSize>(\d+)<|total size (\d+)")
 
@@ -54,7 +55,7 @@ def attempt(url: str, doing: str, ask: Callable[[], Any], nbytes: int = 0) -> An
         except (ValueError, OSError, TimeoutError, NotImplementedError) as error:
             if isinstance(error, StorageError):
                 raise
-            passing = isinstance(error, TimeoutError) or code_of(error) in _PASSING
+            passing = isinstance(error, TimeoutError) or (code_of(error) in _PASSING and _EXHAUSTED not in str(error))
             if not passing or trial + 1 == _ATTEMPTS:
                 raise refused(url, doing, error) from error
             pause = _FIRST_PAUSE * 2**trial * random.uniform(0.5, 1)  # noqa: S311  (spreads out those that wait)

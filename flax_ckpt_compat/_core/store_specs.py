@@ -15,7 +15,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 # Servers of other makers know no regions, but requests are signed with one.
 _ANY_REGION = "us-east-1"
-_RETRIES = {"max_retries": 6, "initial_delay": "100ms", "max_delay": "2s"}
+_RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 
 
 def split(url: str) -> tuple[str, str, str]:

@@ -296,13 +296,20 @@ def delete_all(urls: Iterable[str]) -> None:
     in_parallel(delete, list(urls))
 
 
-def upload(directory: str, url: str) -> list[str]:
-    """Writes all files of a local directory as objects below ``url``, side by side, and returns their keys there."""
+def upload(directory: str, url: str, but: str) -> list[str]:
+    """Writes all files of a local directory as objects below ``url``, side by side, and returns their keys there.
+
+    Args:
+        directory: local path.
+        url: of the folder.
+        but: name of a file that is left out.
+    """
     found = [
         os.path.relpath(os.path.join(where, name), directory)
         for where, _, files in os.walk(directory)
         for name in files
     ]
+    found = [name for name in found if name != but]
     in_parallel(lambda name: upload_file(os.path.join(directory, name), f"{url}/{name}"), found)
     return found
 

@@ -13,7 +13,7 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, transfer, window
+from flax_ckpt_compat.legacy import BACKEND, source, transfer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,8 +65,7 @@ def test_window_seams(load_bytes, step, tree):
     """Values are read right wherever the windows over the file begin and end."""
     document = flax.serialization.to_bytes(tree)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "_SMALLEST", step)
-        patch.setattr(window, "_LARGEST", step)
+        patch.setattr(source.File, "steps", (step, step))
         restored = load_bytes(document)
     assert list(restored.values()) == [] or fingerprint(list(restored.values())) == fingerprint(tree)
 
