@@ -27,13 +27,17 @@ _SERVER = (
     "server = ThreadedMotoServer('127.0.0.1', 0, verbose=False); server.start();"
     "print(server.get_host_and_port()[1], flush=True); sys.stdin.read()"
 )
-_ANSWER_500 = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
+_ANSWERS = {
+    "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
+    "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
+}
 _SLOW = 0.3  # s
 _ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-Fault = str  # one of FAULTS
+Fault = str  # one of FAULTS, or "403", by which the server denies a request for good
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
+What passes when tried again.
 refuse: the connection ends before the request is handed on; lose: after it was done, without an answer;
 cut: in the middle of the answer; 500: the server says that it has failed; slow: the answer is late.
 """
@@ -140,8 +144,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             if self.fault == "refuse":
                 self._note(0, 0)
                 self._hang_up()
-            elif self.fault == "500":
-                self._send(500, [("Content-Type", "application/xml")], _ANSWER_500)
+            elif self.fault in _ANSWERS:
+                self._send(int(self.fault), [("Content-Type", "application/xml")], _ANSWERS[self.fault])
             else:
                 if self.fault == "slow":
                     time.sleep(_SLOW)
