@@ -50,11 +50,13 @@ def attempt(url: str, doing: str, ask: Callable[[], Any], nbytes: int = 0) -> An
         StorageError: the store refused, or did not answer in time.
     """
     for trial in range(_ATTEMPTS):
+        future = None
         try:
-            return ask().result(timeout=_PATIENCE + nbytes / _SLOWEST)
+            future = ask()
+            return future.result(timeout=_PATIENCE + nbytes / _SLOWEST)
         except (ValueError, OSError, TimeoutError, NotImplementedError) as error:
-            if isinstance(error, StorageError):
-                raise
+            if future is not None:
+                future.cancel()  # else it might still be done, after later requests
             passing = isinstance(error, TimeoutError) or (code_of(error) in _PASSING and _EXHAUSTED not in str(error))
             if not passing or trial + 1 == _ATTEMPTS:
                 raise refused(url, doing, error) from error
@@ -97,7 +99,7 @@ def _remedy(scheme: str, bucket: str, text: str, code: str) -> str:
     if "redentials" in text or code == "UNAUTHENTICATED":
         return f"give credentials: {_CREDENTIALS[scheme]}"
     if code == "PERMISSION_DENIED" or "AccessDenied" in text or "403" in text:
-        return f"these credentials may not do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
+        return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
     if "is not registered" in text:
         return f"this build of tensorstore has no driver for it: pip install 'flax-ckpt-compat[{_EXTRAS[scheme]}]'"
     return "check the network and the endpoint" + (" (AWS_ENDPOINT_URL)" if scheme == "s3" else "") + ", and try again"

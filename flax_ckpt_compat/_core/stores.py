@@ -24,6 +24,8 @@ from flax_ckpt_compat._core.store_specs import spec as spec
 # S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
 MAX_OBJECT = 5 * 2**30
 _AT_ONCE = 16
+# What is read whole, for how long to wait: JSON and the like.
+_SMALL = 64 * 2**20
 _FAR = 2**40 * 5
 _local = threading.local()
 
@@ -217,7 +219,7 @@ def _ask(url: str, span: slice | None) -> Any:
         bucket = store_specs.bucket_store(url)
         return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
 
-    return attempt(url, "read", ask, MAX_OBJECT if span is None else span.stop - span.start)
+    return attempt(url, "read", ask, _SMALL if span is None else span.stop - span.start)
 
 
 class Object:
