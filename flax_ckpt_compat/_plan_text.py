@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,18 +24,36 @@ def plain(plan: Plan) -> str:
     return "\n".join([_title(plan), *lines, *_notes(plan)])
 
 
-def rich(plan: Plan) -> Iterator[Any]:
-    """The plan as rich renderables."""
+def rich(plan: Plan, width: int) -> Iterator[Any]:
+    """The plan as rich renderables.
+
+    Args:
+        plan: the plan.
+        width: of the console, in characters.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*_HEADINGS, title=Text(_title(plan)), title_justify="left")
+    table = Table(title=Text(_title(plan)), title_justify="left")
+    for heading in _HEADINGS:
+        table.add_column(heading, overflow="fold")
     for leaf in _shown(plan):
         style = "magenta" if leaf.is_reshaped else _STYLES[leaf.origin]
         table.add_row(*map(Text, _row(leaf)), style=style)
     yield table
     for note in _notes(plan):
-        yield Text(note)
+        yield Text("\n".join(_narrow(line, width) for line in note.splitlines()))
+
+
+def _narrow(line: str, width: int) -> str:
+    """A line of Python with its comment above it, if both do not fit: what wraps cannot be pasted."""
+    code, sign, comment = line.partition("  # ")
+    if not sign or len(line) <= width:
+        return line
+    indent = " " * (len(code) - len(code.lstrip()))
+    return "\n".join(
+        [*textwrap.wrap(comment, width, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "), code]
+    )
 
 
 def _title(plan: Plan) -> str:
@@ -98,8 +117,15 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"  … and {more} more, each from the stored leaf of the same name"
     if plan.unused:
         yield f"Stored, but not used: {shorten(plan.unused)}"
+    if any(leaf.is_reshaped for leaf in plan.leaves) and plan.raises is None:
+        yield "Where shapes differ, restore_checkpoint gives what is stored, with a warning; restore refuses."
+    if plan.raises is not None:
+        yield f"A restore raises {plan.raises}."
     if plan.missing and plan.suggestion is None:
         yield "Nothing that is stored resembles what is missing."
     if plan.suggestion is not None:
-        sure = "These rules would map it" if plan.suggestion.confident else "A guess, to be checked leaf by leaf"
+        sure = "These rules would map it"
+        if not plan.suggestion.confident:
+            doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
+            sure = f"A guess, to be checked leaf by leaf{doubt}"
         yield f"{sure}:\n{plan.suggestion}"

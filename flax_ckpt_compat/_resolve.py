@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,10 @@ class Transforms:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def unmatched(self, keys: Sequence[str]) -> list[str]:
+        """The transforms' keys that match none of these."""
+        return [entry.key for entry in self._entries if not any(map(entry.pattern.fullmatch, keys))]
 
     def resolve(
         self, key: str, has: Callable[[str | Path], bool], default_to_original: bool = True

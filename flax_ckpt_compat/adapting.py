@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._resolve import AbsentSourceError, Call, Keep, Transforms, call_multi_value_fn, call_value_fn
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
-from flax_ckpt_compat.matching import Choose
+from flax_ckpt_compat.matching import Choose, modern_fields
 from flax_ckpt_compat.rules import Rule
 from flax_ckpt_compat.similar import nearest
 from flax_ckpt_compat.transforms import restore_args
@@ -29,25 +30,29 @@ class Adaptation:
 
     Attributes:
         rules: ready-made rules, in order.
-        lenient: Orbax's semantics: what the checkpoint lacks is the target's. So it is wherever transforms were given,
-            ``{}`` included; rules are strict.
+        is_orbaxs: Orbax's semantics hold, as wherever transforms were given, ``{}`` included: None in the target stays
+            None, and a stored None counts as missing.
+        lenient: what the checkpoint lacks is the target's. So it is in Orbax; rules, or no rules, are strict.
     """
 
-    def __init__(self, given: Any, *, default_to_original: bool = True):
+    def __init__(self, given: Any, *, default_to_original: bool = True, strict: bool = False):
         """Takes apart what the caller gave.
 
         Args:
             given: None, a rule, a list or tuple of rules, or a pytree of transforms (ours or Orbax's).
             default_to_original: what no transform matches comes from the checkpoint; else from the target.
+            strict: what the checkpoint lacks is an error, whatever was given.
 
         Raises:
             TransformError: it is neither.
         """
         self.rules = _rules(given)
-        self.lenient = given is not None and not self.rules
-        self._transforms = Transforms(given if self.lenient else None)
+        # A list that a program made, and that came out empty, asks for no change: the restore is as strict as without.
+        self.is_orbaxs = given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
+        self.lenient = self.is_orbaxs and not strict
+        self._transforms = Transforms(given if self.is_orbaxs else None)
         self._default_to_original = default_to_original
-        self._is_asked = self.lenient and (bool(self._transforms) or not default_to_original)
+        self._is_asked = self.is_orbaxs and (bool(self._transforms) or not default_to_original)
 
     def through_rules(self, tree: Node, target: Node, path: str) -> Node:
         """The checkpoint's tree after all rules.
@@ -60,16 +65,22 @@ class Adaptation:
         Raises:
             TransformError, NameCollisionError: a rule that does not fit.
         """
+        if self.rules:
+            tree = _modern(tree)
         for rule in self.rules:
             try:
                 tree = rule.apply(tree, target)
             except CheckpointError as error:
-                raise type(error)(f"{path}: {rule}: {error}", path=path, leaf=error.leaf) from error
+                raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
         return tree
 
     def chooser(self, tree: Node) -> Choose | None:
         """What each target leaf gets, or None where there is nothing to ask."""
         return _Chooser(tree, self._transforms, self._default_to_original) if self._is_asked else None
+
+    def idle_transforms(self, target: Node) -> list[str]:
+        """The keys of transforms that match no leaf of the target's neutral tree: most likely they are misspelt."""
+        return self._transforms.unmatched(["/".join(path) for path, _ in iter_leaves(target)])
 
     def warn_without_target(self) -> None:
         """Says that transforms do nothing without a target, as in Flax."""
@@ -77,9 +88,26 @@ class Adaptation:
             _log.warning("orbax_transforms say what becomes of a target's leaves; without a target they do nothing")
 
 
+def _modern(tree: Node) -> Node:
+    """The tree with namedtuples of flax before 0.3.6 as they are written since, so that rules find their fields."""
+    if not isinstance(tree, Branch):
+        return tree
+    fields = modern_fields(tree)
+    children = {name: _modern(child) for name, child in fields.items()}
+    return Branch(children, tree.container, tree.int_keys) if fields is tree.children else Branch(children)
+
+
 def _rules(given: Any) -> tuple[Rule, ...]:
     if isinstance(given, Rule):
         return (given,)
+    found = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    if isinstance(given, Iterator) or any(
+        inspect.isfunction(one) or (isinstance(given, Mapping) and isinstance(one, Rule)) for one in found
+    ):
+        raise TransformError(
+            "rules are given as a list of calls, such as [rules.rename('Dense_0', 'encoder'), rules.drop('extra')]; "
+            f"found {given!r:.100}"
+        )
     if not isinstance(given, Sequence) or isinstance(given, str) or not any(isinstance(one, Rule) for one in given):
         return ()
     for one in given:
@@ -169,11 +197,20 @@ class _Chooser:
                 leaf=key,
             )
         found: dict[Path, Any] = {}
+        idle = dict.fromkeys(wanted)
         for path, leaf in self._leaves.items():
-            for pattern, args in wanted.items():
-                if re.fullmatch(pattern, "/".join(path)):
-                    found[path] = leaf if isinstance(leaf, Computed) else Stored(leaf, _example(leaf, args))
-                    break
+            matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
+            for pattern in matching:
+                idle.pop(pattern, None)
+            if matching:
+                args = wanted[matching[0]]
+                found[path] = leaf if isinstance(leaf, Computed) else Stored(leaf, _example(leaf, args))
+        for pattern in idle:
+            near = nearest(pattern, list(self._paths))
+            like = f"; stored names like it: {', '.join(near)}" if near else ""
+            raise TransformError(
+                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{like}", leaf=key
+            )
         return found
 
 

@@ -50,7 +50,8 @@ def restore(
             pytree of `flax_ckpt_compat.transforms.Transform` by key path of the target, or regular expression.
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Says nothing about rules.
-        missing_leaves: for a target leaf that the checkpoint lacks, ``"error"`` raises; ``"warn"`` and ``"keep"``
+        missing_leaves: for a target leaf that the checkpoint lacks, ``"error"`` raises, also with a pytree of
+            transforms, which else keep the target's value as in Orbax; ``"warn"`` and ``"keep"``
             keep the target's value.
         shape_mismatch: where shapes differ, ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored shape.
         dtype: ``"stored"`` keeps the dtypes of the checkpoint; ``"target"`` casts to those of the target's leaves.
@@ -81,7 +82,14 @@ def restore(
     given = {name: value for name, value in policies.items() if value is not None}
     with config.defaults(config.STRICT), config.override(**given):
         return restoring.restore(
-            os.fspath(path), target, step, prefix, None, transforms, transforms_default_to_original
+            os.fspath(path),
+            target,
+            step,
+            prefix,
+            None,
+            transforms,
+            transforms_default_to_original,
+            strict=missing_leaves == "error",
         )
 
 

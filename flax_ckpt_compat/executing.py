@@ -84,6 +84,7 @@ class _Run:
         self._uses: Counter[int] = Counter()
         self._wishes: dict[int, placing.Wish] = {}
         self._ready: dict[int, Any] = {}
+        self._given: dict[int, Any] = {}
         self._narrowed: list[str] = []
 
     def plan(self, leaf: LeafHandle | Computed, source: Stored) -> placing.Wish | placing.Form | None:
@@ -108,7 +109,7 @@ class _Run:
         if isinstance(source.target, jax.ShapeDtypeStruct):
             return False
         on_device = self._reader.format is Format.ORBAX or handle.distributed
-        return not on_device or not isinstance(source.target, jax.Array)
+        return not isinstance(source.target, jax.Array) or not (on_device or placing.spans_processes(source.target))
 
     def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
         on_device = self._reader.format is Format.ORBAX or handle.distributed
@@ -209,8 +210,13 @@ class _Run:
             elif self._ready.pop(id(one), None) is not None:
                 shared.append(value)  # others have taken from it before
         result = computed.function(*inputs)
-        if isinstance(result, np.ndarray) and (not result.flags.carray or _is_of(result, shared)):
-            return np.array(result, order="C")
+        if not isinstance(result, np.ndarray):
+            return result
+        if not result.flags.carray or _is_of(result, shared) or id(result) in self._given:
+            result = np.array(result, order="C")
+        if computed.shape is None:
+            # A caller's function may well give one array for several leaves; kept, so that no other gets its id.
+            self._given[id(result)] = result
         return result
 
     def _input(self, one: Any) -> Any:

@@ -65,7 +65,7 @@ def match(
     outcome.sources = matcher.node(stored, target, ())
     if matcher.chosen:
         there = dict(iter_leaves(stored))
-        outcome.unused = [path for path in outcome.unused if id(there[path]) not in matcher.chosen]
+        outcome.unused = [path for path in outcome.unused if id(there.get(path)) not in matcher.chosen]
     return outcome
 
 
@@ -92,7 +92,7 @@ class _Matcher:
         return self.absent(target, path) if target.children or stored is _Nothing.ABSENT else {}
 
     def branch(self, stored: Branch, target: Branch, path: Path) -> Any:
-        there = _modern(stored) if target.container is Container.NAMEDTUPLE else stored.children
+        there = modern_fields(stored) if target.container is Container.NAMEDTUPLE else stored.children
         if self.choose is None and self.takes_anything(path) and not _same_names(stored, target):
             return Stored(stored, None)
         for name, child in there.items():
@@ -158,7 +158,8 @@ def _differ(stored: LeafHandle | Computed, shape: tuple[int, ...]) -> bool:
     return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
 
 
-def _modern(stored: Branch) -> dict[str, Node]:
+def modern_fields(stored: Branch) -> dict[str, Node]:
+    """The children of a branch; those of a namedtuple that flax before 0.3.6 wrote by the names of its fields."""
     fields, values = stored.children.get("fields"), stored.children.get("values")
     old = stored.children.keys() == _OLD_NAMEDTUPLE and isinstance(fields, Branch) and isinstance(values, Branch)
     if not old or not isinstance(fields, Branch) or not isinstance(values, Branch):
@@ -186,8 +187,8 @@ def explain_missing(match: Match, stored: Node, source: str) -> str:
     if not any_near:
         lines.append(_top_level(stored))
     lines.append(
-        "To keep the target's own values for them, pass orbax_transforms={} to restore_checkpoint, or set "
-        "flax_ckpt_compat.config.update(missing_leaves='keep')."
+        "To keep the target's own values for them, pass orbax_transforms={} to restore_checkpoint or "
+        "missing_leaves='keep' to restore, or set flax_ckpt_compat.config.update(missing_leaves='keep')."
     )
     return "\n".join(lines)
 

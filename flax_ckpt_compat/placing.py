@@ -30,11 +30,12 @@ class Form:
         Args:
             target: the target's leaf, or None.
             cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
-            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays.
+            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays, unless the
+                target's are spread over processes, where no process has use for all of an array.
         """
         self.target = target
         self._cast = cast or isinstance(target, jax.ShapeDtypeStruct)
-        self.sharding = _sharding(target) if on_device else None
+        self.sharding = _sharding(target) if on_device or spans_processes(target) else None
 
     def dtype(self, stored: Any) -> Any:
         """What an array of this dtype is cast to."""
@@ -155,6 +156,12 @@ def misfit(leaf: str, shape: tuple[int, ...], form: Form, path: str) -> ShapeMis
 
 def _key(box: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((side.start, side.stop) for side in box)  # slices have no hash
+
+
+def spans_processes(target: Any) -> bool:
+    """Whether a target's leaf is an array, abstract or not, of which this process sees only some shards."""
+    sharding = _sharding(target)
+    return sharding is not None and not sharding.is_fully_addressable
 
 
 def _sharding(target: Any) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class Plan:
         leaves: every leaf of the result, in the target's order.
         unused: key paths of the stored leaves that nothing asks for.
         nbytes: size in memory of all stored data that is going to be read, in bytes.
+        raises: ``MissingLeavesError`` or ``ShapeMismatchError`` where that is what the restore is going to do.
     """
 
     path: str
@@ -78,7 +80,8 @@ class Plan:
     leaves: tuple[PlannedLeaf, ...]
     unused: tuple[str, ...]
     nbytes: int
-    _works: tuple[Work, ...] = dataclasses.field(repr=False, compare=False)
+    raises: str | None
+    _works: tuple[Work, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -95,7 +98,11 @@ class Plan:
         return _plan_text.plain(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from _plan_text.rich(self)
+        yield from _plan_text.rich(self, options.max_width)
+
+    def __reduce__(self) -> Any:
+        # Only what it says; the trees behind it, and the target's arrays, stay where they are.
+        return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises)
 
 
 def plan_restore(
@@ -106,6 +113,9 @@ def plan_restore(
     prefix: str = "checkpoint_",
     transforms: Any = None,
     transforms_default_to_original: bool = True,
+    missing_leaves: str | None = None,
+    shape_mismatch: str | None = None,
+    dtype: str | None = None,
 ) -> Plan:
     """Says what a restore with these arguments does, without reading array data.
 
@@ -116,24 +126,27 @@ def plan_restore(
         prefix: literal text before the step in the checkpoints' names.
         transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
         transforms_default_to_original: what no transform matches comes from the checkpoint; else from the target.
+        missing_leaves, shape_mismatch, dtype: policies, as for `flax_ckpt_compat.restore`; None is what is set, or
+            ``restore_checkpoint``'s default. (``restore`` itself refuses other shapes by default.)
 
     Raises:
         CheckpointNotFoundError: there is none.
+        SettingError: a policy has no such value.
         TransformError, NameCollisionError: a rule or transform that does not fit.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be opened.
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
-    adaptation = Adaptation(transforms, default_to_original=transforms_default_to_original)
+    strict = missing_leaves == "error"
+    adaptation = Adaptation(transforms, default_to_original=transforms_default_to_original, strict=strict)
     restoring.settle(ckpt_dir, prefix)
     found, why = opening.find(ckpt_dir, step, prefix)
     if found is None:
         raise CheckpointNotFoundError(f"nothing to restore: {why}", path=paths.absolute(ckpt_dir))
-    opened = opening.Opened(found)
-    try:
+    policies = {"missing_leaves": missing_leaves, "shape_mismatch": shape_mismatch, "dtype": dtype}
+    given = {name: value for name, value in policies.items() if value is not None}
+    with config.override(**given), closing(opening.Opened(found)) as opened:
         return _plan(opened, plan_all(opened, target, adaptation))
-    finally:
-        opened.close()
 
 
 def _plan(opened: opening.Opened, works: Works) -> Plan:
@@ -148,7 +161,9 @@ def _plan(opened: opening.Opened, works: Works) -> Plan:
             needed.update(needs(source))
         leaves.extend(describe(path, Kept({}, "not in the checkpoint"), None) for path in sorted(work.match.empty))
         there = dict(iter_leaves(work.tree)) if work.match.unused else {}
-        unused.extend("/".join((*item, *_origin(there.get(path), path))) for path in work.match.unused)
+        # None and empty containers hold no values that anybody could miss.
+        idle = [(path, there[path]) for path in work.match.unused if isinstance(there[path], LeafHandle | Computed)]
+        unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     formats = {work.reader.format.value for work in works.items.values()}
     return Plan(
         opened.path,
@@ -156,8 +171,16 @@ def _plan(opened: opening.Opened, works: Works) -> Plan:
         tuple(leaves),
         tuple(unused),
         sum(needed.values()),
+        _raises(leaves),
         tuple(works.items.values()),
     )
+
+
+def _raises(leaves: list[PlannedLeaf]) -> str | None:
+    if any(leaf.origin == "missing" for leaf in leaves):
+        return "MissingLeavesError"
+    refuses = config.current().shape_mismatch == "error"
+    return "ShapeMismatchError" if refuses and any(leaf.is_reshaped for leaf in leaves) else None
 
 
 def _pairs(sources: Any, target: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
@@ -214,8 +237,6 @@ class _Describer:
 def _origin_of(node: Any) -> tuple[str, str]:
     if isinstance(node, Computed):
         return "computed", node.how
-    return "checkpoint", "by the rules of the target's own type" if isinstance(node, Branch) else ""
-
-
-def _origin(leaf: Any, path: Path) -> Path:
-    return leaf.path if isinstance(leaf, LeafHandle) else path
+    if isinstance(node, Branch):
+        return "checkpoint", "by the rules of the target's own type, or leaf by leaf if they refuse it"
+    return "checkpoint", ""

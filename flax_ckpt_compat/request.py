@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax import monitoring
 from flax_ckpt_compat import retention
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._listing import Place
 
 _last_saved = time.time()
@@ -85,12 +84,3 @@ class Request:
             "/jax/checkpoint/write/duration_since_last_checkpoint_secs", self.start - _last_saved
         )
         _last_saved = self.start
-
-
-def forget(temporary: str) -> None:
-    """Removes what a failed save wrote; the failure itself is what the caller has to hear about."""
-    try:
-        if os.path.lexists(temporary):
-            paths.discard(temporary)
-    except CheckpointError:
-        pass  # a later save reclaims it

@@ -45,6 +45,7 @@ def restore(
     orbax_checkpointer: Any,
     transforms: Any,
     default_to_original: bool = True,
+    strict: bool = False,
 ) -> Any:
     """Restores a tree; see `flax_ckpt_compat.checkpoints.restore_checkpoint`.
 
@@ -52,10 +53,11 @@ def restore(
         ckpt_dir: normalised path.
         transforms: None, rules, or a pytree of transforms.
         default_to_original: what no transform matches comes from the checkpoint; else from the target.
+        strict: what the checkpoint lacks is an error also where transforms are given.
     """
     monitoring.record_event("/jax/flax/checkpoint/restore")
     start = time.time()
-    adaptation = Adaptation(transforms, default_to_original=default_to_original)
+    adaptation = Adaptation(transforms, default_to_original=default_to_original, strict=strict)
     if target is None:
         adaptation.warn_without_target()
     settle(ckpt_dir, prefix, orbax_checkpointer)
@@ -139,6 +141,9 @@ def _values(work: Work, lists: bool) -> Any:
 def _judge(work: Work) -> None:
     """Applies the policies to what did not match."""
     match, path, policy = work.match, work.path, config.current().missing_leaves
+    idle = work.adaptation.idle_transforms(work.described)
+    if idle:
+        _log.warning("%s: transforms whose keys match no leaf of the target do nothing: %s", path, shorten(idle))
     if match.missing and work.adaptation.lenient:
         _log.info("%s: not in the checkpoint, kept: %s", path, shorten(map(show_path, match.missing)))
     elif match.missing and policy != "keep":

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.errors import StepError
 from flax_ckpt_compat._listing import Place
 from flax_ckpt_compat._routing import backend_for
-from flax_ckpt_compat.request import Request, forget
+from flax_ckpt_compat.request import Request
 
 
 def save(
@@ -142,6 +142,6 @@ def _write_and_commit(request: Request, backend: Backend, prepared: Any, options
         request.check_again()
         paths.publish(temporary, request.path)
     except BaseException:
-        forget(temporary)
+        files.forget(temporary)
         raise
     request.committed()

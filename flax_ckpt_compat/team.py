@@ -7,28 +7,34 @@ takes part, so a meeting works whatever the accelerators are doing.
 from __future__ import annotations
 
 import collections
-import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.backend import Share
-from flax_ckpt_compat._core.errors import AbsentProcessesError, CheckpointError, TeamError
+from flax_ckpt_compat._core.errors import AbsentProcessesError, TeamError
+from flax_ckpt_compat._told import error_of, tell
 
-_POLL_SECONDS = 0.02
-_ROOM = "flax_ckpt_compat"
+_ROOT = "flax_ckpt_compat"
+_LOBBY, _VERDICTS = f"{_ROOT}/lobby", f"{_ROOT}/verdicts"
+# How much longer to wait for the rest once it is clear that nothing will be saved; they shall hear why.
+_GRACE_SECONDS = 30.0
 # Meetings of so many earlier saves can still be read by whoever comes late.
 _REMEMBERED = 8
-_attempts: collections.Counter[str] = collections.Counter()
+_Guests = dict[int, tuple[str, Any]]
+_seats = itertools.count(1)
 _held: collections.deque[str] = collections.deque()
 
 
 class Team:
     """The processes of the job, about to save one checkpoint together; every process makes one for every save.
+
+    At first, the others announce themselves in a lobby and process 0 looks for those who came for its path. Nothing is
+    counted, so a process that left a save out is not one behind for ever. Then they have a room of their own.
 
     Attributes:
         share: this process's.
@@ -43,25 +49,38 @@ class Team:
         """
         self.share = Share(jax.process_index(), jax.process_count())
         self._path, self._timeout, self._client = path, timeout, _client()
-        # By path, and not by a count of saves: a process that left one out is not one behind for ever.
-        _attempts[path] += 1
-        name = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        self._room = f"{_ROOM}/{name}-{_attempts[path]}"
+        self._short = min(timeout, _GRACE_SECONDS)
+        self._seat = f"{self.share.index}-{next(_seats):08}"
+        self._room = f"{_ROOT}/{self._seat}"
+        # Why process 0 gave up, for those who come for this path after that.
+        self._note = f"{_ROOT}/notes/{path.encode('utf-8', 'surrogateescape').hex()}"
 
-    def meet(
-        self,
-        stage: str,
-        *,
-        failed: BaseException | None = None,
-        agree: str = "",
-        lead: Callable[[], str] = lambda: "",
+    def gather(
+        self, *, failed: BaseException | None = None, agree: str = "", lead: Callable[[], str] = lambda: ""
     ) -> str:
+        """The first meeting: `meet`, with all who want to save this path.
+
+        Args:
+            agree: text that has to be the same in all processes.
+            failed, lead: as for `meet`.
+
+        Returns, Raises:
+            As `meet`.
+        """
+        if self.share.index == 0:
+            verdict = self._receive_all(agree, failed, lead)
+        else:
+            self._set(f"{_LOBBY}/{self._seat}", {"path": self._path, "agree": agree, "error": tell(failed)})
+            verdict = self._wait_in_lobby(failed is not None)
+        self._room = verdict.get("room", self._room)
+        return self._taken(verdict, failed)
+
+    def meet(self, stage: str, *, failed: BaseException | None = None, lead: Callable[[], str] = lambda: "") -> str:
         """Waits for all processes; then process 0 does something, and all get its result.
 
         Args:
             stage: name of the meeting, which is not met twice in one save.
             failed: why this process cannot go on; then none does.
-            agree: text that has to be the same in all processes.
             lead: what process 0 does once all have come and none has failed.
 
         Returns:
@@ -69,68 +88,150 @@ class Team:
 
         Raises:
             AbsentProcessesError: processes did not come in time.
-            TeamError: another process failed, or said something else than ``agree``; with its reason.
+            TeamError: another process failed, or saves something else; with its reason.
             CheckpointError: what ``lead`` raised, in every process.
             BaseException: ``failed`` itself, in the process that gave it.
         """
-        seat = f"{self._room}/{stage}/{self.share.index}"
-        self._set(seat, {"agree": agree, "error": None if failed is None else _told(failed)})
-        verdict = self._lead(stage, lead, failed) if self.share.index == 0 else self._verdict(stage)
+        self._set(f"{self._room}/{stage}/{self.share.index}", {"error": tell(failed)})
+        if failed is not None and self.share.index:
+            # If process 0 has given up before, it has removed what this one was writing to.
+            earlier = self._get(f"{self._room}/{stage}/verdict", 0.001)
+            if earlier is not None:
+                raise error_of(json.loads(earlier)["error"], self._path) from failed
+            raise failed
+        return self._taken(self._lead(stage, lead) if self.share.index == 0 else self._verdict(stage), failed)
+
+    def _taken(self, verdict: Mapping[str, Any], failed: BaseException | None) -> str:
         if failed is not None:
             raise failed
+        if isinstance(verdict["error"], BaseException):
+            raise verdict["error"]
         if verdict["error"] is not None:
-            raise _raised(verdict["error"], self._path)
+            raise error_of(verdict["error"], self._path)
         return str(verdict["value"])
 
-    def _lead(self, stage: str, lead: Callable[[], str], failed: BaseException | None) -> Mapping[str, Any]:
-        error: BaseException | None
+    def _receive_all(self, agree: str, failed: BaseException | None, lead: Callable[[], str]) -> Mapping[str, Any]:
+        """What process 0 does at first."""
+        self._delete(self._note)
+        here: _Guests = {}
+        others: _Guests = {}
+        value, error = "", failed
         try:
-            self._collect(stage)
-            value, error = lead(), None
+            here, others = self._watch_lobby(failed is not None)
+            if failed is None:
+                self._judge("begin", {index: guest for index, (_, guest) in here.items()}, others)
+                self._compare(agree, here)
+                value = lead()
         except BaseException as raised:  # noqa: BLE001  (the others have to hear of it, whatever it is)
-            value, error = "", raised
-        verdict = {"value": value, "error": None if error is None else _told(error)}
-        self._set(f"{self._room}/{stage}/verdict", verdict)
-        self._tidy()
-        if error is not None and failed is None:
-            raise error
-        return verdict
+            error = raised
+        verdict = {"value": value, "error": tell(error), "room": self._room}
+        for seat, _ in [*here.values(), *others.values()]:
+            self._delete(f"{_LOBBY}/{seat}")
+            self._set(f"{_VERDICTS}/{seat}", verdict)
+        if error is not None and len(here) + len(others) < self.share.count - 1:
+            self._set(self._note, verdict)
+            self._tidy(self._note)
+        return {**verdict, "error": error}
 
-    def _collect(self, stage: str) -> None:
-        """Waits for all; the first failure that is told ends the wait."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            reports = self._reports(stage)
-            for index, report in sorted(reports.items()):
-                if report["error"] is not None and index == 0:
-                    raise _raised(report["error"], self._path)
-                if report["error"] is not None:
-                    raise TeamError(
-                        f"{self._path}: process {index} failed at {stage!r}, so nothing was saved: "
-                        f"{report['error']['message']}",
-                        path=self._path,
-                    )
-            if len(reports) == self.share.count:
-                self._compare(reports)
-                return
-            if time.monotonic() > deadline:
-                raise self._absent(stage, [index for index in range(self.share.count) if index not in reports])
-            time.sleep(_POLL_SECONDS)
+    def _watch_lobby(self, hurried: bool) -> tuple[_Guests, _Guests]:
+        """Waits for the others, less long once it is clear that nothing will be saved.
 
-    def _compare(self, reports: Mapping[int, Any]) -> None:
+        Returns:
+            By process: seat and announcement of those who came for this path, and of those who only came for others.
+        """
+        start = time.monotonic()
+        for pause in _pauses():
+            here, others = self._lobby()
+            if len(here) == self.share.count - 1:
+                break
+            failed = hurried or any(guest["error"] for _, guest in here.values())
+            # Whoever is there for another path may belong to another thread of this process, which is on its way.
+            bound = self._short if failed or others else self._timeout
+            if (failed and len(here) + len(others) == self.share.count - 1) or time.monotonic() > start + bound:
+                break
+            time.sleep(pause)
+        return here, others
+
+    def _lobby(self) -> tuple[_Guests, _Guests]:
+        found = self._call(lambda: self._client.key_value_dir_get(f"{_LOBBY}/"))
+        here: _Guests = {}
+        others: _Guests = {}
+        for key, text in sorted(found):
+            seat, guest = key.rpartition("/")[2], json.loads(text)
+            index = int(seat.partition("-")[0])
+            (here if guest["path"] == self._path else others).setdefault(index, (seat, guest))
+        return here, {index: guest for index, guest in others.items() if index not in here}
+
+    def _judge(self, stage: str, reports: Mapping[int, Any], others: _Guests | None = None) -> None:
+        """Raises if one has failed, saves something else, or has not come."""
         for index, report in sorted(reports.items()):
-            if report["agree"] != reports[0]["agree"]:
+            if report["error"] is not None and index == 0:
+                raise error_of(report["error"], self._path)
+            if report["error"] is not None:
                 raise TeamError(
-                    f"{self._path}: process {index} saves {report['agree']}, process 0 {reports[0]['agree']}; call "
-                    "save_checkpoint_multiprocess with the same arguments in all processes",
+                    f"{self._path}: process {index} failed at {stage!r}, so nothing was saved: "
+                    f"{report['error']['message']}",
                     path=self._path,
                 )
+        for index, (_, guest) in sorted((others or {}).items()):
+            raise self._differ(index, guest["path"], self._path)
+        missing = [index for index in range(1, self.share.count) if index not in reports]
+        if missing:
+            raise self._absent(stage, missing)
+
+    def _wait_in_lobby(self, hurried: bool) -> Mapping[str, Any]:
+        """What process 0 says to this one. If it has given up before, it may come again, but soon."""
+        start, why = time.monotonic(), None
+        bound = self._short if hurried else 2 * self._timeout
+        while time.monotonic() < start + bound:
+            found = self._get(f"{_VERDICTS}/{self._seat}", min(1.0, self._timeout))
+            if found is not None:
+                self._delete(f"{_VERDICTS}/{self._seat}")
+                return dict(json.loads(found))
+            if why is None and (why := self._get(self._note, 0.001)) is not None:
+                bound = time.monotonic() - start + self._short
+        self._delete(f"{_LOBBY}/{self._seat}")
+        return {"error": self._absent("begin", [0])} if why is None else dict(json.loads(why))
+
+    def _lead(self, stage: str, lead: Callable[[], str]) -> Mapping[str, Any]:
+        value, error = "", None
+        try:
+            self._collect(stage)
+            value = lead()
+        except BaseException as raised:  # noqa: BLE001  (the others have to hear of it, whatever it is)
+            error = raised
+        self._set(f"{self._room}/{stage}/verdict", {"value": value, "error": tell(error)})
+        self._tidy(f"{self._room}/")
+        return {"value": value, "error": error}
+
+    def _collect(self, stage: str) -> None:
+        """Waits for all; once one has failed not for long, but the rest shall have stopped writing by then."""
+        start = time.monotonic()
+        for pause in _pauses():
+            reports = self._reports(stage)
+            bound = self._short if any(report["error"] for report in reports.values()) else self._timeout
+            if len(reports) == self.share.count or time.monotonic() > start + bound:
+                self._judge(stage, reports)
+                return
+            time.sleep(pause)
+
+    def _compare(self, agree: str, here: _Guests) -> None:
+        for index, (_, guest) in sorted(here.items()):
+            if guest["agree"] != agree:
+                raise self._differ(index, guest["agree"], agree)
+
+    def _differ(self, index: int, theirs: str, mine: str) -> TeamError:
+        return TeamError(
+            f"{self._path}: process {index} saves {theirs}, process 0 {mine}; call save_checkpoint_multiprocess with "
+            "the same arguments in all processes",
+            path=self._path,
+        )
 
     def _absent(self, stage: str, missing: list[int]) -> AbsentProcessesError:
-        shown = ", ".join(map(str, missing))
+        shown, waited = ", ".join(map(str, missing)), self._timeout * (2 if missing == [0] else 1)
         return AbsentProcessesError(
             f"{self._path}: process {shown} of {self.share.count} did not come to the meeting {stage!r} within "
-            f"{self._timeout:g} s, so nothing was saved. It may have ended, hang, or save something else; "
+            f"{waited:g} s, so nothing was saved. It may have ended, hang, or save something else; "
             "save_checkpoint_multiprocess has to be called by all processes. If it only needs longer, raise the "
             "setting coordination_timeout.",
             path=self._path,
@@ -139,13 +240,11 @@ class Team:
 
     def _verdict(self, stage: str) -> Mapping[str, Any]:
         """What process 0 says; it may wait as long as anybody for the others, and then has its own work to do."""
-        key = f"{self._room}/{stage}/verdict"
         deadline = time.monotonic() + 2 * self._timeout
         while time.monotonic() < deadline:
-            found = self._get(key, min(1.0, self._timeout))
+            found = self._get(f"{self._room}/{stage}/verdict", min(1.0, self._timeout))
             if found is not None:
-                verdict: Mapping[str, Any] = json.loads(found)
-                return verdict
+                return dict(json.loads(found))
         raise self._absent(stage, [0])
 
     def _reports(self, stage: str) -> dict[int, Any]:
@@ -155,12 +254,11 @@ class Team:
 
     def _get(self, key: str, seconds: float) -> str | None:
         try:
-            value: str = self._client.blocking_key_value_get(key, max(1, int(seconds * 1000)))
+            return str(self._client.blocking_key_value_get(key, max(1, int(seconds * 1000))))
         except Exception as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise self._gone(error) from error
-        return value
 
     def _set(self, key: str, value: Mapping[str, Any]) -> None:
         self._call(lambda: self._client.key_value_set(key, json.dumps(value)))
@@ -178,13 +276,23 @@ class Team:
             absent=(0,),
         )
 
-    def _tidy(self) -> None:
+    def _tidy(self, key: str) -> None:
         """Forgets the meetings of long ago."""
-        if self._room not in _held:
-            _held.append(self._room)
+        _held.append(key)
         if len(_held) > _REMEMBERED:
-            old = _held.popleft()
-            self._call(lambda: self._client.key_value_delete(f"{old}/"))
+            self._delete(_held.popleft())
+
+    def _delete(self, key: str) -> None:
+        """Of a key that ends in a slash, all that is below it."""
+        self._call(lambda: self._client.key_value_delete(key))
+
+
+def _pauses() -> Iterator[float]:
+    """How long to sleep between looks, in seconds: seldom enough for thousands of processes in long waits."""
+    pause = 0.005
+    while True:
+        yield pause
+        pause = min(1.5 * pause, 0.5)
 
 
 def _client() -> Any:
@@ -198,33 +306,3 @@ def _client() -> Any:
             "jax.distributed.initialize() in all of them first"
         )
     return client
-
-
-def _told(error: BaseException) -> dict[str, Any]:
-    """An error as text that goes to other processes."""
-    message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    step = getattr(error, "args", (None, None))
-    return {
-        "kind": type(error).__name__,
-        "message": message,
-        "path": getattr(error, "path", None),
-        "leaf": getattr(error, "leaf", None),
-        "step": str(step[1]) if isinstance(error, errors.InvalidCheckpointError) else None,
-        "absent": list(getattr(error, "absent", ())),
-    }
-
-
-def _raised(told: Mapping[str, Any], path: str) -> CheckpointError:
-    """The error again, of the class that it had where that is one of ours."""
-    message, where = told["message"], told["path"] or path
-    if told["kind"] == "InvalidCheckpointError":
-        return errors.InvalidCheckpointError(message, path=where, step=told["step"])
-    if told["kind"] == "AbsentProcessesError":
-        return AbsentProcessesError(message, path=where, absent=tuple(told["absent"]))
-    kind = getattr(errors, told["kind"], None)
-    plain = {"StorageError", "StepError", "UnsupportedLeafError", "NameCollisionError", "SettingError", "TeamError"}
-    if kind is not None and told["kind"] in plain:
-        error: CheckpointError = kind(message, path=where)
-        error.leaf = told["leaf"]
-        return error
-    return TeamError(f"{path}: {message}", path=where)

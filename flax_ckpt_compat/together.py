@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ from jax import monitoring
 from flax_ckpt_compat import background, config, foreign, snapshot
 from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, iter_leaves
 from flax_ckpt_compat._routing import backend_for
-from flax_ckpt_compat.request import Request, forget
+from flax_ckpt_compat.request import Request
 from flax_ckpt_compat.team import Team
 
 
@@ -26,17 +28,18 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
     team = Team(request.path, config.current().coordination_timeout)
     options = WriteOptions(compression=config.current().compression)
     backend, prepared, failed = backend_for(request.format), None, None
+    agree = f"{request.format.value} with overwrite={request.overwrite}"
     try:
         if async_manager:
             background.wait(async_manager)
         background.settle(request.where.directory)
         tree = snapshot.tree_to_save(target, request, copied=bool(async_manager), together=True)
         prepared = backend.prepare(tree, team.share)
+        agree += f" and {_spread(tree)}"
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
-    agree = f"{request.format.value} with overwrite={request.overwrite}"
     begin = functools.partial(_begin, request, backend, prepared, options, team)
-    temporary = team.meet("begin", failed=failed, agree=agree, lead=begin)
+    temporary = team.gather(failed=failed, agree=agree, lead=begin)
 
     def task() -> None:
         _write_and_commit(request, backend, prepared, options, team, temporary)
@@ -45,6 +48,18 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
         background.start(async_manager, request.where.directory, task)
     else:
         task()
+
+
+def _spread(tree: Node) -> str:
+    """The arrays of which each process writes a part, in a form that tells whether two processes hold the same."""
+    digest, number = hashlib.sha256(), 0
+    for path, leaf in iter_leaves(tree):
+        array = leaf.data if isinstance(leaf, KeyData) else leaf
+        sharding = getattr(array, "sharding", None) if isinstance(array, jax.Array | HostCopy) else None
+        if sharding is not None and not sharding.is_fully_addressable and not sharding.is_fully_replicated:
+            digest.update(f"{path} {array.shape} {array.dtype}\n".encode("utf-8", "surrogateescape"))
+            number += 1
+    return f"{number} arrays spread over processes (names, shapes and dtypes: {digest.hexdigest()[:8]})"
 
 
 def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team) -> str:
@@ -57,7 +72,7 @@ def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOpti
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
             backend.begin_shared(temporary, prepared, options, team.share)
     except BaseException:
-        forget(temporary)
+        files.forget(temporary)
         raise
     return temporary
 
@@ -86,7 +101,7 @@ def _write_and_commit(
         team.meet("commit", failed=failed, lead=commit)
     except BaseException:
         if team.share.index == 0:
-            forget(temporary)
+            files.forget(temporary)
         raise
 
 
@@ -105,5 +120,5 @@ def save_through(checkpointer: Any, request: Request, target: Any) -> None:
         request.prepare_directory()
         return foreign.written_path(request.path)
 
-    written = team.meet("begin", failed=failed, lead=begin)
+    written = team.gather(failed=failed, lead=begin)
     foreign.save(checkpointer, request.path, target, request.committed, written=written, leads=team.share.index == 0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat import _detect, matching, opening, state
+from flax_ckpt_compat._core.backend import LeafHandle, Part
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.tree import Node, Path, map_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
 from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.leaves import Stored
 
@@ -73,7 +74,11 @@ def plan_tree(reader: Any, tree: Node, target: Any, adaptation: Adaptation, path
         TransformError, NameCollisionError: a rule or transform that does not fit.
     """
     described = None if target is None else state.describe(target)
-    tree = adaptation.through_rules(tree, described, path)
+    return _decide(reader, adaptation.through_rules(tree, described, path), target, described, adaptation, path)
+
+
+def _decide(reader: Any, tree: Node, target: Any, described: Node, adaptation: Adaptation, path: str) -> Work:
+    """Decides where rules have been applied."""
     if target is None:
         match = matching.Match(sources=map_leaves(lambda _, leaf: Stored(leaf, None), tree))
         return Work(path, reader, target, described, tree, match, frozenset(), adaptation)
@@ -86,7 +91,7 @@ def _match(tree: Node, described: Node, adaptation: Adaptation, own_rules: froze
     return matching.match(
         tree,
         described,
-        lenient=adaptation.lenient,
+        lenient=adaptation.is_orbaxs,
         takes_anything=own_rules.__contains__,
         choose=adaptation.chooser(tree),
     )
@@ -111,22 +116,54 @@ def plan_all(opened: opening.Opened, target: Any, adaptation: Adaptation) -> Wor
     Raises:
         CheckpointError: several trees, and a target that does not say which.
     """
+    if target is None and not opened.is_mapping:
+        return Works({name: _item(opened, name, None, adaptation) for name in opened.parts}, False)
     if target is None:
-        parts: Mapping[str, Any] = dict.fromkeys(opened.parts)
-        return Works({name: _item(opened, name, None, adaptation) for name in parts}, opened.is_mapping)
-    is_mapping = len(opened.trees) > 1 and isinstance(target, Mapping) and target.keys() <= opened.items.keys()
-    if is_mapping:
-        return Works({name: _item(opened, name, part, adaptation) for name, part in target.items()}, True)
+        return Works(_items(opened, dict.fromkeys(opened.parts), adaptation), True)
+    if len(opened.trees) > 1 and isinstance(target, Mapping) and target.keys() <= opened.items.keys():
+        return Works(_items(opened, target, adaptation), True)
     name = "" if "" in opened.items else main_item(opened)
     return Works({name: _item(opened, name, target, adaptation)}, False)
 
 
 def _item(opened: opening.Opened, name: str, target: Any, adaptation: Adaptation) -> Work:
     reader, path = opened.reader(name), opened.items[name].path
-    if name not in opened.trees:
-        # Neither a target nor a rule says anything about a JSON item, which is restored as it is.
-        return plan_tree(reader, reader.tree, None, Adaptation(None), path)
     return plan_tree(reader, reader.tree, target, adaptation, path)
+
+
+def _items(opened: opening.Opened, targets: Mapping[str, Any], adaptation: Adaptation) -> dict[str, Work]:
+    """The works of several items; rules see them as one tree, whose first names are those of the items."""
+    described = {name: state.describe(part) for name, part in targets.items() if part is not None}
+    trees: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
+    if adaptation.rules:
+        trees = adaptation.through_rules(trees, Branch(described) if described else None, opened.path)
+    works = {}
+    for name, target in targets.items():
+        reader, path = opened.reader(name), opened.items[name].path
+        if name not in opened.trees:
+            # Neither a target nor a rule says anything about a JSON item, which is restored as it is.
+            works[name] = plan_tree(reader, reader.tree, None, Adaptation(None), path)
+            continue
+        tree = trees.children.get(name, Branch({})) if isinstance(trees, Branch) else Branch({})
+        across = _Across(reader, path) if adaptation.rules else reader
+        works[name] = _decide(across, tree, target, described.get(name), adaptation, path)
+    return works
+
+
+class _Across:
+    """Reads leaves of all items, since a rule may move them from one to another."""
+
+    def __init__(self, reader: Any, path: str):
+        self.format, self.path, self.tree = reader.format, path, reader.tree
+
+    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+        """See `flax_ckpt_compat._core.backend.Reader.read`."""
+        owners = [(one.handle if isinstance(one, Part) else one).reader for one in handles]
+        values: dict[int, Any] = {}
+        for owner in {id(owner): owner for owner in owners}.values():
+            mine = [number for number, one in enumerate(owners) if one is owner]
+            values.update(zip(mine, owner.read([handles[number] for number in mine]), strict=True))
+        return [values[number] for number in range(len(handles))]
 
 
 def main_item(opened: opening.Opened) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import arrays, files
 from flax_ckpt_compat._core.backend import Share
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.tree import Shard
 
 from .spread import SharedTree, SpreadArray
 from .writer import write_tree
@@ -25,20 +26,15 @@ _IN_FLIGHT = 2**30
 
 
 def begin(path: str, prepared: SharedTree) -> None:
-    """Makes the folder of arrays and all in it but the data, and syncs it; no folder where there are no arrays."""
+    """Makes the folder of arrays and all in it but the data; no folder where there are no arrays."""
     if not prepared.arrays:
         return
     base = os.path.join(arrays.folder_of(path), arrays.begin(path))
-    made = {arrays.folder_of(path), base}
     for array in prepared.arrays:
         folder = os.path.join(base, array.subpath)
         os.makedirs(folder, exist_ok=True)
-        while folder not in made:
-            made.add(folder)
-            folder = os.path.dirname(folder)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="flax-ckpt-write") as pool:
-        _drain(pool.map(lambda array: _write_metadata(base, array), prepared.arrays))
-        _drain(pool.map(files.sync_directory, made))
+        with open(os.path.join(folder, _METADATA), "xb") as file:
+            file.write(array.metadata)
 
 
 def write_share(path: str, prepared: SharedTree, share: Share) -> None:
@@ -50,14 +46,23 @@ def write_share(path: str, prepared: SharedTree, share: Share) -> None:
 
 
 def end(path: str, prepared: SharedTree) -> None:
-    """Checks that all chunks of all arrays are there.
+    """Checks that all chunks of all arrays are there, and syncs what `begin` made and all names.
 
     Raises:
         StorageError: some are not; names the array.
     """
+    if not prepared.arrays:
+        return
     base = os.path.join(arrays.folder_of(path), arrays.nest_in(path))
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="flax-ckpt-check") as pool:
+    folders = {folder for folder, _, _ in os.walk(arrays.folder_of(path))}
+    with _threads() as pool:
         _drain(pool.map(lambda array: _check(base, array), prepared.arrays))
+        _drain(pool.map(lambda array: _sync(os.path.join(base, array.subpath, _METADATA)), prepared.arrays))
+        _drain(pool.map(files.sync_directory, folders))
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="flax-ckpt-write")
 
 
 def _drain(results: Iterable[None]) -> None:
@@ -66,49 +71,90 @@ def _drain(results: Iterable[None]) -> None:
         pass
 
 
-def _write_metadata(base: str, array: SpreadArray) -> None:
-    path = os.path.join(base, array.subpath, _METADATA)
-    with open(path, "xb") as file:
-        file.write(array.metadata)
-        file.flush()
-        os.fsync(file.fileno())
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_shards(base: str, spread: Iterable[SpreadArray]) -> None:
-    """Writes with TensorStore, which syncs each chunk and its name; some at once, and never all."""
+    """Writes and syncs the chunks; some at once, and never all. Their names are synced by `end`, once a folder."""
     import tensorstore
 
-    # Shards fall on whole chunks: nothing is gained by keeping them.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-    waiting: list[tuple[Any, int]] = []
+    # Shards fall on whole chunks: nothing is gained by keeping them. TensorStore would sync a folder for each chunk.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
+    waiting: collections.deque[_Write] = collections.deque()
     total = 0
-    for array in spread:
-        store = None
-        for shard in array.shards():
-            if not math.prod(shard.data.shape):
-                continue
+    with _threads() as pool:
+        syncs = []
+        try:
+            for array in spread:
+                for write in _begin_writes(tensorstore, base, array, context):
+                    waiting.append(write)
+                    total += write.nbytes
+                while total > _IN_FLIGHT or (waiting and waiting[0].future.done()):
+                    total -= waiting[0].nbytes
+                    syncs.append(pool.submit(_sync, waiting.popleft().finish()))
+            while waiting:
+                syncs.append(pool.submit(_sync, waiting.popleft().finish()))
+        finally:
+            # After a failure nothing may go on writing into a folder that is about to be removed.
+            for write in waiting:
+                write.future.exception()
+        _drain(sync.result() for sync in syncs)
+
+
+class _Write(NamedTuple):
+    """A chunk that is being written."""
+
+    base: str
+    array: SpreadArray
+    future: Any
+    nbytes: int
+    name: str
+
+    def finish(self) -> str:
+        """Waits for it; the path of its file."""
+        with _translated(self.base, self.array):
+            self.future.result()
+        return os.path.join(self.base, self.array.subpath, self.name)
+
+
+def _begin_writes(tensorstore: Any, base: str, array: SpreadArray, context: Any) -> Iterator[_Write]:
+    store = None
+    for shard in array.shards():
+        if not math.prod(shard.data.shape):
+            continue
+        with _translated(base, array):
             store = store or _open(tensorstore, os.path.join(base, array.subpath), array, context)
-            waiting.append((_begin_write(store, shard), shard.data.nbytes))
-            total += shard.data.nbytes
-        while total > _IN_FLIGHT:
-            write, nbytes = waiting.pop(0)
-            write.result()
-            total -= nbytes
-    for write, _ in waiting:
-        write.result()
+            future = store[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
+        at = (side.start // chunk for side, chunk in zip(shard.index, array.chunks, strict=True))
+        yield _Write(base, array, future, shard.data.nbytes, _name(at))
+
+
+@contextmanager
+def _translated(base: str, array: SpreadArray) -> Iterator[None]:
+    """TensorStore's errors as ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (ValueError, RuntimeError, OSError) as error:
+        folder, name = os.path.join(base, array.subpath), array.subpath or "the array"
+        message = f"{folder}: writing {name} failed: {error}; free space or choose another place"
+        raise StorageError(message, path=folder, errno=getattr(error, "errno", None)) from error
 
 
 def _open(tensorstore: Any, folder: str, array: SpreadArray, context: Any) -> Any:
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder}}
     store = tensorstore.open(spec, open=True, context=context).result()
     if (tuple(store.shape), store.dtype.numpy_dtype) != (array.shape, array.dtype):
-        raise StorageError(f"{folder}: process 0 began another array here than this process has", path=folder)
+        found = f"{store.dtype.name}{tuple(store.shape)} by process 0 and {array.dtype}{array.shape} by this one"
+        message = f"{folder}: {array.subpath or 'the array'} is saved as {found}; all processes have to save one tree"
+        raise StorageError(message, path=folder)
     return store
-
-
-def _begin_write(store: Any, shard: Shard) -> Any:
-    """A future of the write having come to the disk."""
-    return store[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
 
 
 def _check(base: str, array: SpreadArray) -> None:
@@ -128,4 +174,9 @@ def _names(array: SpreadArray) -> Iterator[str]:
     """The names of an array's chunks; none where it has no elements."""
     counts = [math.ceil(size / chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
     for index in itertools.product(*map(range, counts)):
-        yield ".".join(map(str, index)) or "0"
+        yield _name(index)
+
+
+def _name(index: Iterable[int]) -> str:
+    """The name of a chunk."""
+    return ".".join(map(str, index)) or "0"

@@ -5,10 +5,26 @@ from __future__ import annotations
 import os
 import stat
 import weakref
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from flax_ckpt_compat._core import stores
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+
+
+class Steps(NamedTuple):
+    """What a window on the structure reads at a time, in bytes.
+
+    Attributes:
+        first: at the start.
+        tiny: behind a large array; 0 for no less than elsewhere.
+        least: after any other jump.
+        most: after growing.
+    """
+
+    first: int
+    tiny: int
+    least: int
+    most: int
 
 
 class Source(Protocol):
@@ -17,13 +33,13 @@ class Source(Protocol):
     Attributes:
         path: of the file, or the URL.
         size: in bytes.
-        steps: the least and the most that a window on the structure reads at a time, in bytes.
+        steps: what a window on the structure reads at a time.
         threads: how many reads go on at once.
     """
 
     path: str
     size: int
-    steps: tuple[int, int]
+    steps: Steps
     threads: int
 
     @property
@@ -47,7 +63,9 @@ class Source(Protocol):
 class File:
     """A local file, by its descriptor."""
 
-    steps = (8 * 2**10, 256 * 2**10)
+    # Behind a large array most often lies just the header of the next one: whoever wants one leaf of a large file
+    # reads little more than that leaf.
+    steps = Steps(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10)
     # Two more than processors: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
 
@@ -83,8 +101,8 @@ class File:
 class StoredObject:
     """An object of a store."""
 
-    # A request takes as long as some 100 KB; more at a time would read arrays that nobody asked for.
-    steps = (32 * 2**10, 2**20)
+    # A request takes as long as reading some 100 KB, so tiny ones, which often are not enough, do not pay.
+    steps = Steps(first=64 * 2**10, tiny=0, least=8 * 2**10, most=2**20)
     threads = 16
 
     def __init__(self, url: str):

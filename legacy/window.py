@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
+from .peek import last_key
 from .source import Source
 
 # More than any header needs: 64 dimensions of nine bytes and a dtype name.
 LOOKAHEAD = 2048
+_WORTH_SKIPPING = 2 * 2**10
 _REMEDY = "restore another checkpoint, copy this one anew, or look whether it is a checkpoint at all"
 
 
@@ -17,17 +19,30 @@ class Window:
     Attributes:
         data: the bytes of the stretch; the next value starts at ``data[at]``.
         at: position in ``data``; beyond its end after a skip.
-        fresh_until: while ``at`` is not above this, `LOOKAHEAD` bytes (or the rest of the file) are in ``data``.
+        fresh_until: while ``at`` is not above this, `LOOKAHEAD` bytes, or the rest of the file, or at least all of the
+            value that comes next, up to an array's data, are in ``data``.
         size: of the file, in bytes.
         path: of the file.
     """
 
-    __slots__ = ("_largest", "_smallest", "_source", "_step", "at", "base", "data", "fresh_until", "path", "size")
+    __slots__ = (
+        "_largest",
+        "_smallest",
+        "_source",
+        "_step",
+        "_tiny",
+        "at",
+        "base",
+        "data",
+        "fresh_until",
+        "path",
+        "size",
+    )
 
     def __init__(self, source: Source):
         self._source = source
-        self._smallest, self._largest = source.steps
-        self._step = self._smallest
+        self._step, self._tiny, self._smallest, self._largest = source.steps
+        self._step //= 2  # the first refill doubles it
         self.path = source.path
         self.size = source.size
         self.base = self.at = 0
@@ -36,10 +51,15 @@ class Window:
 
     def refill(self) -> None:
         """Moves the window to the current position; small steps after a jump, growing ones without."""
-        jumped = self.at > len(self.data)
-        self._step = self._smallest if jumped else min(self._step * 2, self._largest)
+        skipped = self.at - len(self.data)
+        self._step = self._smallest if skipped > 0 else min(self._step * 2, self._largest)
         self.base += self.at
         self.at = 0
+        if skipped > _WORTH_SKIPPING and self.size - self.base > self._tiny > 0:
+            self.data = self._pread(self._tiny, self.base)
+            self.fresh_until = last_key(self.data)
+            if self.fresh_until >= 0:
+                return
         self.data = self._pread(min(self._step, self.size - self.base), self.base)
         whole = self.base + len(self.data) == self.size
         self.fresh_until = self.size if whole else len(self.data) - LOOKAHEAD

@@ -83,8 +83,9 @@ def end(path: str, plan: Plan, share: Share) -> None:
         TeamError: a process wrote something else than this one.
         StorageError: a part of a share is missing, or the file system refused.
     """
+    digest = _digest(plan)
     for process in range(share.count):
-        _check_ended(path, process, plan)
+        _check_ended(path, process, digest)
     arrays = metadata.arrays(plan)
     if arrays:
         databases = [_database_of(path, process) for process in range(share.count)]
@@ -116,7 +117,7 @@ def _digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(spread).encode()).hexdigest()
 
 
-def _check_ended(path: str, process: int, plan: Plan) -> None:
+def _check_ended(path: str, process: int, digest: str) -> None:
     file = os.path.join(_database_of(path, process), _ENDED)
     try:
         with file_errors(file, "read"), open(file, encoding="ascii") as opened:
@@ -128,7 +129,7 @@ def _check_ended(path: str, process: int, plan: Plan) -> None:
             path=path,
             errno=error.errno,
         ) from error
-    if found != _digest(plan):
+    if found != digest:
         raise TeamError(
             f"{path}: the arrays that process {process} spreads have other names, shapes, dtypes or shardings than "
             f"those of process 0; call save_checkpoint_multiprocess with the same tree in all processes. Nothing was "

@@ -95,8 +95,9 @@ def begin_arrays(
     _begin_transfers(arrays)
     with storage_errors(path):
         database = Database(path)
-        for name, stored in arrays:
-            database.put(name, stored, compressor, leads)
+        with collection_paused():
+            for name, stored in arrays:
+                database.put(name, stored, compressor, leads)
         database.begin_commit()
     return database
 

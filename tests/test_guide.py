@@ -110,7 +110,7 @@ def test_every_step_is_there() -> None:
     assert "not run" not in text
 
 
-@pytest.mark.parametrize("page", ["guide.md", "formats.md", "troubleshooting.md"])
+@pytest.mark.parametrize("page", ["guide.md", "changed_state.md", "formats.md", "troubleshooting.md"])
 def test_pages_are_linked(page: str) -> None:
     """The first page of the guide leads to every other, and the README to the guide."""
     assert f"]({page})" in (GUIDE / "index.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import rich.console
+from flax import serialization
 from flax.training import train_state
 
-from flax_ckpt_compat import checkpoints, config, plan_restore, rules
-from flax_ckpt_compat.errors import CheckpointNotFoundError, MissingLeavesError, TransformError
+from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules
+from flax_ckpt_compat.errors import CheckpointNotFoundError, MissingLeavesError, ShapeMismatchError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.samples import fingerprint
 
@@ -136,6 +139,11 @@ def test_bytes_are_counted_once(saved: str, tmp_path: Path) -> None:
     restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={"a|b": several})
     restored["a"][:] = 5
     np.testing.assert_array_equal(restored["b"], np.ones(3))
+    constant = np.zeros(3)
+    both = RestoreTransform(multi_value_fn=lambda *_: constant, multi_value_fn_input_args={})
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={"a|b": both})
+    restored["a"][:] = 5
+    np.testing.assert_array_equal(restored["b"], np.zeros(3))
 
 
 def test_the_plan_reads_no_array_data(saved: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +193,92 @@ def test_without_a_target(saved: str, tmp_path: Path) -> None:
     }
     restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.move("params/dense", "")])
     assert fingerprint(dict(sorted(restored.items()))) == fingerprint(dict(sorted(STORED["params"]["dense"].items())))
+
+
+def test_what_a_restore_raises(saved: str, tmp_path: Path) -> None:
+    """The plan says which error a restore with the same policies ends in, and the restore does."""
+    assert plan_restore(tmp_path, TARGET).raises == "MissingLeavesError"
+    assert plan_restore(tmp_path, TARGET, transforms=RULES).raises is None
+    strict = plan_restore(tmp_path, TARGET, transforms=RULES, shape_mismatch="error")
+    assert strict.raises == "ShapeMismatchError" and "raises ShapeMismatchError" in str(strict)
+    with pytest.raises(ShapeMismatchError):
+        restore(tmp_path, TARGET, transforms=RULES)
+    assert plan_restore(tmp_path, TARGET, missing_leaves="keep").missing == ()
+    assert (
+        by_path(plan_restore(tmp_path, TARGET, transforms=RULES, dtype="target"))["params/encoder/bias"].dtype == "f2"
+    )
+
+
+def test_an_explicit_policy_is_stronger_than_transforms(saved: str, tmp_path: Path) -> None:
+    """missing_leaves="error" in the call holds with transforms too, which else keep the target's values."""
+    plan = plan_restore(tmp_path, TARGET, transforms={}, missing_leaves="error")
+    assert plan.missing and plan.raises == "MissingLeavesError"
+    with pytest.raises(MissingLeavesError):
+        restore(tmp_path, TARGET, transforms={}, missing_leaves="error")
+
+
+@pytest.mark.parametrize("nothing", [[], ()])
+def test_an_empty_list_of_rules_is_strict(nothing: Any, saved: str, tmp_path: Path) -> None:
+    """A list that came out empty asks for nothing, unlike {}: what is missing is an error."""
+    with pytest.raises(MissingLeavesError):
+        checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms=nothing)
+
+
+def test_misspelt_transforms_are_told(saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A transform that matches no leaf of the target is warned about; rules that are no list of calls are refused."""
+    transforms = {"params/scle": Transform(original_key="params/scale"), "stats/.*": Transform(use_fallback=True)}
+    checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms=transforms)
+    assert [record for record in caplog.records if "params/scle" in record.getMessage()]
+    assert not [record for record in caplog.records if "stats/.*" in record.getMessage()]
+    for wrong in ([rules.rename], {"a": rules.drop("extra")}, iter([rules.drop("extra")])):
+        with pytest.raises(TransformError, match="list of calls"):
+            checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms=wrong)
+    several = RestoreTransform(multi_value_fn=lambda *_: 0, multi_value_fn_input_args={"params/scal": None})
+    with pytest.raises(TransformError, match="params/scale"):
+        checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms={"step": several})
+
+
+def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
+    """A pickled plan says the same, without the trees behind it."""
+    plan = plan_restore(tmp_path, TARGET)
+    assert plan.suggestion is not None
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and again.missing == plan.missing and again.suggestion is None
+
+
+def test_rules_for_several_items(tmp_path: Path) -> None:
+    """Of a checkpoint of several items, rules name leaves as the plan does: with the item's name first."""
+    gen, disc = {"Dense_0": {"kernel": np.ones((2, 3))}}, {"Dense_0": {"kernel": np.zeros((2, 3))}}
+    with ocp.CheckpointManager(tmp_path, item_names=("gen", "disc", "notes")) as manager:
+        items = {"gen": ocp.args.PyTreeSave(gen), "disc": ocp.args.PyTreeSave(disc)}
+        manager.save(5, args=ocp.args.Composite(**items, notes=ocp.args.JsonSave({"n": 1})))
+    target = {
+        "gen": {"enc": {"kernel": np.zeros((2, 3))}},
+        "disc": {"Dense_0": {"kernel": np.ones((2, 3))}},
+        "notes": None,
+    }
+    plan = plan_restore(tmp_path, target, transforms=[rules.rename("^gen/Dense_0", "gen/enc")])
+    assert by_path(plan)["gen/enc/kernel"].sources == ("gen/Dense_0/kernel",)
+    restored = checkpoints.restore_checkpoint(
+        tmp_path, target, orbax_transforms=[rules.rename("^gen/Dense_0", "gen/enc"), rules.cast("gen", "float32")]
+    )
+    assert restored["gen"]["enc"]["kernel"].dtype == np.float32 and restored["gen"]["enc"]["kernel"].all()
+    assert not restored["disc"]["Dense_0"]["kernel"].any() and restored["notes"] == {"n": 1}
+    swapped = [rules.move("gen", "old"), rules.move("disc", "gen"), rules.move("old", "disc")]
+    both = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=swapped)
+    assert not both["gen"]["Dense_0"]["kernel"].any() and both["disc"]["Dense_0"]["kernel"].all()
+
+
+def test_rules_see_the_fields_of_old_namedtuples(tmp_path: Path) -> None:
+    """Optimizer states as flax before 0.3.6 wrote them are found by the names of their fields."""
+    moments = {"w": np.arange(3.0)}
+    old = {"name": "ScaleByAdamState", "fields": {"0": "count", "1": "mu", "2": "nu"}}
+    old["values"] = {"0": np.array(5), "1": moments, "2": moments}
+    (tmp_path / "checkpoint_1").write_bytes(serialization.msgpack_serialize({"w": np.ones(3), "opt_state": {"0": old}}))
+    target = {"w": np.zeros(3), "opt_state": optax.chain(optax.clip(1.0), optax.adam(0.1)).init({"w": np.zeros(3)})}
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=[rules.optimizer_state()])
+    assert int(restored["opt_state"][1][0].count) == 5
+    np.testing.assert_array_equal(restored["opt_state"][1][0].mu["w"], moments["w"])
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ DEVICES = """
     import sys, warnings, jax, jax.numpy as jnp, numpy as np, flax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from flax_ckpt_compat import checkpoints
+    from flax_ckpt_compat.errors import CheckpointError
     warnings.simplefilter("error")
     assert len(jax.devices()) == 8
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
@@ -213,7 +214,7 @@ DEVICES = """
         assert "w/" in str(error), error
     try:
         checkpoints.restore_checkpoint(sys.argv[1] + "odd", {"w": {"xy": tree["x"]}})
-    except checkpoints.CheckpointError as error:
+    except CheckpointError as error:
         assert str(error).startswith("w/xy: the stored array of shape (3,) cannot be placed"), error
     else:
         raise AssertionError

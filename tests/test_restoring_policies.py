@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
+from flax_ckpt_compat.errors import CheckpointError, MissingLeavesError, ShapeMismatchError
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
 from tests.support.saves import Save, use_flag
 
@@ -279,7 +279,7 @@ def test_whatever_legacy_flax_restores_we_restore_alike(stored: Any, target: Any
             with use_flag(False):
                 theirs = flax_checkpoints.restore_checkpoint(file, target)
         except Exception:
-            with contextlib.suppress(checkpoints.CheckpointError):
+            with contextlib.suppress(CheckpointError):
                 checkpoints.restore_checkpoint(file, target)
             return
         assert fingerprint(checkpoints.restore_checkpoint(file, target)) == fingerprint(theirs)
@@ -296,7 +296,7 @@ def test_both_formats_restore_alike(stored: Any, target: Any, lenient: bool) -> 
             try:
                 restored = checkpoints.restore_checkpoint(path, target, orbax_transforms={} if lenient else None)
                 outcomes.append(fingerprint(restored))
-            except checkpoints.CheckpointError as error:
+            except CheckpointError as error:
                 outcomes.append((type(error).__name__, getattr(error, "missing", None)))
     assert outcomes[0] == outcomes[1]
 

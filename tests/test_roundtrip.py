@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.errors import CheckpointError
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, ocp_v1, skip_without_typed_keys
 from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
 from tests.support.saves import use_flag
@@ -74,7 +75,7 @@ def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:
     """Random trees come back to the last bit, or are refused because two leaves would have one stored name."""
     try:
         checkpoints.save_checkpoint(tmp_path, tree, 1, overwrite=True)
-    except checkpoints.CheckpointError as error:
+    except CheckpointError as error:
         too_old = not FROZEN_DICT_TAKES_INT_KEYS and "string keys" in str(error)
         assert too_old or (flag and ("name" in str(error) or "surrogate" in str(error)))
         return

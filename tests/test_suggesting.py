@@ -203,10 +203,15 @@ SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
          {"params": {"norm": {"gamma": array(8), "beta": array(8)}, "out": D}}),
         ({"params": {f"b{n}": {"w": array(4, 4)} for n in range(4)}}, {"params": {"b": {"w": array(4, 4, 4)}}}),
         ({"params": D, "epoch": 3}, {"params": D, "step": 3}),
+        (
+            {"params": {"dense": dense(2, 3), "scale": array(2)}},
+            {"params": {"encoder": dense(2, 3), "scale": array(4)}, "stats": {"mean": array(2)}},
+        ),
+        ({"params": {"out": dense(8, 4), "scale": array(8)}}, {"params": {"out": dense(8, 4), "mean": array(8)}}),
     ],
     ids=["no evidence", "named first", "inserted", "crossed numbers", "crossed order", "square leaf", "which average",
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
-         "which axis", "counts"],
+         "which axis", "counts", "taken from its own place", "vectors"],
 )  # fmt: skip
 def test_doubt(old: Any, new: Any) -> None:
     """Whatever fits by shape but may be wrong is no confident suggestion."""

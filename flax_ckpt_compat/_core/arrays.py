@@ -10,6 +10,7 @@ one that now has the name.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import shutil
 from contextlib import suppress
 
 from flax_ckpt_compat._core import temporaries
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.syncing import sync_directory
 
@@ -79,8 +81,7 @@ def move_in(temporary: str, final: str) -> Move:
     identity = _identity(temporary)
     own, folder, nest = folder_of(temporary), folder_of(final), nest_in(temporary).rstrip("/")
     if os.path.isdir(own) and not nest:
-        os.rename(own, folder)
-        sync_directory(os.path.dirname(final))
+        _rename_folder(own, folder)
         return Move(temporary, final, identity, renamed=True)
     if not nest and not os.path.isdir(folder):
         return Move(temporary, final, identity)
@@ -91,6 +92,17 @@ def move_in(temporary: str, final: str) -> Move:
         sync_directory(folder)
     sync_directory(os.path.dirname(final))
     return move
+
+
+def _rename_folder(own: str, folder: str) -> None:
+    try:
+        os.rename(own, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        message = f"{folder} was not there when this save began: another one wrote the same checkpoint; save it again"
+        raise StorageError(message, path=folder, errno=error.errno) from error
+    sync_directory(os.path.dirname(folder))
 
 
 def _testify(temporary: str) -> str | None:

@@ -159,6 +159,14 @@ def discard(path: str) -> None:
         _delete(path)
 
 
+def forget(temporary: str) -> None:
+    """Removes what a failed save wrote, its arrays too; what cannot be removed now is reclaimed later."""
+    for path in (temporary, arrays.folder_of(temporary)):
+        with suppress(StorageError, OSError):
+            if os.path.lexists(path):
+                discard(path)
+
+
 def make_directory(path: str) -> None:
     """Creates a directory and its parents, and syncs the names of those that are new.
 

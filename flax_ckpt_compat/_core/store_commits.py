@@ -12,7 +12,6 @@ import logging
 import os
 import posixpath
 import re
-import shutil
 import tempfile
 import time
 import uuid
@@ -150,11 +149,3 @@ def reclaim(directory: str) -> list[str]:
 def _is_old(mark: str) -> bool:
     match = _BEGUN.fullmatch(mark)
     return match is not None and time.time() - int(match[1]) > _PATIENCE
-
-
-def forget(staged: str) -> None:
-    """Removes the local copy of a save that failed."""
-    if os.path.isdir(staged):
-        shutil.rmtree(staged, ignore_errors=True)
-    elif os.path.lexists(staged):
-        os.unlink(staged)

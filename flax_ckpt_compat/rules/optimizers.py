@@ -28,6 +28,9 @@ def optimizer_state(at: str = "opt_state", stored_at: str | None = None) -> Appl
     Renamed parameters need a `rename` before this rule. A state none of whose parameters exist is not taken at all,
     so that no count comes without its moments.
 
+    Where new parameters start with Adam's moments of zero beside an old count, Adam corrects their bias too little: their
+    first steps are several times the usual length. Warm the learning rate up, or start the state anew with `from_target`.
+
     Args:
         at: literal path of the optimizer's state in the target.
         stored_at: the same in the checkpoint, if it differs.

@@ -30,6 +30,7 @@ def doubts(stored: Node, target: Node, state: State, lacking: list[Path]) -> lis
     found = [f"{step.rule} guesses the order" for step in state.steps if step.rule.source.startswith(_GUESSES)]
     outcome = outcome_of(stored, target, state.tree)
     found += _changed_kind(outcome)
+    found += _taken_away(outcome)
     found += _stacks(state.tree, outcome.goal)
     found += _rivals.doubts(outcome)
     found += _moments_judge.doubts(outcome, stored, target)
@@ -42,6 +43,14 @@ def _changed_kind(outcome: Outcome) -> Iterator[str]:
         kinds = {outcome.goal[path][1], outcome.stored[source][1]}
         if path != source and len(kinds) > 1:
             yield f"{show_path(path)} would come from {show_path(source)}, which is of another kind"
+            return
+
+
+def _taken_away(outcome: Outcome) -> Iterator[str]:
+    """Stored leaves that would go elsewhere, while the target's leaf of just their path got nothing."""
+    for path, source in outcome.pairs.items():
+        if source in outcome.kept:
+            yield f"{show_path(source)} would go to {show_path(path)}, and nothing to the target's leaf of that name"
             return
 
 

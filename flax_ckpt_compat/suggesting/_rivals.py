@@ -61,7 +61,7 @@ def _weak(moved: Sequence[Moved]) -> Iterator[str]:
     for one in moved:
         if not _is_leaf(one):
             continue
-        if _rank(one) == 0 or (_square(one) and (one.old[-1], one.new[-1]) not in sure):
+        if _rank(one) <= 1 or (_square(one) and (one.old[-1], one.new[-1]) not in sure):
             yield f"only its shape says that {show_path(one.new)} is {show_path(one.old)}"
 
 

@@ -7,6 +7,7 @@ bit for bit, and no test needs another save to compare with.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -36,7 +37,7 @@ VALUES: dict[str, tuple[Any, P]] = {
     "columns": (count((3, 8), np.int32), P(None, "y")),
     "merged": (count((16,), np.int16), P(("x", "y"))),
     "replicated": (count((5, 2), np.float32), P()),
-    "zero_d": (np.float32(2.5).reshape(()), P()),
+    "zero_d": (np.array(2.5, np.float32), P()),
     "bf16": (count((8, 8), jnp.bfloat16), P("y", "x")),
     "uint4": (count((16,), np.uint8).astype(jnp.uint4), P("x")),
     "fp8": (count((8, 4), np.float32).astype(jnp.float8_e4m3fn), P("x")),
@@ -48,6 +49,8 @@ VALUES: dict[str, tuple[Any, P]] = {
     "wide": (np.random.default_rng(1).random((4, 40_000)).astype(np.float32), P(None, ("x", "y"))),
 }
 KEYS = 8
+# Dtypes that zarr itself does not know.
+ODD = ("uint4", "fp8")
 
 
 def mesh(kind: str = "plain") -> Mesh:
@@ -79,7 +82,7 @@ def split_tree(kind: str = "plain", *, orbax: bool = True, blank: bool = False) 
     where = mesh(kind)
     tree: dict[str, Any] = {}
     for name, (values, spec) in VALUES.items():
-        if orbax or name not in ("uint4", "fp8"):
+        if orbax or name not in ODD:
             tree[name] = put(np.ones_like(values) if blank else values, NamedSharding(where, spec))
     seed = 1 if blank else 7
     tree["keys"] = split_keys(NamedSharding(where, P("x")), seed)
@@ -161,7 +164,8 @@ def check_mixed(got: Any, target: Any) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(target)
     for name, leaf in [*got["split"].items(), ("both", got["deep"][0]["again"])]:
         wanted = target["split"][name]
-        if isinstance(leaf, np.ndarray):  # of a msgpack file in which it was whole
+        if isinstance(leaf, np.ndarray):  # what a msgpack file held whole comes as numpy, as in Flax, to one process
+            assert jax.process_count() == 1, name
             leaf = put(leaf, wanted.sharding)
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), name
         if name.endswith("keys"):
@@ -206,17 +210,24 @@ def restore_small(folder: str, step: float | None = None) -> float:
     return float(got["n"])
 
 
-def train_state(kind: str) -> TrainState:
-    """A TrainState split over the devices, after two steps of adamw on arithmetic gradients."""
+def train_state(kind: str, scale: float = 1) -> TrainState:
+    """A TrainState with adamw, split over the devices, whose parameters, moments and counts are arithmetic.
+
+    Args:
+        kind: of the mesh.
+        scale: of all values.
+    """
     where = mesh(kind)
-    split = NamedSharding(where, P("x", "y"))
-    params = {"dense": {"kernel": count((16, 8), np.float32) / 128, "bias": count((8,), np.float32)}}
-    specs = {"dense": {"kernel": split, "bias": NamedSharding(where, P())}}
-    params = jax.tree.map(put, params, specs)
+    params = {"dense": {"kernel": np.zeros((16, 8), np.float32), "bias": np.zeros(8, np.float32)}}
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    state = TrainState.create(apply_fn=len, params=params, tx=tx)
-    step = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(lambda x: x - 0.5, state.params)))
-    return step(step(state))
+    state = TrainState.create(apply_fn=len, params=params, tx=tx).replace(step=jnp.int32(0))
+    leaves, structure = jax.tree.flatten(state)
+
+    def filled(number: int, leaf: Any) -> Any:
+        values = ((count(leaf.shape, np.float32) / 7 + number) * scale).astype(leaf.dtype)
+        return put(values, NamedSharding(where, P("x", "y") if leaf.ndim == 2 else P()))
+
+    return jax.tree.unflatten(structure, [filled(*leaf) for leaf in enumerate(leaves)])
 
 
 def save_state(folder: str, orbax: bool, kind: str) -> Any:
@@ -230,9 +241,9 @@ def save_state(folder: str, orbax: bool, kind: str) -> Any:
 def restore_state(folder: str, kind: str) -> Any:
     """Restores it, checks where the leaves are, and returns its values as numpy."""
     target = train_state(kind)
-    state = checkpoints.restore_checkpoint(folder, jax.tree.map(lambda x: x * 0, target))
+    state = checkpoints.restore_checkpoint(folder, train_state(kind, 0))
     for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
-        assert not isinstance(wanted, jax.Array) or got.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
+        assert got.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
     return [gathered(leaf) for leaf in jax.tree.leaves(state)]
 
 
@@ -260,3 +271,131 @@ def bytes_read(job: Callable[..., Any], *args: Any) -> int:
 def names(folder: str) -> list[str]:
     """All names in a directory, hidden ones too."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def odd_tree(shape: str, index: int) -> Any:
+    """A bare array over all processes, or a tree without one."""
+    if shape == "bare":
+        return put(VALUES["large"][0], NamedSharding(mesh(), P("x")))
+    return {"plain": plain_leaves(index), "same": put(VALUES["rows"][0], NamedSharding(mesh(), P()))}
+
+
+def save_odd(folder: str, orbax: bool, shape: str) -> str:
+    """Saves it as step 1."""
+    use(orbax)
+    return checkpoints.save_checkpoint_multiprocess(folder, odd_tree(shape, jax.process_index()), 1)
+
+
+def restore_odd(folder: str, shape: str) -> None:
+    """Restores and checks it."""
+    got = checkpoints.restore_checkpoint(folder, jax.tree.map(lambda x: x, odd_tree(shape, 99)))
+    if shape == "bare":
+        check_shards("bare", got, VALUES["large"][0])
+    else:
+        check_plain(got["plain"], plain_leaves(0))
+        np.testing.assert_array_equal(np.asarray(got["same"]), VALUES["rows"][0])
+
+
+def large() -> Any:
+    """Values that no codec makes smaller."""
+    return np.random.default_rng(5).random((1024, 4096), np.float32)
+
+
+def save_large(folder: str, orbax: bool) -> str:
+    """Saves 16 MB over all processes."""
+    use(orbax)
+    tree = {"large": put(large(), NamedSharding(mesh("plain"), P(("x", "y"))))}
+    return checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+
+
+def restore_large(folder: str) -> None:
+    """Restores it onto all processes."""
+    sharding = NamedSharding(mesh("plain"), P(("x", "y")))
+    got = checkpoints.restore_checkpoint(
+        folder, {"large": jax.ShapeDtypeStruct((1024, 4096), np.float32, sharding=sharding)}
+    )
+    check_shards("large", got["large"], large())
+
+
+def save_with(folder: str, orbax: bool, changes: list[dict[str, Any]], wait: float = 3) -> str:
+    """Saves `small` as step 5, each process with changes of its own to that call.
+
+    Args:
+        changes: by process; arguments of the save, and ``orbax`` (the flag) or ``more`` (leaves of the tree).
+        wait: the setting ``coordination_timeout``.
+    """
+    mine = {"step": 5, **changes[jax.process_index()]}
+    use(mine.pop("orbax", orbax))
+    more = {name: MORE[name]() for name in mine.pop("more", ())}
+    folder = folder + mine.pop("below", "")
+    with config.override(coordination_timeout=wait):
+        return checkpoints.save_checkpoint_multiprocess(folder, {**small(5), **more}, **mine)
+
+
+MORE: dict[str, Callable[[], Any]] = {
+    "spread": lambda: put(np.ones((8, 4), np.float32), NamedSharding(mesh(), P("x"))),
+    "unknown": object,
+    "plain": lambda: np.ones(3),
+}
+
+
+def save_alone(folder: str, orbax: bool, step: int) -> str:
+    """What scripts do that save from process 0 only."""
+    use(orbax)
+    return checkpoints.save_checkpoint(folder, {"n": step, "v": np.full(3, step), "local": jnp.arange(4)}, step)
+
+
+def save_spread_alone(folder: str, orbax: bool) -> str:
+    """The same with an array that this process sees a part of."""
+    use(orbax)
+    return checkpoints.save_checkpoint(folder, small(1), 1)
+
+
+def save_full_disk(folder: str, orbax: bool, full: int, step: int) -> str:
+    """Saves 16 MB where one process may not write files above a megabyte, as on a full disk."""
+    import resource
+    import signal
+
+    use(orbax)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tree = {"large": put(large(), NamedSharding(mesh("plain"), P(("x", "y"))))}
+    if jax.process_index() == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with config.override(coordination_timeout=10.0):
+            return checkpoints.save_checkpoint_multiprocess(folder, tree, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def save_in_two_threads(folder: str, orbax: bool, step: int) -> list[str]:
+    """Saves to two prefixes at once, in another order in each process."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    use(orbax)
+    prefixes = ["a_", "b_"] if jax.process_index() else ["b_", "a_"]
+    tree = small(step)
+
+    def save(prefix: str) -> str:
+        return checkpoints.save_checkpoint_multiprocess(folder, tree, step, prefix)
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(save, prefix) for prefix in prefixes]
+        return sorted(future.result(60) for future in futures)
+
+
+_numbers = itertools.count()
+
+
+def barrier(name: str) -> None:
+    """Waits for the other processes, without devices."""
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.wait_at_barrier(f"{name} {next(_numbers)}", 20_000)
+
+
+def both(*steps: int) -> list[str]:
+    """The names of msgpack checkpoints and of their folders of arrays."""
+    return sorted(f"checkpoint_{step}{end}" for step in steps for end in ("", "_gda"))

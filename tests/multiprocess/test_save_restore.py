@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from tests.multiprocess import jobs
+from tests.support.saves import use_flag
 from tests.support.team import team_of
-
-
-@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
-def orbax(request: pytest.FixtureRequest) -> bool:
-    """Flax's flag in the processes of the team."""
-    return bool(request.param)
 
 
 @pytest.mark.parametrize(
     ("writers", "kind", "readers", "onto"),
-    [(2, "plain", 2, "plain"), (2, "plain", 4, "turned"), (4, "plain", 2, "flat"), (4, "turned", 4, "plain"), (2, "flat", 1, "plain")],
+    [
+        (2, "plain", 2, "plain"),
+        (2, "plain", 4, "turned"),
+        (4, "plain", 2, "flat"),
+        (4, "turned", 4, "plain"),
+        (4, "flat", 1, "plain"),
+    ],
 )
 def test_every_bit_comes_back_on_any_number_of_processes(
     orbax: bool, tmp_path: Path, writers: int, kind: str, readers: int, onto: str
@@ -32,3 +34,63 @@ def test_every_bit_comes_back_on_any_number_of_processes(
     assert paths == [str(tmp_path / "checkpoint_1")] * writers
     for abstract in (False, True):
         team_of(readers).call(jobs.restore_mixed, str(tmp_path), orbax, onto, abstract)
+
+
+def test_what_one_process_saved_is_restored_by_several(orbax: bool, tmp_path: Path) -> None:
+    """A checkpoint of one process restores on a mesh over four."""
+    team_of(1).call(jobs.save_mixed, str(tmp_path), orbax, "plain")
+    team_of(4).call(jobs.restore_mixed, str(tmp_path), orbax, "turned")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_without_a_target_it_is_what_one_process_would_have_saved(orbax: bool, tmp_path: Path, count: int) -> None:
+    """The same tree, as numpy in one process, saved by one process, restores to the same types and bits."""
+    team_of(count).call(jobs.save_mixed, str(tmp_path / "shared"), orbax)
+    split: dict[str, Any] = {name: values for name, (values, _) in jobs.VALUES.items() if orbax or name not in jobs.ODD}
+    keys = jax.random.split(jax.random.key(7), jobs.KEYS)
+    split |= {"keys": keys, "same_keys": keys}
+    tree = {"split": split, "deep": [{"again": split["both"]}, ()], "plain": jobs.plain_leaves(0)}
+    with use_flag(orbax):
+        checkpoints.save_checkpoint(tmp_path / "alone", tree, 1)
+    got = checkpoints.restore_checkpoint(tmp_path / "shared", None)
+    wanted = checkpoints.restore_checkpoint(tmp_path / "alone", None)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        assert type(a) is type(b), path
+        if isinstance(a, jax.Array):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        if isinstance(a, np.ndarray | jax.Array):
+            assert a.dtype == b.dtype, path
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+        else:
+            assert a == b, path
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 2)])
+def test_a_train_state_with_its_optimizer(orbax: bool, tmp_path: Path, writers: int, readers: int) -> None:
+    """Parameters, moments and counts of a sharded TrainState are as they were, on other processes."""
+    saved = team_of(writers).call(jobs.save_state, str(tmp_path), orbax, "plain")
+    restored = team_of(readers).call(jobs.restore_state, str(tmp_path), "turned")
+    assert len(saved[0]) > 6
+    for state in (*saved, *restored):
+        for got, wanted in zip(state, saved[0], strict=True):
+            assert got.dtype == wanted.dtype
+            np.testing.assert_array_equal(got, wanted)
+    assert any(np.abs(leaf).sum() for leaf in saved[0])
+
+
+@pytest.mark.parametrize("shape", ["bare", "nothing spread"])
+def test_odd_trees(orbax: bool, tmp_path: Path, shape: str) -> None:
+    """A single array as the whole tree, and a tree without any array of several processes."""
+    team_of(2).call(jobs.save_odd, str(tmp_path), orbax, shape)
+    team_of(2).call(jobs.restore_odd, str(tmp_path), shape)
+    names = jobs.names(str(tmp_path))
+    assert names == ["checkpoint_1", *(["checkpoint_1_gda"] if shape == "bare" and not orbax else [])]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
+def test_a_process_reads_only_what_its_shards_need(orbax: bool, tmp_path: Path) -> None:
+    """Of 16 MB over two processes, each of four reads its quarter, and little more, as the kernel counts it."""
+    team_of(2).call(jobs.save_large, str(tmp_path), orbax)
+    for read in team_of(4).call(jobs.bytes_read, jobs.restore_large, str(tmp_path)):
+        assert 2**22 * 0.8 < read < 2**22 * 1.1

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
@@ -233,7 +232,7 @@ def check_real(path: str, shape: tuple[int, int] | None, names: list[str]) -> di
 
 def check_real_v1(path: str, names: list[str]) -> dict[str, Any]:
     """The same with Orbax's v1, as saved."""
-    from orbax.checkpoint import v1 as ocp_v1
+    from tests.support.peers import ocp_v1
 
     return _compared(ocp_v1.load(path), names)
 
@@ -309,9 +308,26 @@ def save_plain(path: str, tree: dict[str, Any]) -> None:
     save(path, branches(tree))
 
 
-def save_many(path: str, leaves: int) -> None:
-    """Saves a tree of many small arrays, most of them spread."""
-    mesh = mesh_of((jax.device_count(), 1))
-    value = np.arange(jax.device_count() * 2, dtype=np.float32)
-    one = spread(value, mesh, PartitionSpec("x"))
-    save(path, branches({f"w{number}": one if number % 4 else jnp.asarray(value) for number in range(leaves)}))
+def random_values(seed: int) -> dict[str, tuple[np.ndarray[Any, Any], PartitionSpec]]:
+    """Many arrays of any shape and dtype, each with a split that a mesh of two by two can make of it."""
+    random = np.random.default_rng(seed)
+    dtypes = [np.float32, np.int8, np.uint16, np.bool_, ml_dtypes.bfloat16, ml_dtypes.int4, ml_dtypes.float8_e4m3]
+    found = {}
+    for number in range(40):
+        axes = [[], ["x"], ["y"], ["x", "y"], ["y", "x"]][random.integers(5)]
+        sides: list[list[str]] = [[] for _ in range(random.integers(1, 4))]
+        for axis in axes:
+            sides[random.integers(len(sides))].append(axis)
+        scale = int(random.choice([1, 3, 40]))
+        shape = tuple(int(random.integers(0 if number % 9 == 0 else 1, 2 + scale)) * 2 ** len(side) for side in sides)
+        value = random.integers(-8, 8, shape).astype(dtypes[random.integers(len(dtypes))])
+        found[f"a{number}"] = value, PartitionSpec(*(tuple(side) or None for side in sides))
+    return found
+
+
+def save_random(path: str, seed: int, compression: str | None) -> None:
+    """Saves them, on a mesh in which the processes' devices are mixed."""
+    order = np.random.default_rng(seed).permutation(jax.device_count())
+    mesh = Mesh(np.array(jax.devices())[order].reshape(2, 2), ("x", "y"))
+    tree = {name: spread(value, mesh, spec) for name, (value, spec) in random_values(seed).items()}
+    save(path, branches(tree), compression)

@@ -1,0 +1,294 @@
+"""Writing arrays of several processes beside a msgpack file; one process plays both."""
+
+from __future__ import annotations
+
+import json
+import os
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from flax_ckpt_compat.legacy import BACKEND
+from flax_ckpt_compat.legacy.subpaths import choose
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.backend import Share
+from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.tree import KeyData
+from tests.support.saves import names
+from tests.support.spread import OPTIONS, Spread, half, load, save, write
+from tests.support.trees import fill, to_branches
+
+TEXT = "//GDAPlaceholder:"
+
+
+def test_the_document_names_the_arrays(tmp_path: Path) -> None:
+    """The file is Flax's: each array a text with its key path, all else in it, in the order of the tree."""
+    path = tmp_path / "checkpoint_1"
+    save(path, {"b": {"w": Spread(np.arange(4)), "n": 1}, "a": Spread(np.arange(6.0))})
+    document = msgpack.unpackb(path.read_bytes())
+    assert list(document.items()) == [("b", {"w": f"{TEXT}b/w", "n": 1}), ("a", f"{TEXT}a")]
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_1_gda"]
+    metadata = json.loads((tmp_path / "checkpoint_1_gda/b/w/.zarray").read_text())
+    assert metadata == {
+        "chunks": [2], "compressor": {"id": "zstd", "level": 1}, "dimension_separator": ".", "dtype": "<i8",
+        "fill_value": None, "filters": None, "order": "C", "shape": [4], "zarr_format": 2,
+    }  # fmt: skip
+
+
+def test_one_array_is_a_checkpoint(tmp_path: Path) -> None:
+    """Its chunks lie in the folder itself; replaced, in a subfolder."""
+    path = tmp_path / "checkpoint_1"
+    for n in (1, 2, 3):
+        save(path, Spread(np.full((4, 2), n)))
+        assert load(path)[()].tolist() == [[n, n]] * 4
+        if n == 1:
+            assert names(f"{path}_gda") == [".zarray", "0.0", "1.0"]
+            assert msgpack.unpackb(path.read_bytes()) == TEXT
+    assert len(names(f"{path}_gda")) == 1
+
+
+def test_no_array_no_folder(tmp_path: Path) -> None:
+    """Where nothing is spread there is a file only, also in place of a checkpoint with a folder."""
+    path = tmp_path / "checkpoint_1"
+    save(path, {"a": Spread(np.arange(4)), "b": 1})
+    save(path, {"a": np.arange(4), "b": 2})
+    assert (names(tmp_path), load(path)[("b",)]) == (["checkpoint_1"], 2)
+
+
+DTYPES = [*"?bhiqBHIQefdFD", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4"]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_bit_comes_back(tmp_path: Path, name: str) -> None:
+    """NaN payloads, negative zeros and arrays of zeros; every chunk is stored."""
+    dtype = np.dtype(name) if len(name) == 1 else dtype_from_name(name)
+    trees = {"r": fill((6, 3), dtype, 7), "z": np.zeros((2, 5), dtype), "e": np.zeros((0, 3), dtype)}
+    save(tmp_path / "c_1", {name: Spread(value) for name, value in trees.items()})
+    for path, value in load(tmp_path / "c_1").items():
+        expected = trees[path[0]]
+        assert (value.dtype, value.shape, value.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    assert names(tmp_path / "c_1_gda" / "z") == [".zarray", "0.0", "1.0"]
+    assert names(tmp_path / "c_1_gda" / "e") == [".zarray"]
+
+
+@pytest.mark.parametrize("name", ["uint4", "uint2", "float8_e4m3"])
+def test_what_tensorstore_cannot_hold_is_refused(name: str) -> None:
+    """Before anything is written, by its key path."""
+    array = np.zeros(4, dtype_from_name(name))
+    with pytest.raises(UnsupportedLeafError, match=f"w/x.*{name}") as caught:
+        BACKEND.prepare(to_branches({"w": {"x": half(array, 0)}}), Share(0, 2))
+    assert caught.value.leaf == "w/x"
+
+
+def test_a_users_text_is_never_taken_for_an_array() -> None:
+    """Text that starts like Flax's references is refused in saves by several processes too."""
+    with pytest.raises(UnsupportedLeafError, match="GDAPlaceholder"):
+        BACKEND.prepare(to_branches({"a": half(np.arange(4), 0), "t": TEXT + "a"}), Share(0, 2))
+
+
+def test_an_array_of_another_process_alone_is_refused() -> None:
+    """Process 0 says so before the save, for nobody would write it."""
+    array = half(np.arange(4), 0)
+    array.sharding.device_set = array.sharding.device_set[1:]
+    with pytest.raises(UnsupportedLeafError, match="a lies wholly on the devices of process 1"):
+        BACKEND.prepare(to_branches({"a": array}), Share(0, 2))
+
+
+def test_spread_key_data(tmp_path: Path) -> None:
+    """A PRNG key whose data is spread comes back as a key."""
+    data = np.arange(8, dtype=np.uint32).reshape(4, 2)
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    prepared = [
+        BACKEND.prepare(to_branches({"k": KeyData("threefry2x32", half(data, i))}), Share(i, 2)) for i in (0, 1)
+    ]
+    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    for index in (0, 1):
+        BACKEND.write_share(temporary, prepared[index], OPTIONS, Share(index, 2))
+    BACKEND.end_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    BACKEND.publish(temporary, str(tmp_path / "c_1"))
+    key = load(tmp_path / "c_1")[("k",)]
+    assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
+
+
+def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
+    """The save fails, naming the array; and nothing has the checkpoint's name."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    prepared = BACKEND.prepare(to_branches({"a": {"b": half(np.arange(4), 0)}}), Share(0, 2))
+    BACKEND.begin_shared(temporary, prepared, OPTIONS, Share(0, 2))
+    BACKEND.write_share(temporary, prepared, OPTIONS, Share(0, 2))
+    with pytest.raises(StorageError, match="1 of the chunks of a/b were not written"):
+        BACKEND.end_shared(temporary, prepared, OPTIONS, Share(0, 2))
+    files.forget(temporary)
+    assert names(tmp_path) == []
+
+
+def test_processes_with_different_trees_are_told(tmp_path: Path) -> None:
+    """An array of another shape or dtype in another process is an error there that tells both."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    prepared = [BACKEND.prepare(to_branches({"a": half(np.arange(4 + 2 * i), i)}), Share(i, 2)) for i in (0, 1)]
+    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    with pytest.raises(StorageError, match=r"a is saved as int64\(4,\) by process 0 and int64\(6,\) by this one"):
+        BACKEND.write_share(temporary, prepared[1], OPTIONS, Share(1, 2))
+
+
+def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    """TensorStore's own errors do not come through, and the array is named."""
+    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    prepared = BACKEND.prepare(to_branches({"x": half(np.arange(4), 0), "y": half(np.arange(4), 0)}), Share(0, 2))
+    BACKEND.begin_shared(temporary, prepared, OPTIONS, Share(0, 2))
+    os.unlink(f"{temporary}_gda/y/.zarray")
+    with pytest.raises(StorageError, match="writing y failed") as caught:
+        BACKEND.write_share(temporary, prepared, OPTIONS, Share(0, 2))
+    assert caught.value.__cause__ is not None
+
+
+HAZARDS: list[Any] = [
+    {"..": {"..": 0}}, {"": {"": 0}}, {"a": {"": 0}, "": 1}, {".": 0}, {"a/b": 0, "a": {"b": 1}}, {"/etc": 0},
+    {"a\0b": 0}, {"A": 0, "a": 1}, {"a": 0, "A": {"b": 1}}, {"e\u0301": 0, "\u00e9": 1}, {"n" * 300: 0},
+    {"arrays": {"0": 0}, "..": 1}, {"Arrays": {"1": 0}, "..": 1, "a/b": 2}, {"y/": 0},
+    {".0123456789ab-1-2-3": 0}, {"x": {"y" * 250: {"z" * 250: {"u" * 250: {"v" * 250: {"w" * 250: 0}}}}}},
+]  # fmt: skip
+
+
+def spread_leaves(tree: Any) -> Any:
+    """The tree with an array, told by its number, for every leaf."""
+    if isinstance(tree, dict):
+        return {name: spread_leaves(child) for name, child in tree.items()}
+    return Spread(np.full(2, tree))
+
+
+@pytest.mark.parametrize("tree", HAZARDS, ids=range(len(HAZARDS)))
+def test_names_that_are_no_safe_paths(tmp_path: Path, tree: Any) -> None:
+    """Every array comes back under its own key path, and nothing is written outside of the folder."""
+    for path in (tmp_path / "in" / "c_1", tmp_path / "in" / "c_2", tmp_path / "in" / "c_1"):
+        path.parent.mkdir(exist_ok=True)
+        save(path, spread_leaves(tree))
+        for keys, value in load(path).items():
+            leaf = tree
+            for key in keys:
+                leaf = leaf[key]
+            assert value.tolist() == [leaf] * 2
+    assert names(tmp_path) == ["in"]
+    assert names(tmp_path / "in") == ["c_1", "c_1_gda", "c_2", "c_2_gda"]
+
+
+KEYS = st.text("aAbB/.\0é", max_size=3) | st.sampled_from(["arrays", "Arrays", "arrays_", "..", "0", "1"])
+KEY_TREES = st.recursive(st.none(), lambda child: st.dictionaries(KEYS, child, min_size=1, max_size=4), max_leaves=8)
+
+
+def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """All key paths that end in a leaf."""
+    if tree is None:
+        return [path]
+    return [leaf for name, child in tree.items() for leaf in leaves_of(child, (*path, name))]
+
+
+@given(KEY_TREES)
+def test_subpaths_are_safe_and_lead_to_one_array_alone(tree: Any) -> None:
+    """No two are the same or one in the other, even where case does not count; what is plain and safe stays plain."""
+    paths = sorted(leaves_of(tree))
+    chosen = choose(paths, tree or ())
+    assert list(chosen) == paths
+    folded = [unicodedata.normalize("NFC", text).casefold().split("/") for text in chosen.values()]
+    for at, one in enumerate(folded):
+        assert paths == [()] or not {"", ".", ".."} & set(one)
+        assert not any(other[: len(one)] == one for other in folded[:at] + folded[at + 1 :])
+    if all(name in ("a", "b", "0", "é") for path in paths for name in path):
+        assert chosen == {path: "/".join(path) for path in paths}
+
+
+def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
+    """Replacing removes arrays and nothing that is none."""
+    path, folder = tmp_path / "c_1", tmp_path / "c_1_gda"
+    save(path, {"a": {"b": Spread(np.arange(4))}, "c": Spread(np.arange(4))})
+    for stranger in ("notes.txt", "a/notes.txt", "a/b/notes.txt"):
+        (folder / stranger).write_text("mine")
+    (folder / "link").symlink_to(tmp_path)
+    save(path, {"c": np.arange(3)})
+    left = sorted(os.path.relpath(file, folder) for file in folder.rglob("*") if not file.is_dir())
+    assert (left, names(tmp_path)) == (["a/b/notes.txt", "a/notes.txt", "notes.txt"], ["c_1", "c_1_gda"])
+    assert load(path)[("c",)].tolist() == [0, 1, 2]
+
+
+def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
+    """Who publishes last has the name, whole; the other's arrays are gone."""
+    path = tmp_path / "c_1"
+    save(path, {"a": Spread(np.full(4, 1))})
+    temporaries = [files.temporary_path(str(path)) for _ in range(2)]
+    for n, temporary in enumerate(temporaries):
+        write(temporary, {"a": Spread(np.full(4, n + 2))})
+    for n, temporary in enumerate(temporaries):
+        BACKEND.publish(temporary, str(path))
+        assert load(path)[("a",)].tolist() == [n + 2] * 4
+        assert len(names(f"{path}_gda")) == 1
+    assert names(tmp_path) == ["c_1", "c_1_gda"]
+
+
+def test_two_savers_of_one_new_checkpoint(tmp_path: Path) -> None:
+    """The second is told, and the first one's checkpoint stays whole."""
+    path = tmp_path / "c_1"
+    temporaries = [files.temporary_path(str(path)) for _ in range(2)]
+    for n, temporary in enumerate(temporaries):
+        write(temporary, {"a": Spread(np.full(4, n))})
+    BACKEND.publish(temporaries[0], str(path))
+    with pytest.raises(StorageError, match="another"):
+        BACKEND.publish(temporaries[1], str(path))
+    files.forget(temporaries[1])
+    assert load(path)[("a",)].tolist() == [0] * 4
+    assert names(tmp_path) == ["c_1", "c_1_gda"]
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failing_rename_leaves_the_old_checkpoint(
+    tmp_path: Path, error: BaseException, links: bool, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was put beside it is taken out again, also on a file system without hard links."""
+    path = tmp_path / "c_1"
+    if not first:
+        save(path, {"a": Spread(np.full(4, 1))})
+    temporary = files.temporary_path(str(path))
+    write(temporary, {"a": Spread(np.full(4, 2))})
+
+    def refuse(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        if not links:
+            patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
+        with pytest.raises((StorageError, KeyboardInterrupt)):
+            BACKEND.publish(temporary, str(path))
+    files.forget(temporary)
+    assert names(tmp_path) == ([] if first else ["c_1", "c_1_gda"])
+    if not first:
+        assert load(path)[("a",)].tolist() == [1] * 4
+        assert names(f"{path}_gda") == ["a"]
+    save(path, {"a": Spread(np.full(4, 3))})
+    assert load(path)[("a",)].tolist() == [3] * 4
+
+
+def test_without_hard_links_nothing_is_left_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fails, replacing works as elsewhere."""
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
+    for n in (1, 2, 3):
+        save(tmp_path / "c_1", {"a": Spread(np.full(4, n))})
+        assert load(tmp_path / "c_1")[("a",)].tolist() == [n] * 4
+    assert (names(tmp_path), len(names(tmp_path / "c_1_gda"))) == (["c_1", "c_1_gda"], 1)
+
+
+def test_a_name_too_long_to_be_told_by_its_temporary(tmp_path: Path) -> None:
+    """Long names are saved and replaced like others."""
+    path = tmp_path / ("n" * 240)
+    for n in (1, 2, 3):
+        save(path, {"a": Spread(np.full(4, n))})
+        assert load(path)[("a",)].tolist() == [n] * 4
+    assert len(names(tmp_path)) == 2

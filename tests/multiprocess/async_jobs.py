@@ -1,0 +1,136 @@
+"""What the processes of a team do in the tests of background saves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat import background, checkpoints, config
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._routing import backend_for
+from tests.multiprocess.jobs import barrier, check_shards, names, small, use
+
+
+def save_many(folder: str, orbax: bool, count: int) -> list[int]:
+    """Saves steps in the background, each time from memory that is overwritten at once.
+
+    Returns:
+        The latest step after each wait for a save.
+    """
+    use(orbax)
+    manager, seen = checkpoints.AsyncManager(), []
+    spoil = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
+    for step in range(count):
+        tree = small(step)
+        checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=3, async_manager=manager)
+        spoil(tree["w"]).block_until_ready()
+        tree["v"][:] = -1
+        manager.wait_previous_save()
+        got = checkpoints.restore_checkpoint(folder, small(-1), step)
+        check_shards("w", got["w"], np.full((8, 4), step, np.float32))
+        np.testing.assert_array_equal(got["v"], np.full(3, step))
+        seen.append(int(got["n"]))
+    # Once more without waits between.
+    for step in range(count, 2 * count):
+        checkpoints.save_checkpoint_multiprocess(folder, small(step), step, "fast_", 3, async_manager=manager)
+    manager.wait_previous_save()
+    assert checkpoints.available_steps(folder, "fast_") == list(range(2 * count - 3, 2 * count))
+    barrier("all have looked")
+    if jax.process_index() == 0:
+        for name in names(folder):
+            if name.startswith("fast_"):
+                _remove(f"{folder}/{name}")
+    barrier("removed")
+    return seen
+
+
+def save_slowly(folder: str, orbax: bool) -> list[int]:
+    """Saves in the background where process 1 takes its time to write; what is there meanwhile."""
+    use(orbax)
+    manager, go = checkpoints.AsyncManager(), threading.Event()
+    with _writing(orbax, lambda: go.wait(20) if jax.process_index() == 1 else None):
+        checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
+        time.sleep(0.2)
+        meanwhile = checkpoints.available_steps(folder)
+        barrier("all have looked early")
+        go.set()
+        manager.wait_previous_save()
+    assert checkpoints.available_steps(folder) == [1]
+    return meanwhile
+
+
+def fail(folder: str, orbax: bool, at: str) -> tuple[tuple[str, ...], str]:
+    """Saves in the background where process 1 cannot write; what the next call raises."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+
+    def refuse() -> None:
+        if jax.process_index() == 1:
+            raise StorageError("no space in this test")
+
+    with _writing(orbax, refuse):
+        checkpoints.save_checkpoint_multiprocess(folder, small(2), 2, async_manager=manager)
+        while not manager.save_future.done():
+            time.sleep(0.005)
+    barrier(f"failed before {at}")
+    try:
+        if at == "save":
+            checkpoints.save_checkpoint_multiprocess(folder, small(3), 3, async_manager=manager)
+        elif at == "wait":
+            manager.wait_previous_save()
+        else:
+            checkpoints.restore_checkpoint(folder, small(-1))
+    except Exception as error:
+        return tuple(kind.__name__ for kind in type(error).__mro__), str(error)
+    return (), "nothing was raised"
+
+
+def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
+    """A background task of process 1 alone has failed; what the next save raises in each process."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+
+    def refuse() -> None:
+        raise StorageError("trouble of process 1 alone")
+
+    if jax.process_index() == 1:
+        background.start(manager, folder, refuse)
+    try:
+        with config.override(coordination_timeout=20.0):
+            checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
+    except Exception as error:
+        return tuple(kind.__name__ for kind in type(error).__mro__), str(error)
+    return (), "nothing was raised"
+
+
+@contextmanager
+def _writing(orbax: bool, first: Any) -> Iterator[None]:
+    """Calls something before this process writes its share."""
+    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+    kind, own = type(backend), type(backend).write_share
+
+    def write_share(*args: Any) -> None:
+        first()
+        own(*args)
+
+    kind.write_share = write_share
+    try:
+        yield
+    finally:
+        kind.write_share = own
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        os.remove(path)

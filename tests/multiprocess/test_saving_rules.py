@@ -1,0 +1,130 @@
+"""Overwrite, retention and the flag hold for saves by several processes as for those of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints
+from tests.multiprocess import jobs
+from tests.support.saves import tree, use_flag
+from tests.support.team import team_of
+
+
+def steps_and_arrays(folder: Path, orbax: bool, *steps: int) -> list[str]:
+    """What a directory holds with these steps."""
+    return sorted(f"checkpoint_{step}{end}" for step in steps for end in (("",) if orbax else ("", "_gda")))
+
+
+def test_keep_and_every(orbax: bool, tmp_path: Path) -> None:
+    """Retention leaves what it leaves of one process's saves, arrays too; Flax's rule from format chapter 6.4."""
+    for step in range(1, 6):
+        team_of(2).call(jobs.save_small, str(tmp_path), orbax, step, {"keep": 2, "keep_every_n_steps": 2})
+    assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 1, 3, 4, 5)
+    assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [5, 5]
+    assert team_of(4).call(jobs.restore_small, str(tmp_path), 3) == [3] * 4
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_an_existing_or_older_step_is_refused_in_all_processes(orbax: bool, tmp_path: Path, step: int) -> None:
+    """Every process gets InvalidCheckpointError, and nothing changes; with overwrite, newer steps go as in Flax."""
+    team = team_of(2)
+    for saved in (1, 3):
+        team.call(jobs.save_small, str(tmp_path), orbax, saved, {"keep": 5})
+    before = jobs.names(str(tmp_path))
+    for outcome in team.run(jobs.save_small, str(tmp_path), orbax, step, {"keep": 5}):
+        assert outcome.kinds[0] == "InvalidCheckpointError"
+        assert "checkpoint_3" in outcome.error
+        assert "overwrite=True" in outcome.error
+    assert jobs.names(str(tmp_path)) == before
+    team.call(jobs.save_small, str(tmp_path), orbax, step, {"keep": 5, "overwrite": True})
+    assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 1, step)
+    assert team.call(jobs.restore_small, str(tmp_path)) == [step, step]
+
+
+def test_a_step_is_overwritten_in_the_other_format(tmp_path: Path) -> None:
+    """A file with its arrays gives way to a directory, and back."""
+    team = team_of(2)
+    for orbax in (False, True, False, True):
+        team.call(jobs.save_small, str(tmp_path), orbax, 1, {"overwrite": True})
+        assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 1)
+        assert team.call(jobs.restore_small, str(tmp_path)) == [1, 1]
+
+
+def test_saves_of_one_and_of_several_processes_share_a_directory(orbax: bool, tmp_path: Path) -> None:
+    """Each sees the other's steps, and its retention removes them with their arrays."""
+    team_of(2).call(jobs.save_small, str(tmp_path), orbax, 1)
+    with use_flag(orbax):
+        checkpoints.save_checkpoint(tmp_path, tree(2), 2)
+    assert jobs.names(str(tmp_path)) == ["checkpoint_2"]
+    refused = team_of(2).run(jobs.save_small, str(tmp_path), orbax, 1)
+    assert [outcome.kinds[0] for outcome in refused] == ["InvalidCheckpointError"] * 2
+    team_of(2).call(jobs.save_small, str(tmp_path), orbax, 3)
+    assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 3)
+
+
+def test_save_checkpoint_on_process_0_only(orbax: bool, tmp_path: Path) -> None:
+    """It waits for nobody, with the flag on and off; so does a restore by one process."""
+    team = team_of(2)
+    outcome = team.run(jobs.save_alone, str(tmp_path), orbax, 1, only=[0], timeout=20)[0]
+    assert outcome.value == str(tmp_path / "checkpoint_1"), outcome
+    outcome = team.run(jobs.restore_plainly, str(tmp_path), only=[1], timeout=20)[1]
+    np.testing.assert_array_equal(outcome.value["v"], np.full(3, 1))
+    team.call(jobs.save_small, str(tmp_path), orbax, 2)
+
+
+def test_save_checkpoint_names_the_function_for_spread_arrays(orbax: bool, tmp_path: Path) -> None:
+    """An array that this process sees only a part of is an error, which says what to call; nothing is written."""
+    outcome = team_of(2).run(jobs.save_spread_alone, str(tmp_path), orbax, only=[0], timeout=20)[0]
+    assert outcome.kinds[0] == "MPACheckpointingRequiredError"
+    assert "save_checkpoint_multiprocess" in outcome.error
+    assert "w is spread" in outcome.error
+    assert jobs.names(str(tmp_path)) == []
+
+
+SAME: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"step": 6}, ["checkpoint_6", "checkpoint_5"]),
+        ({"below": "/elsewhere"}, ["/elsewhere/checkpoint_5"]),
+        ({"prefix": "model_"}, ["model_5", "checkpoint_5"]),
+        ({"overwrite": True}, ["overwrite=True", "overwrite=False"]),
+        ({"orbax": None}, ["msgpack", "orbax"]),
+    ],
+)
+def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any], told: list[str]) -> None:
+    """All processes fail within the bound and name the process and the difference; nothing is saved."""
+    other = {"orbax": not orbax} if "orbax" in other else other
+    for outcome in team_of(2).run(jobs.save_with, str(tmp_path), orbax, [SAME, other], 1.0, timeout=20):
+        assert outcome.kinds[0] == "TeamError"
+        assert "process 1 saves" in outcome.error
+        assert all(text in outcome.error for text in told), outcome.error
+        assert outcome.seconds < 4
+    assert jobs.names(str(tmp_path)) == []
+    team_of(2).call(jobs.save_with, str(tmp_path), orbax, [SAME, SAME])
+    assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [5, 5]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_trees_that_differ(orbax: bool, tmp_path: Path, holder: int) -> None:
+    """A spread array that only one process has is an error in all, not a checkpoint with a hole."""
+    more = {"more": ["spread"]}
+    changes = [more, SAME] if holder == 0 else [SAME, more]
+    name = "orbax" if orbax else "msgpack"
+    for outcome in team_of(2).run(jobs.save_with, str(tmp_path), orbax, changes, timeout=20):
+        assert outcome.kinds[0] == "TeamError", outcome
+        assert f"process 1 saves {name} with overwrite=False and {1 + holder} arrays" in outcome.error
+    assert jobs.names(str(tmp_path)) == []
+
+
+def test_two_threads_save_at_once(orbax: bool, tmp_path: Path) -> None:
+    """Saves to two prefixes, which come in another order in each process, do not take each other for a mistake."""
+    for step in range(3):
+        team_of(2).call(jobs.save_in_two_threads, str(tmp_path), orbax, step)
+    assert [checkpoints.available_steps(tmp_path, prefix) for prefix in ("a_", "b_")] == [[2], [2]]

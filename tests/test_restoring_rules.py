@@ -1,0 +1,289 @@
+"""Rules through whole restores of real state: values, memory, devices, and every place that a checkpoint can be in."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import train_state
+
+from flax_ckpt_compat import checkpoints, plan_restore, restore, rules, save
+from flax_ckpt_compat.errors import TransformError
+from flax_ckpt_compat.transforms import Transform
+from tests.support.peers import ocp_v1, skip_without_typed_keys
+from tests.support.saves import run_python
+
+GDA = Path(__file__).parent / "data" / "gda"
+LAYERS = {f"layer_{n}": {"kernel": np.full((2, 3), n, np.float32), "bias": np.arange(3.0) + n} for n in range(4)}
+STACKED = {
+    "kernel": np.stack([layer["kernel"] for layer in LAYERS.values()]),
+    "bias": np.stack([layer["bias"] for layer in LAYERS.values()]),
+}
+
+
+def create(params: Any, tx: Any = None) -> Any:
+    """A TrainState with adam, or another optimizer."""
+    return train_state.TrainState.create(apply_fn=None, params=params, tx=tx or optax.adam(0.1))
+
+
+def trained() -> Any:
+    """One after a step, so that its moments are not zero."""
+    params = {**{name: {key: jnp.asarray(value) for key, value in layer.items()} for name, layer in LAYERS.items()}}
+    state = create({"body": {**params, "qkv": jnp.arange(12.0).reshape(2, 6)}})
+    return state.apply_gradients(grads=jax.tree.map(lambda x: x + 1, state.params))
+
+
+def zeros_like(tree: Any) -> Any:
+    """The same shapes and dtypes."""
+    return jax.tree.map(np.zeros_like, tree)
+
+
+@pytest.fixture
+def saved(flag: bool, tmp_path: Path) -> tuple[str, Any]:
+    """A trained state, saved in each format."""
+    state = trained()
+    return checkpoints.save_checkpoint(tmp_path, state, 1), state
+
+
+def test_rules_compose_on_a_train_state(saved: tuple[str, Any]) -> None:
+    """Rename, stack and split in parameters and moments alike, with the values that numpy gives."""
+    path, old = saved
+    given = [
+        rules.rename("body", "encoder"),
+        rules.stack(r"layer_(\d+)", "layers"),
+        rules.split("qkv", ["query", "key", "value"]),
+    ]
+
+    def new_of(body: Any) -> Any:
+        layers = [body[f"layer_{n}"] for n in range(4)]
+        query, key, value = np.split(np.asarray(body["qkv"]), 3, axis=-1)
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+        return {"encoder": {"layers": stacked, "query": query, "key": key, "value": value}}
+
+    params = new_of(old.params["body"])
+    restored = checkpoints.restore_checkpoint(
+        path, create(jax.tree.map(jnp.zeros_like, params)), orbax_transforms=given
+    )
+    adam = old.opt_state[0]
+    for mine, expected in (
+        (restored.params, params),
+        (restored.opt_state[0].mu, new_of(adam.mu["body"])),
+        (restored.opt_state[0].nu, new_of(adam.nu["body"])),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, mine, expected)
+    assert int(restored.opt_state[0].count) == 1 and int(restored.step) == 1
+
+
+def test_results_are_memory_of_their_own(flag: bool, tmp_path: Path) -> None:
+    """Pieces of one array are writable, in C order, and none shows in another, in the order of any writing."""
+    path = save(tmp_path / "x", {"layers": STACKED, "qkv": np.arange(12.0).reshape(2, 6), "e": np.ones((5, 2))})
+    given = [
+        rules.unstack("layers", "layer_{}", axis=0),
+        rules.split("qkv", ["q", "k", "v"]),
+        rules.transpose("layer_1/kernel", (1, 0)),
+        rules.reshape("layer_2/kernel", (6,)),
+        rules.split("e", ["first", "rest"], axis=0, sizes=[2, 3]),
+        rules.split("rest", ["second", "third"], axis=0, sizes=[1, 2]),
+    ]
+    restored = jax.tree_util.tree_leaves_with_path(restore(path, None, transforms=given))
+    expected = [np.array(leaf) for _, leaf in restored]
+    assert len(restored) == 8 + 3 + 3
+    for number, (keys, leaf) in enumerate(restored):
+        assert leaf.flags.carray, keys
+        leaf[...] = -1
+        for (other, later), value in list(zip(restored, expected, strict=True))[number + 1 :]:
+            np.testing.assert_array_equal(later, value, err_msg=f"{keys} shows in {other}")
+
+
+@pytest.mark.parametrize("through", [False, True], ids=["our reader", "a checkpointer"])
+def test_copies_are_memory_of_their_own(through: bool, tmp_path: Path) -> None:
+    """Two leaves from one stored leaf do not share memory, through a foreign checkpointer either."""
+    checkpointer = ocp.PyTreeCheckpointer()
+    checkpoints.save_checkpoint(tmp_path, {"w": np.ones(3)}, 1, orbax_checkpointer=checkpointer)
+    restored = checkpoints.restore_checkpoint(
+        tmp_path,
+        {"a": np.zeros(3), "b": np.zeros(3)},
+        orbax_transforms={"a|b": Transform("w")},
+        orbax_checkpointer=checkpointer if through else None,
+    )
+    restored["a"][...] = 5
+    assert restored["b"].tolist() == [1, 1, 1]
+
+
+def test_other_kinds_of_leaves_are_carried(flag: bool, tmp_path: Path) -> None:
+    """Keys, text, bytes, Python numbers, numpy scalars and None survive a rename and a Transform."""
+    tree = {"key": jax.random.key(3), "s": "text", "i": 3, "f": 2.5, "b": True, "z": None, "n": np.float32(2)}
+    path = save(tmp_path / "x", {"old": tree, "bytes": b"\0\xff"})
+    restored = restore(path, None, transforms=[rules.rename("old", "new")])
+    given = {f"new/{name}": Transform(f"old/{name}") for name in tree if name != "z"}
+    again = restore(path, {"new": tree}, transforms=given)
+    for new in (restored["new"], again["new"]):
+        assert jax.random.key_data(new["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+        assert {name: (type(new[name]), new[name]) for name in tree if name != "key"} == {
+            name: (type(value), value) for name, value in tree.items() if name != "key"
+        }
+    assert restored["bytes"] == b"\0\xff"
+
+
+def test_computed_leaves_are_cast_and_placed(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """dtype="target" and abstract targets cast what rules compute; a narrowing nobody asked for outright is told."""
+    path = save(tmp_path / "x", LAYERS)
+    given = [rules.stack(r"layer_(\d+)", "layers")]
+    target = {"layers": {"kernel": jnp.zeros((4, 2, 3), jnp.bfloat16), "bias": np.zeros((4, 3), np.float32)}}
+    assert restore(path, target, transforms=given)["layers"]["bias"].dtype == np.float64
+    restored = restore(path, target, transforms=given, dtype="target")["layers"]
+    assert (restored["kernel"].dtype, restored["bias"].dtype) == (jnp.bfloat16, np.float32)
+    assert isinstance(restored["kernel"], jax.Array) == flag
+    assert not caplog.records
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        restored = restore(path, abstract, transforms=given)["layers"]
+    assert (restored["kernel"].dtype, restored["bias"].dtype) == (jnp.bfloat16, np.float32)
+    assert "layers/kernel: float32 to bfloat16" in caplog.text and "layers/bias: float64 to float32" in caplog.text
+    np.testing.assert_array_equal(restored["kernel"].astype(np.float32), STACKED["kernel"])
+
+
+def test_background_saves(flag: bool, tmp_path: Path) -> None:
+    """What a save in the background wrote is restored through rules."""
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint(tmp_path, LAYERS, 1, async_manager=manager)
+    manager.wait_previous_save()
+    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.stack(r"layer_(\d+)", "layers")])
+    np.testing.assert_array_equal(restored["layers"]["kernel"], STACKED["kernel"])
+
+
+@pytest.mark.parametrize("kind", ["rules", "transforms"])
+def test_arrays_of_several_processes(kind: str) -> None:
+    """Arrays of a _gda folder are renamed, cut and given to functions."""
+    whole = np.arange(3, 35, dtype=np.float32).reshape(8, 4)  # as written down in expected.json
+    path = GDA / "two_processes_tree"
+    if kind == "rules":
+        given = [rules.rename("params/xy", "new"), rules.split("new", ["top", "rest"], axis=0, sizes=[2, 6])]
+        restored = checkpoints.restore_checkpoint(path, None, orbax_transforms=given)
+        np.testing.assert_array_equal(restored["top"], whole[:2])
+        np.testing.assert_array_equal(restored["rest"], whole[2:])
+        return
+    transforms = {"new": Transform("params/xy"), "twice": Transform("params/xy", value_fn=lambda value: value * 2)}
+    target = {"new": jnp.zeros((8, 4)), "twice": jnp.zeros((8, 4))}
+    restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=transforms)
+    np.testing.assert_array_equal(restored["new"], whole)
+    np.testing.assert_array_equal(restored["twice"], whole * 2)
+
+
+def test_roots_of_a_checkpoint_manager(tmp_path: Path) -> None:
+    """With a mapping of items as the target, rules and transforms apply to the tree of each item."""
+    manager = ocp.CheckpointManager(tmp_path)
+    items = {"params": {"old": np.ones(2)}, "ema": {"old": np.zeros(2)}}
+    manager.save(3, args=ocp.args.Composite(**{name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}))
+    manager.wait_until_finished()
+    manager.close()
+    target = {name: {"new": np.full(2, 9.0)} for name in items}
+    for given in ([rules.rename("old", "new")], {"new": Transform("old")}):
+        restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=given)
+        assert {name: tree["new"].tolist() for name, tree in restored.items()} == {"params": [1, 1], "ema": [0, 0]}
+        plan = plan_restore(tmp_path, target, transforms=given)
+        assert [(leaf.path, leaf.sources) for leaf in plan.leaves] == [
+            (f"{name}/new", (f"{name}/old",)) for name in items
+        ]
+
+
+def test_directories_of_orbax_v1(tmp_path: Path) -> None:
+    """What the v1 of Orbax wrote is restored through rules and transforms."""
+    ocp_v1.save(tmp_path / "v1", {"old": np.arange(3.0), "layers": STACKED})
+    restored = restore(tmp_path / "v1", None, transforms=[rules.rename("old", "new")])
+    assert restored["new"].tolist() == [0, 1, 2]
+    target = {"new": np.zeros(3)}
+    assert restore(tmp_path / "v1", target, transforms={"new": Transform("old")})["new"].tolist() == [0, 1, 2]
+
+
+def test_through_a_foreign_checkpointer(tmp_path: Path) -> None:
+    """Rules and transforms apply to what the caller's checkpointer reads."""
+    skip_without_typed_keys()
+    checkpointer = ocp.PyTreeCheckpointer()
+    tree = {**LAYERS, "key": jax.random.key(1), "n": 3}
+    checkpoints.save_checkpoint(tmp_path, tree, 1, orbax_checkpointer=checkpointer)
+    given = [rules.stack(r"layer_(\d+)", "layers"), rules.rename("key", "rng"), rules.cut("kernel", 2)]
+    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=given, orbax_checkpointer=checkpointer)
+    np.testing.assert_array_equal(restored["layers"]["kernel"], STACKED["kernel"][:2])
+    assert jax.random.key_data(restored["rng"]).tolist() == [0, 1] and restored["n"] == 3
+    restored = checkpoints.restore_checkpoint(
+        tmp_path,
+        {"sum": np.zeros((2, 3)), "n": 0},
+        orbax_transforms={"sum": Transform("layer_2/kernel", value_fn=lambda value: value + 1)},
+        orbax_checkpointer=checkpointer,
+    )
+    assert restored["sum"].tolist() == [[3] * 3] * 2 and restored["n"] == 3
+
+
+def test_values_that_do_not_fit_are_told(flag: bool, tmp_path: Path) -> None:
+    """A cast that only the values forbid raises at reading, by the leaf's name."""
+    path = save(tmp_path / "x", {"n": np.array([1, 300])})
+    with pytest.raises(TransformError, match="n has 1 values that int8 cannot hold, such as 300"):
+        restore(path, None, transforms=[rules.cast("n", np.int8)])
+
+
+DEVICES = """
+    import sys, warnings, jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from flax_ckpt_compat import checkpoints, restore, rules, save, errors
+    from flax_ckpt_compat.transforms import RestoreTransform, Transform
+    warnings.simplefilter("error")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    value = np.arange(64, dtype=np.float32).reshape(16, 4)
+    layers = {f"layer_{n}": {"w": jax.device_put(value + n, NamedSharding(mesh, P("x")))} for n in range(4)}
+    path = save(sys.argv[1], {**layers, "odd": np.ones(3, np.float32)}, format="orbax")
+
+    def leaf(shape, *spec, dtype=np.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def check(target, given, expected, **settings):
+        restored = restore(path, target, transforms=given, **settings)
+        for wish, one, values in zip(*map(jax.tree.leaves, (target, restored, expected)), strict=True):
+            assert isinstance(one, jax.Array) and one.sharding.is_equivalent_to(wish.sharding, one.ndim), one.sharding
+            assert one.dtype == wish.dtype
+            np.testing.assert_array_equal(one, values)
+
+    check({"new": {"w": leaf((16, 4), "y", "x")}}, [rules.rename("layer_1", "new")], {"new": {"w": value + 1}})
+    stacked = np.stack([value + n for n in range(4)])
+    check({"all": {"w": leaf((4, 16, 4), "x", "y")}}, [rules.stack(r"layer_(.)", "all")], {"all": {"w": stacked}})
+    twice = [rules.stack(r"layer_(.)", "all"), rules.unstack("all", "l{}", axis=1)]
+    check({"l5": {"w": leaf((4, 4), "x", "y")}}, twice, {"l5": {"w": stacked[:, 5]}})
+    check({"a": leaf((16, 2), "x"), "b": leaf((16, 2), None, "y")},
+          [rules.move("layer_2/w", "w"), rules.split("w", ["a", "b"])],
+          {"a": value[:, :2] + 2, "b": value[:, 2:] + 2})
+    check({"h": {"w": leaf((16, 4), "x", dtype=jnp.bfloat16)}},
+          [rules.rename("layer_0", "h"), rules.cast("w", "bfloat16")], {"h": {"w": value.astype(jnp.bfloat16)}})
+    for function in (lambda x: x * 2, lambda x: np.asarray(x) * 2, lambda x: jnp.asarray(np.asarray(x)) * 2):
+        check({"new": leaf((16, 4), "x", "y")}, {"new": Transform("layer_1/w", value_fn=function)},
+              {"new": (value + 1) * 2})
+    for function in (lambda x: x[:8], lambda x: jnp.asarray(x)[:8], lambda x: np.asarray(x)[:8]):
+        check({"new": leaf((8, 4), "x", "y")}, {"new": Transform("layer_1/w", value_fn=function)},
+              {"new": (value + 1)[:8]})
+    several = RestoreTransform(multi_value_fn=lambda key, tree, args: tree["layer_0"]["w"] + tree["layer_3"]["w"],
+                               multi_value_fn_input_args={"layer_[03]/w": None})
+    check({"new": leaf((16, 4), "x", "y")}, {"new": several}, {"new": value * 2 + 3})
+    for given in ([rules.rename("odd", "new")], {"new": Transform("odd")},
+                  {"new": Transform("odd", value_fn=lambda x: np.asarray(x))},
+                  {"new": Transform("odd", value_fn=lambda x: jnp.asarray(np.asarray(x)))},
+                  [rules.rename("odd", "new"), rules.reshape("new", (3, 1))]):
+        try:
+            restore(path, {"new": leaf((16, 4), "x")}, transforms=given, shape_mismatch="ignore")
+        except errors.ShapeMismatchError as error:
+            assert "cannot be placed" in str(error) and ("new" in str(error) or "odd" in str(error)), error
+        else:
+            raise AssertionError(given)
+    print("done")
+"""
+
+
+def test_shardings_of_the_target(tmp_path: Path) -> None:
+    """On eight devices, renamed and computed leaves get the target's sharding; what it cannot hold is a named error."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    assert run_python(DEVICES, tmp_path / "x", **flags)[0] == "done\n"
