@@ -34,7 +34,7 @@ _ANSWERS = {
 _SLOW = 0.3  # s
 _ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-Fault = str  # one of FAULTS, or "403", by which the server denies a request for good
+Fault = str  # one of FAULTS; or "403", denied for good; or "stall", no answer at all
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
 What passes when tried again.
@@ -93,11 +93,13 @@ class Proxy:
     Attributes:
         rule: method and path → fault, or "" for none.
         log: of all requests since it was cleared.
+        ended: set when it is closed.
     """
 
     def __init__(self, port: int) -> None:
         self.rule: Rule = lambda method, path: ""
         self.log: list[Asked] = []
+        self.ended = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -119,6 +121,7 @@ class Proxy:
 
     def close(self) -> None:
         """Ends it."""
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -146,6 +149,9 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
                 self._hang_up()
             elif self.fault in _ANSWERS:
                 self._send(int(self.fault), [("Content-Type", "application/xml")], _ANSWERS[self.fault])
+            elif self.fault == "stall":
+                proxy.ended.wait()
+                self._hang_up()
             else:
                 if self.fault == "slow":
                     time.sleep(_SLOW)
