@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import stat
 import weakref
@@ -9,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 from flax_ckpt_compat._core import stores
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+
+_MOST_KEPT = 16 * 2**20  # bytes
 
 
 class Steps(NamedTuple):
@@ -35,12 +38,14 @@ class Source(Protocol):
         size: in bytes.
         steps: what a window on the structure reads at a time.
         threads: how many reads go on at once.
+        is_near: one read costs little beside its bytes.
     """
 
     path: str
     size: int
     steps: Steps
     threads: int
+    is_near: bool
 
     @property
     def is_closed(self) -> bool:
@@ -68,6 +73,7 @@ class File:
     steps = Steps(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10)
     # Two more than processors: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
+    is_near = True
 
     def __init__(self, path: str):
         self.path = path
@@ -104,6 +110,7 @@ class StoredObject:
     # A request takes as long as reading some 100 KB, so tiny ones, which often are not enough, do not pay.
     steps = Steps(first=64 * 2**10, tiny=0, least=8 * 2**10, most=2**20)
     threads = 16
+    is_near = False
 
     def __init__(self, url: str):
         self.path = url
@@ -115,20 +122,39 @@ class StoredObject:
         self.size = self._object.size
         if not self.size:
             raise _empty(url)
+        # What was read to learn the structure, in order: most small arrays lie in it.
+        self._offsets: list[int] = []
+        self._kept: list[bytes] = []
+        self._room = _MOST_KEPT
 
     def read(self, length: int, offset: int) -> bytes:
         """See `Source.read`."""
-        return self._object.read(offset, offset + length)
+        found = self._object.read(offset, offset + length)
+        if len(found) <= self._room and (not self._offsets or offset > self._offsets[-1]):
+            self._offsets.append(offset)
+            self._kept.append(found)
+            self._room -= len(found)
+        return found
+
+    def _is_kept(self, offset: int, length: int) -> bytes | None:
+        """These bytes, if they were read before."""
+        index = bisect.bisect_right(self._offsets, offset) - 1
+        if index < 0:
+            return None
+        start = offset - self._offsets[index]
+        found = self._kept[index][start : start + length]
+        return found if len(found) == length else None
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """See `Source.read_into`."""
-        found = self._object.read(offset, offset + len(target))
+        found = self._is_kept(offset, len(target)) or self._object.read(offset, offset + len(target))
         target[: len(found)] = found
         return len(found)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Forgets what was kept."""
         self.is_closed = True
+        self._offsets, self._kept = [], []
 
 
 def open_source(path: str) -> Source:

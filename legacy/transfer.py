@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ SMALL = 32 * 2**10
 # A gap of unwanted bytes (keys and headers, mostly) that is cheaper to read than to skip.
 _GAP = 512
 _BLOCK = 256 * 2**10
+_BLOCKS_AT_ONCE = 64
 _PIECE = 16 * 2**20
 _UINT8 = np.dtype(np.uint8)
 _offset = operator.itemgetter(0)
@@ -45,7 +47,8 @@ def fetch(source: Source, spans: list[Span]) -> None:
         OSError: the system refused.
     """
     pieces = list(_pieces(spans))
-    if len(pieces) < 2 or sum(len(piece.target) for piece in pieces) <= 2 * _PIECE:
+    is_little = source.is_near and sum(len(piece.target) for piece in pieces) <= 2 * _PIECE
+    if len(pieces) < 2 or is_little:
         for piece in pieces:
             _read_span(source, piece)
         return
@@ -99,14 +102,22 @@ def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
         values: where the arrays go.
     """
     wanted.sort(key=_offset)
+    blocks = _blocks(wanted)
+    # Of a near source one after the other, which takes less memory; else many requests at once.
+    while batch := list(itertools.islice(blocks, 1 if source.is_near else _BLOCKS_AT_ONCE)):
+        fetch(source, [span for span, _ in batch])
+        for span, leaves in batch:
+            _scatter(span.target, leaves, values)
+
+
+def _blocks(wanted: list[Small]) -> Iterator[tuple[Span, list[Small]]]:
+    """Stretches of the file with new memory for each, and the arrays in them."""
     start = 0
     while start < len(wanted):
         stop, end = _block(wanted, start)
         leaves = wanted[start:stop]
         first = leaves[0][0]
-        block = np.empty(end - first, np.uint8)
-        _read_span(source, Span(first, block.data, leaves[-1][2]))
-        _scatter(block.data, leaves, values)
+        yield Span(first, np.empty(end - first, np.uint8).data, leaves[-1][2]), leaves
         start = stop
 
 
