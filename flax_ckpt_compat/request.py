@@ -51,15 +51,16 @@ class Request:
 
     def check(self) -> None:
         """Refuses what ``overwrite`` does not allow."""
-        if self.careful:
-            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
-        if self.step is not None and not self.overwrite:
-            retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
+        with paths.snapshot(self.where.directory):
+            self.check_again()
+            if self.step is not None and not self.overwrite:
+                retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
 
     def check_again(self) -> None:
         """Refuses to replace what came into this place during a careful save."""
         if self.careful:
-            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+            with paths.snapshot(self.where.directory):
+                retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
 
     def clean_up(self) -> None:
         """What overwrite and retention remove, after the commit."""

@@ -101,7 +101,7 @@ def _remedy(scheme: str, bucket: str, text: str, code: str) -> str:
     if code == "PERMISSION_DENIED" or "AccessDenied" in text or "403" in text:
         return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
     if "is not registered" in text:
-        return f"this build of tensorstore has no driver for it: pip install 'flax-ckpt-compat[{_EXTRAS[scheme]}]'"
+        return f"this build of tensorstore has no driver for it: pip install --upgrade 'flax-ckpt-compat[{_EXTRAS[scheme]}]'"
     return "check the network and the endpoint" + (" (AWS_ENDPOINT_URL)" if scheme == "s3" else "") + ", and try again"
 
 
