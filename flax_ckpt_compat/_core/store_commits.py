@@ -12,6 +12,7 @@ import logging
 import os
 import posixpath
 import re
+import stat
 import tempfile
 import time
 import uuid
@@ -61,7 +62,11 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
 def staging_path(url: str) -> str:
     """A local path to write a checkpoint to before it is uploaded; a later save removes what a dead writer left."""
     folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    with files.translated(folder):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise StorageError(f"{folder} is not this user's own folder; remove it, or set TMPDIR", path=folder)
     files.reclaim(folder)
     return files.temporary_path(os.path.join(folder, posixpath.basename(url)))
 

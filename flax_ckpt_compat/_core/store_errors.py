@@ -54,7 +54,7 @@ def attempt(url: str, doing: str, ask: Callable[[], Any], nbytes: int = 0) -> An
         try:
             future = ask()
             return future.result(timeout=_PATIENCE + nbytes / _SLOWEST)
-        except (ValueError, OSError, TimeoutError, NotImplementedError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             if future is not None:
                 future.cancel()  # else it might still be done, after later requests
             passing = isinstance(error, TimeoutError) or (code_of(error) in _PASSING and _EXHAUSTED not in str(error))
@@ -101,7 +101,8 @@ def _remedy(scheme: str, bucket: str, text: str, code: str) -> str:
     if code == "PERMISSION_DENIED" or "AccessDenied" in text or "403" in text:
         return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
     if "is not registered" in text:
-        return f"this build of tensorstore has no driver for it: pip install --upgrade 'flax-ckpt-compat[{_EXTRAS[scheme]}]'"
+        extra = f"flax-ckpt-compat[{_EXTRAS[scheme]}]"
+        return f"this build of tensorstore has no driver for it: pip install --upgrade '{extra}'"
     return "check the network and the endpoint" + (" (AWS_ENDPOINT_URL)" if scheme == "s3" else "") + ", and try again"
 
 

@@ -19,7 +19,7 @@ _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # s
 
 
 def split(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and key of a URL; the key is normal and may be empty.
+    """Scheme, bucket and key of a URL; the key may be empty, and keeps its form, which may be anything in a store.
 
     Raises:
         StorageError: an unknown scheme, or no bucket.
@@ -31,8 +31,17 @@ def split(url: str) -> tuple[str, str, str]:
         raise StorageError(f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used", path=url)
     if not match[2]:
         raise StorageError(f"{url} names no bucket; write {scheme}://bucket/folder", path=url)
-    key = posixpath.normpath("/" + match[3]).strip("/") if match[3] else ""
-    return scheme, match[2], key
+    return scheme, match[2], match[3].removeprefix("/")
+
+
+def normal(url: str) -> str:
+    """The URL that a user's means: without ``.``, ``..`` and slashes that are not needed.
+
+    Raises:
+        StorageError: an unknown scheme, or no bucket.
+    """
+    scheme, bucket, key = split(url)
+    return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
 
 
 def bucket_spec(scheme: str, bucket: str) -> dict[str, Any]:

@@ -7,11 +7,12 @@ listing, deleting, and writing an object whole.
 
 from __future__ import annotations
 
+import collections
 import os
 import posixpath
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,11 +20,13 @@ from flax_ckpt_compat._core import store_specs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.store_errors import OutOfRangeError, attempt, missing
 from flax_ckpt_compat._core.store_specs import context as context
+from flax_ckpt_compat._core.store_specs import normal as normal
 from flax_ckpt_compat._core.store_specs import spec as spec
 
 # S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
 MAX_OBJECT = 5 * 2**30
 _AT_ONCE = 16
+_DOTS = {".", ".."}
 # What is read whole, for how long to wait: JSON and the like.
 _SMALL = 64 * 2**20
 _FAR = 2**40 * 5
@@ -33,16 +36,6 @@ _local = threading.local()
 def is_url(path: str) -> bool:
     """True for what is not a path of the local file system."""
     return "://" in path
-
-
-def normal(url: str) -> str:
-    """The URL without ``.``, ``..`` and slashes that are not needed.
-
-    Raises:
-        StorageError: an unknown scheme, or no bucket.
-    """
-    scheme, bucket, key = store_specs.split(url)
-    return f"{scheme}://{bucket}/{key}".rstrip("/")
 
 
 @contextmanager
@@ -93,7 +86,8 @@ def fresh_keys(url: str) -> list[str]:
         return store_specs.bucket_store(url).list(_range(prefix), strip_prefix_length=len(prefix))
 
     found = (key.decode("utf-8", "surrogateescape") for key in attempt(url, "listed", ask))
-    return sorted(key for key in found if key)  # consoles make an empty object for a folder
+    # Consoles make an empty object for a folder. Keys with . and .. would on the way become those of other objects.
+    return sorted(key for key in found if key and not _DOTS.intersection(key.split("/")))
 
 
 def _prefix(url: str) -> bytes:
@@ -275,14 +269,8 @@ def write(url: str, data: bytes) -> None:
     """Writes an object whole; what was there before stays until then.
 
     Raises:
-        StorageError: the store refused, or it is too large for one request.
+        StorageError: the store refused.
     """
-    if len(data) > MAX_OBJECT:
-        raise StorageError(
-            f"{url}: an object of {len(data)} bytes is more than the {MAX_OBJECT} that stores take at once; save in "
-            "Orbax's format, which is many objects",
-            path=url,
-        )
     key = store_specs.split(url)[2]
     attempt(url, "written", lambda: store_specs.bucket_store(url).write(key, data), len(data))
 
@@ -317,21 +305,20 @@ def upload(directory: str, url: str, but: str) -> list[str]:
 
 
 def upload_file(path: str, url: str) -> None:
-    """Writes a local file as an object."""
+    """Writes a local file as an object.
+
+    Raises:
+        StorageError: the store refused, or the file is too large for one request.
+    """
+    nbytes = os.path.getsize(path)
+    if nbytes > MAX_OBJECT:
+        raise StorageError(
+            f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; save in "
+            "Orbax's format, which is many objects",
+            path=url,
+        )
     with open(path, "rb") as file:
         write(url, file.read())
-
-
-def download(url: str, directory: str) -> None:
-    """Writes all objects below ``url`` as files of a local directory that exists."""
-
-    def fetch(key: str) -> None:
-        path = os.path.join(directory, *key.split("/"))
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(read(f"{url}/{key}"))
-
-    in_parallel(fetch, keys(url))
 
 
 def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
@@ -340,12 +327,26 @@ def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
         for name in names:
             work(name)
         return
-    with ThreadPoolExecutor(min(_AT_ONCE, len(names)), thread_name_prefix="flax-ckpt-store") as pool:
-        futures = [pool.submit(work, name) for name in names]
+    left = collections.deque(names)
+    helpers = min(_AT_ONCE, len(names)) - 1
+    with ThreadPoolExecutor(helpers, thread_name_prefix="flax-ckpt-store") as pool:
+        futures: list[Future[None]] = []
+        with suppress(RuntimeError):  # at the interpreter's exit, for which saves go on, there are no new threads
+            for _ in range(helpers):
+                futures.append(pool.submit(_drain, work, left))
+        _drain(work, left)
+        for future in futures:
+            future.result()
+
+
+def _drain(work: Callable[[str], Any], left: collections.deque[str]) -> None:
+    while left:
         try:
-            for future in futures:
-                future.result()
+            name = left.popleft()
+        except IndexError:
+            return  # another thread took the last one
+        try:
+            work(name)
         except BaseException:
-            for future in futures:
-                future.cancel()
+            left.clear()
             raise

@@ -161,6 +161,27 @@ def _check(found: Any, n: int) -> None:
     assert len(found["small"]) == 20
 
 
+AT_EXIT = """
+import sys
+import flax
+from flax_ckpt_compat import checkpoints
+from tests.support.saves import tree
+flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "orbax")
+manager = checkpoints.AsyncManager()
+checkpoints.save_checkpoint(sys.argv[1], tree(1) | {str(n): n for n in range(50)}, 1, async_manager=manager)
+"""
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None:
+    """A background save that is not waited for is committed before the interpreter has ended."""
+    with bucket.proxy.failing(lambda method, path: "slow" if method == "PUT" else ""):
+        process = start_python(AT_EXIT, f"{bucket.url}/run", format)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert flax_ckpt_compat.restore(f"{bucket.url}/run")["49"] == 49, told
+
+
 def test_two_writers_of_one_step(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that finds that another has begun the same step does not commit, and says why."""
     url = f"{bucket.url}/run/checkpoint_1"
