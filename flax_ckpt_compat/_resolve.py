@@ -12,6 +12,7 @@ import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._filling import filler
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
@@ -134,7 +135,7 @@ def _source(entry: _Entry, matched: re.Match[str]) -> str | Path:
     if isinstance(original, tuple):
         return tuple(map(str, original))
     try:
-        return matched.expand(original)
+        return filler(matched.re, original)(matched)
     except (re.error, IndexError) as error:
         raise TransformError(
             f"the transform {entry.key!r} has the original_key {original!r}, which cannot be filled in for "

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from flax import core
 
-from flax_ckpt_compat import _listing, restoring, saving
+from flax_ckpt_compat import _listing, naming, restoring, saving
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat.background import AsyncManager
 from flax_ckpt_compat.errors import StepError
+from flax_ckpt_compat.naming import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 
 __all__ = [
     "COMMIT_SUCCESS_FILE",
@@ -43,10 +43,6 @@ __all__ = [
     "save_checkpoint_multiprocess",
 ]
 
-_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-SIGNED_FLOAT_RE = re.compile(rf"([-+]?{_NUMBER})")
-UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({_NUMBER})")
-MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
 SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
 MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX
 MP_ARRAY_PH = "//GDAPlaceholder:"
@@ -230,21 +226,6 @@ def available_steps(
     return found
 
 
-def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
-    """Sorts names so that the numbers in them count as numbers: ``a_2`` before ``a_10``.
-
-    Args:
-        file_list: names.
-        signed: a ``-`` or ``+`` before a number is its sign, not a separator.
-    """
-    pattern = SIGNED_FLOAT_RE if signed else UNSIGNED_FLOAT_RE
-
-    def key(name: str) -> list[Any]:
-        return [float(piece) if pattern.match(piece) else piece for piece in pattern.split(name)]
-
-    return sorted(file_list, key=key)
-
-
 def safe_normpath(path: str) -> str:
     """``os.path.normpath`` that leaves the ``scheme://`` of a URL alone."""
     match = SCHEME_RE.match(path)
@@ -260,15 +241,7 @@ def convert_pre_linen(params: PyTree) -> PyTree:
     """
     if not isinstance(params, (dict, core.FrozenDict)):
         return params
-    counts: dict[str, int] = {}
-    renamed = {}
-    for name in natural_sort(params.keys()):
-        match = MODULE_NUM_RE.match(name)
-        new_name = name
-        if match:
-            new_name = f"{match[1]}_{counts.get(match[1], 0)}"
-            counts[match[1]] = counts.get(match[1], 0) + 1
-        renamed[new_name] = convert_pre_linen(params[name])
+    renamed = {new: convert_pre_linen(params[old]) for old, new in naming.linen_names(params.keys()).items()}
     return core.freeze(renamed) if isinstance(params, core.FrozenDict) else renamed
 
 

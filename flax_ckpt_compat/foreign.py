@@ -61,7 +61,7 @@ def save(
     pending = _Pending(checkpointer, written or written_path(path), path, on_commit)
     written = pending.written
     checkpointer.save(written, target)
-    if _is_async(checkpointer):
+    if is_async(checkpointer):
         pending.watch()
     else:
         pending.finish()
@@ -73,14 +73,15 @@ def settle(checkpointer: Any, directory: str) -> None:
     Raises:
         Exception: what such a save failed with.
     """
-    if checkpointer is not None and _is_async(checkpointer):
+    if checkpointer is not None and is_async(checkpointer):
         checkpointer.wait_until_finished()
     for pending in list(_pending):
         if os.path.dirname(pending.path) == directory:
             pending.checkpointer.wait_until_finished()
 
 
-def _is_async(checkpointer: Any) -> bool:
+def is_async(checkpointer: Any) -> bool:
+    """Whether it may commit after `save` has returned."""
     return hasattr(checkpointer, "wait_until_finished")
 
 

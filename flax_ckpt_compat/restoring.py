@@ -173,4 +173,4 @@ def _suggestion(work: Work) -> str:
     if suggestion is None or not suggestion.confident:
         return ""
     after = ", after those that were given" if work.adaptation.rules else ""
-    return f"\nThese rules would map it to the target{after}:\n{suggestion}"
+    return f"\nThese rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"

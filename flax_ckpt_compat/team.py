@@ -53,7 +53,7 @@ class Team:
         self._seat = f"{self.share.index}-{next(_seats):08}"
         self._room = f"{_ROOT}/{self._seat}"
         # Why process 0 gave up, for those who come for this path after that.
-        self._note = f"{_ROOT}/notes/{path.encode('utf-8', 'surrogateescape').hex()}"
+        self._note = f"{_ROOT}/notes/{path.encode('utf-8', 'surrogateescape').hex()}/"
 
     def gather(
         self, *, failed: BaseException | None = None, agree: str = "", lead: Callable[[], str] = lambda: ""
@@ -95,7 +95,7 @@ class Team:
         self._set(f"{self._room}/{stage}/{self.share.index}", {"error": tell(failed)})
         if failed is not None and self.share.index:
             # If process 0 has given up before, it has removed what this one was writing to.
-            earlier = self._get(f"{self._room}/{stage}/verdict", 0.001)
+            earlier = self._look(f"{self._room}/{stage}/", "verdict")
             if earlier is not None:
                 raise error_of(json.loads(earlier)["error"], self._path) from failed
             raise failed
@@ -129,7 +129,7 @@ class Team:
             self._delete(f"{_LOBBY}/{seat}")
             self._set(f"{_VERDICTS}/{seat}", verdict)
         if error is not None and len(here) + len(others) < self.share.count - 1:
-            self._set(self._note, verdict)
+            self._set(f"{self._note}why", verdict)
             self._tidy(self._note)
         return {**verdict, "error": error}
 
@@ -140,7 +140,7 @@ class Team:
             By process: seat and announcement of those who came for this path, and of those who only came for others.
         """
         start = time.monotonic()
-        for pause in _pauses():
+        for pause in _pauses(self._timeout):
             here, others = self._lobby()
             if len(here) == self.share.count - 1:
                 break
@@ -188,7 +188,7 @@ class Team:
             if found is not None:
                 self._delete(f"{_VERDICTS}/{self._seat}")
                 return dict(json.loads(found))
-            if why is None and (why := self._get(self._note, 0.001)) is not None:
+            if why is None and (why := self._look(self._note, "why")) is not None:
                 bound = time.monotonic() - start + self._short
         self._delete(f"{_LOBBY}/{self._seat}")
         return {"error": self._absent("begin", [0])} if why is None else dict(json.loads(why))
@@ -207,7 +207,7 @@ class Team:
     def _collect(self, stage: str) -> None:
         """Waits for all; once one has failed not for long, but the rest shall have stopped writing by then."""
         start = time.monotonic()
-        for pause in _pauses():
+        for pause in _pauses(self._timeout):
             reports = self._reports(stage)
             bound = self._short if any(report["error"] for report in reports.values()) else self._timeout
             if len(reports) == self.share.count or time.monotonic() > start + bound:
@@ -229,11 +229,14 @@ class Team:
 
     def _absent(self, stage: str, missing: list[int]) -> AbsentProcessesError:
         shown, waited = ", ".join(map(str, missing)), self._timeout * (2 if missing == [0] else 1)
+        # Process 0 commits, and may have done so before it fell silent.
+        outcome = "so nothing was saved"
+        if missing == [0] and stage == "commit":
+            outcome = "so it is not known here whether the checkpoint was saved"
         return AbsentProcessesError(
             f"{self._path}: process {shown} of {self.share.count} did not come to the meeting {stage!r} within "
-            f"{waited:g} s, so nothing was saved. It may have ended, hang, or save something else; "
-            "save_checkpoint_multiprocess has to be called by all processes. If it only needs longer, raise the "
-            "setting coordination_timeout.",
+            f"{waited:g} s, {outcome}. It may have ended, hang, or save something else; save_checkpoint_multiprocess "
+            "has to be called by all processes. If it only needs longer, raise the setting coordination_timeout.",
             path=self._path,
             absent=tuple(missing),
         )
@@ -246,6 +249,10 @@ class Team:
             if found is not None:
                 return dict(json.loads(found))
         raise self._absent(stage, [0])
+
+    def _look(self, folder: str, name: str) -> str | None:
+        """What is in the store now; to get one key alone is to wait for it."""
+        return dict(self._call(lambda: self._client.key_value_dir_get(folder))).get(folder + name)
 
     def _reports(self, stage: str) -> dict[int, Any]:
         found = self._call(lambda: self._client.key_value_dir_get(f"{self._room}/{stage}/"))
@@ -287,12 +294,12 @@ class Team:
         self._call(lambda: self._client.key_value_delete(key))
 
 
-def _pauses() -> Iterator[float]:
+def _pauses(timeout: float) -> Iterator[float]:
     """How long to sleep between looks, in seconds: seldom enough for thousands of processes in long waits."""
     pause = 0.005
     while True:
         yield pause
-        pause = min(1.5 * pause, 0.5)
+        pause = min(1.5 * pause, 0.5, timeout / 20)
 
 
 def _client() -> Any:

@@ -121,4 +121,15 @@ def save_through(checkpointer: Any, request: Request, target: Any) -> None:
         return foreign.written_path(request.path)
 
     written = team.gather(failed=failed, lead=begin)
-    foreign.save(checkpointer, request.path, target, request.committed, written=written, leads=team.share.index == 0)
+    save_it = functools.partial(
+        foreign.save, checkpointer, request.path, target, request.committed, written=written, leads=not team.share.index
+    )
+    if foreign.is_async(checkpointer):
+        save_it()
+        return
+    try:
+        save_it()
+    except BaseException as error:  # noqa: BLE001  (told to the others)
+        failed = error
+    # Process 0 has published only now.
+    team.meet("commit", failed=failed)

@@ -59,6 +59,15 @@ def test_cast_says_how() -> None:
         (np.array([1.0, 1e39]), "float32", "1e\\+39"),
         (np.array([70000], np.float32), "float16", "70000"),
         (np.array([1e39 + 0j]), "complex64", "1e\\+39"),
+        (np.array([-1], np.int32), "uint32", "-1"),
+        (np.array([2**63], np.uint64), "int64", "9223372036854775808"),
+        (np.array([-1], ml_dtypes.int4), "uint4", "-1"),
+        # Their largest numbers are 6, 7.5 and 448; only the last has NaN, and none an infinity.
+        (np.array([9.0], np.float32), "float4_e2m1fn", "9"),
+        (np.array([np.nan], np.float32), "float4_e2m1fn", "nan"),
+        (np.array([8.0], np.float32), "float6_e2m3fn", "8"),
+        (np.array([-np.inf], np.float32), "float8_e4m3fn", "-inf"),
+        (np.array([500], np.float32), "float8_e4m3fn", "500"),
     ],
 )
 def test_cast_never_wraps(array: Any, dtype: str, shown: str) -> None:
@@ -73,6 +82,15 @@ def test_cast_keeps_what_is_not_finite() -> None:
     array = np.array([np.inf, -np.inf, np.nan])
     after = rules.cast("w", "bfloat16").apply(stored({"w": array}), None)
     np.testing.assert_array_equal(value_of(after.children["w"]).astype(float), array)
+
+
+def test_cast_rounds_what_is_small() -> None:
+    """Below half of the smallest number there is zero: float16 has 2**-24, bfloat16 2**-133."""
+    array = np.array([1e-30, 2.0**-24, 2.0**-26, -1e-8])
+    half = value_of(rules.cast("w", "float16").apply(stored({"w": array}), None).children["w"])
+    assert half.tolist() == [0, 2.0**-24, 0, 0]
+    brain = value_of(rules.cast("w", "bfloat16").apply(stored({"w": array}), None).children["w"])
+    np.testing.assert_allclose(brain.astype(float), array, rtol=2.0**-8)
 
 
 def test_cast_refuses() -> None:
@@ -121,6 +139,54 @@ def test_pad_from_the_target() -> None:
     np.testing.assert_array_equal(found["params/emb"][2:], -1)
     np.testing.assert_array_equal(found["mu/emb"][2:], 0)
     assert found["mu/emb"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        ("f4", 1e300), ("f4", None), ("f4", 1j), ("f4", 10**400), ("f4", [1.0]), ("f4", b"1"),
+        ("c8", 1e300), ("c8", 1e300j), ("i4", 1j), ("i4", np.nan), ("i4", None), ("u1", -1), ("?", 2), ("?", 0.5),
+        ("f2", 65520), (ml_dtypes.bfloat16, 1e39), (ml_dtypes.int4, 8), (ml_dtypes.float4_e2m1fn, 7.0),
+        (ml_dtypes.float4_e2m1fn, np.nan), (ml_dtypes.float8_e4m3fn, np.inf), ("<U3", 0),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_fills_that_do_not_fit(dtype: Any, fill: Any) -> None:
+    """A number that the dtype cannot hold, and what is no number, are errors that name the leaf; nothing is wrapped."""
+    tree = stored({"w": np.zeros(2, dtype)})
+    with pytest.raises(TransformError, match="does not fit w") as caught:
+        rules.pad("w", 3, value=fill).apply(tree, None)
+    assert caught.value.leaf == "w"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        ("f4", np.nan), ("f4", -np.inf), ("f4", 2**70), ("f4", True), ("f2", 65519), ("f4", 1e-60), ("c8", 1j),
+        ("c8", np.nan), ("i4", 2.0), ("u8", 2**64 - 1), ("?", True), ("?", 0), (ml_dtypes.bfloat16, jnp.float32(1.5)),
+        ("f4", ml_dtypes.bfloat16(2)), (ml_dtypes.float8_e4m3fn, np.nan), (">f4", np.array(0.1)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_fills_that_fit(dtype: Any, fill: Any) -> None:
+    """Numbers of Python, numpy and jax become what an assignment in numpy makes of them."""
+    expected = np.zeros(3, dtype)
+    expected[2] = float(fill) if type(fill) is int and expected.dtype.kind == "f" else np.asarray(fill)
+    same(values(rules.pad("w", 3, value=fill).apply(stored({"w": np.zeros(2, dtype)}), None)), {"w": expected})
+
+
+def test_the_targets_values_have_to_fit() -> None:
+    """What the target has in the new rows must fit the stored dtype; what it has in the others does not matter."""
+    rule = rules.pad("w", 3, value="target")
+    for own, is_new in ((np.array([1e300, 0, 7]), False), (np.array([0, 0, 1e300]), True)):
+        after = rule.apply(stored({"w": count((2,))}), state.describe({"w": own}))
+        if is_new:
+            with pytest.raises(TransformError, match=r"own w has 1 values .*1e\+300"):
+                value_of(after.children["w"])
+        else:
+            assert value_of(after.children["w"]).tolist() == [0, 1, 7]
+    with pytest.raises(TransformError, match="does not become bool"):
+        rule.apply(stored({"w": np.ones(2, bool)}), state.describe({"w": np.array(["a", "b", "c"])}))
 
 
 @pytest.mark.parametrize(

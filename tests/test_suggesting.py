@@ -92,7 +92,7 @@ def test_known_changes(new: Any, expected: list[str]) -> None:
 def test_added_batch_norm_comes_from_the_target() -> None:
     """Statistics and parameters that are new stay as the target has them."""
     old, new = make([LAYERS[0], *LAYERS[2:]]), make(LAYERS)
-    assert sources(old.state, new.state)[-1] == "rules.from_target('params/BatchNorm_0', 'batch_stats')"
+    assert sources(old.state, new.state)[-1] == "rules.from_target('batch_stats', 'params/BatchNorm_0')"
     assert proposed(old.state, new.state)[1] == truth(old, new)
 
 
@@ -152,7 +152,6 @@ def test_names_before_linen() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({"a": train(Layers()), "b": train(Linen())}, {"c": train(Layers()), "d": train(Linen())}),
         ({"gen": train(Linen()), "dis": train(Linen())}, {"generator": train(Linen()), "disc": train(Linen())}),
         (
             {"gen": train(Linen()), "dis": train(Linen())},
@@ -162,7 +161,7 @@ def test_names_before_linen() -> None:
         ({"params": {f"h_{n}": D for n in range(12)}}, {"params": {"h": {str(n): D for n in range(12)}}}),
         ({"params": PARAMS, "ema_params": PARAMS}, {"params": PARAMS, "ema": PARAMS}),
     ],
-    ids=["two models", "twins by name", "two optimizers", "attention", "list", "average"],
+    ids=["twins by name", "two optimizers", "attention", "list", "average"],
 )
 def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
     """Where names tell leaves of equal shape apart, each is taken from its own."""
@@ -240,8 +239,8 @@ def test_prints_python_to_paste() -> None:
     names: dict[str, Any] = {}
     exec(text, names)
     assert suggestion is not None
-    assert names["orbax_transforms"] == suggestion.rules == [rules.rename(*_arguments(suggestion)), suggestion.rules[1]]
-    assert text.startswith("from flax_ckpt_compat import rules\n\norbax_transforms=[\n    rules.rename(")
+    assert names["transforms"] == suggestion.rules == [rules.rename(*_arguments(suggestion)), suggestion.rules[1]]
+    assert text.startswith("from flax_ckpt_compat import rules\n\ntransforms = [\n    rules.rename(")
     assert "  # " in text
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import cmath
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
+from flax_ckpt_compat._core.dtypes import stored_name
 from flax_ckpt_compat._core.tree import Node
 
 _Given = ParamSpec("_Given")
@@ -34,30 +36,47 @@ class Rule:
         return self.source
 
 
-def rule(make: Callable[_Given, Apply]) -> Callable[_Given, Rule]:
-    """Makes a function that gives what a rule does into one that gives the rule, which knows its own source."""
+def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Rule]:
+    """Makes a function that gives what a rule does into one that gives the rule, which knows its own source.
+
+    Args:
+        make: its first argument, which callers of the result do not give, is the rule for the messages: its source
+            without ``rules.``.
+    """
     signature = inspect.signature(make)
-    first = next(iter(signature.parameters), None)
+    parameters = list(signature.parameters.values())[1:]
+    signature = signature.replace(parameters=parameters)
 
     @functools.wraps(make)
     def made(*args: _Given.args, **kwargs: _Given.kwargs) -> Rule:
-        given = signature.bind(*args, **kwargs).arguments
         words: list[str] = []
-        for name, value in given.items():
-            kind = signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_POSITIONAL:
-                words.extend(map(repr, value))
-            elif name != first and signature.parameters[name].default is not inspect.Parameter.empty:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            parameter = signature.parameters[name]
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                words.extend(map(_shown, value))
+            elif parameter is not parameters[0] and parameter.default is not inspect.Parameter.empty:
                 words.append(f"{name}={_shown(value)}")
             else:
                 words.append(_shown(value))
-        return Rule(f"rules.{make.__name__}({', '.join(words)})", make(*args, **kwargs))
+        who = f"{make.__name__}({', '.join(words)})"
+        return Rule(f"rules.{who}", make(who, *args, **kwargs))
 
+    made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made
 
 
 def _shown(value: object) -> str:
-    """The value as Python; dtypes and scalar types by their names."""
-    if isinstance(value, type | np.dtype) or hasattr(value, "dtype"):
-        return repr(np.dtype(value).name)
-    return repr(list(value) if isinstance(value, list | tuple) else value)
+    """The value as Python that needs no imports; dtypes and scalar types by their names."""
+    if isinstance(value, type | np.dtype):
+        try:
+            dtype = np.dtype(value)
+        except TypeError:
+            return repr(value)  # which no rule takes; its own error is the better one
+        return repr(stored_name(dtype))
+    if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
+        value = np.asarray(value).tolist()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, float | complex) and not cmath.isfinite(value):
+        return f"{type(value).__name__}({str(value)!r})"
+    return repr(value)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, show_path
-
-_MAX_COMPARED = 2000
+from flax_ckpt_compat.similar import nearest
 
 
 def near_names(wanted: str, tree: Node) -> str:
@@ -17,10 +15,7 @@ def near_names(wanted: str, tree: Node) -> str:
     names = list(
         dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
     )
-    last = wanted.rpartition("/")[2]
-    same_last = [name for name in names if name.rpartition("/")[2] == last]
-    close = same_last[:3] or difflib.get_close_matches(wanted, names[:_MAX_COMPARED], n=3, cutoff=0.5)
-    if close:
+    if close := nearest(wanted, names):
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {', '.join(top[:20]) or 'no names'}"
@@ -157,6 +152,8 @@ def matches(pattern: re.Pattern[str], path: Path) -> Iterator[tuple[int, int, re
         character like others for the pattern, but no place where a match can begin or end.
     """
     text = "/".join(path)
+    if not pattern.search(text):
+        return
     starts = [0]
     for name in path:
         starts.append(starts[-1] + len(name) + 1)

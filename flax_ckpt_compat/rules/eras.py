@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
+from flax_ckpt_compat.naming import linen_names
 from flax_ckpt_compat.rules import _trees, targets
 from flax_ckpt_compat.rules._rule import Apply, rule
 
-_FLOAT = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)")
-_NUMBERED = re.compile(r"(.*)_\d+$")
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
 _MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
 _MOMENTS[frozenset(("momentum",))] = {"momentum": "trace"}
 
 
-def linen_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of modules before linen, one count for all classes (``Conv_0, Dense_1``) → linen's, one count per class.
-
-    Args:
-        names: of all children of one module; others than numbered modules, and linen's own, stay as they are.
-    """
-    counts: dict[str, int] = {}
-    renamed = {}
-    for name in sorted(names, key=_natural):
-        match = _NUMBERED.match(name)
-        renamed[name] = name
-        if match:
-            renamed[name] = f"{match[1]}_{counts.get(match[1], 0)}"
-            counts[match[1]] = counts.get(match[1], 0) + 1
-    return renamed
-
-
-def _natural(name: str) -> list[Any]:
-    return [float(piece) if _FLOAT.match(piece) else piece for piece in _FLOAT.split(name)]
-
-
 @rule
-def pre_linen(at: str = "params") -> Apply:
+def pre_linen(who: str, at: str = "params") -> Apply:
     """Renames modules from before linen as linen names them, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
     Args:
@@ -50,7 +26,6 @@ def pre_linen(at: str = "params") -> Apply:
     Raises:
         TransformError: when applied: the checkpoint has no such path, or all names below it are linen's already.
     """
-    who = f"pre_linen({at!r})"
 
     def apply(stored: Node, _: Node) -> Node:
         where = _trees.find(stored, at, who)
@@ -74,7 +49,7 @@ def _linen_paths(node: Node, path: Path, new: Path) -> Iterator[tuple[Path, Path
 
 
 @rule
-def pre_optax() -> Apply:
+def pre_optax(who: str) -> Apply:
     """Makes a train state's names of a checkpoint of ``flax.optim``, whose optimizer held the parameters.
 
     The parameters go to ``params``, the optimizer's step to ``step`` (unless there is one) and to the counts of the
@@ -87,7 +62,6 @@ def pre_optax() -> Apply:
             parameter would fit in several places.
         NameCollisionError: when applied: the checkpoint has ``params`` or ``opt_state`` already.
     """
-    who = "pre_optax()"
 
     def apply(stored: Node, target: Node) -> Node:
         old = _Old.of(stored, target, who)

@@ -19,7 +19,7 @@ from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def stack(pattern: str, into: str, axis: int = 0) -> Apply:
+def stack(who: str, pattern: str, into: str, axis: int = 0) -> Apply:
     """Makes one subtree of numbered ones, as ``nn.scan`` over layers has it: ``stack(r"layer_(\\d+)", "layers")``.
 
     Wherever such siblings occur (params, moments of the optimizer, …), each of their arrays gets one new axis, in
@@ -35,7 +35,6 @@ def stack(pattern: str, into: str, axis: int = 0) -> Apply:
             the layers differ in their leaves, shapes or dtypes.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    who = f"stack({pattern!r}, {into!r})"
     compiled, levels = _numbered(pattern, who), _levels(into, who)
 
     def join(leaves: list[Array], path: Path) -> Computed:
@@ -57,7 +56,7 @@ def stack(pattern: str, into: str, axis: int = 0) -> Apply:
 
 
 @rule
-def unstack(name: str, into: str, axis: int = 0) -> Apply:
+def unstack(who: str, name: str, into: str, axis: int = 0) -> Apply:
     """Makes numbered subtrees of one, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
 
     Wherever the subtree occurs, each of its arrays is cut along the axis; each piece reads only its own part.
@@ -72,7 +71,6 @@ def unstack(name: str, into: str, axis: int = 0) -> Apply:
             lengths on that axis, or it holds leaves that are no arrays.
         NameCollisionError: when applied: there already is a new name.
     """
-    who = f"unstack({name!r}, {into!r})"
     if into.count("{}") != 1:
         raise TransformError(f"{who}: {into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
@@ -101,7 +99,7 @@ def unstack(name: str, into: str, axis: int = 0) -> Apply:
 
 
 @rule
-def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
+def fuse(who: str, names: Sequence[str], into: str, axis: int = -1) -> Apply:
     """Makes one subtree, or leaf, of siblings by concatenation: ``fuse(["query", "key", "value"], "qkv")``.
 
     Args:
@@ -116,7 +114,6 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
             the length on that axis.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    who = f"fuse({list(names)!r}, {into!r})"
     levels = _levels(into, who)
     if len(set(names)) < 2 or len(set(names)) < len(names) or isinstance(names, str):
         raise TransformError(f"{who}: expected a list of two or more different names")
@@ -145,7 +142,7 @@ def fuse(names: Sequence[str], into: str, axis: int = -1) -> Apply:
 
 
 @rule
-def split(name: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Apply:
+def split(who: str, name: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Apply:
     """Makes several subtrees, or leaves, of one, the inverse of `fuse`: ``split("qkv", ["query", "key", "value"])``.
 
     Wherever it occurs, each of its arrays is cut along the axis; each part reads only its own box.
@@ -160,7 +157,6 @@ def split(name: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] |
         TransformError: when applied: there is no such subtree or leaf, or an array has no such parts.
         NameCollisionError: when applied: there already is a new name.
     """
-    who = f"split({name!r}, {list(into)!r})"
     if not into or isinstance(into, str) or (sizes is not None and len(sizes) != len(into)):
         raise TransformError(f"{who}: expected a list of names, and as many sizes if any; got sizes {sizes}")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
+from flax_ckpt_compat._filling import filler
 from flax_ckpt_compat.rules import _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def rename(pattern: str, replacement: str) -> Apply:
+def rename(who: str, pattern: str, replacement: str) -> Apply:
     """Renames wherever the pattern matches whole names of a key path: ``rename("Dense_0", "encoder")``.
 
     Args:
@@ -23,31 +24,35 @@ def rename(pattern: str, replacement: str) -> Apply:
         TransformError: a bad pattern or replacement; when applied: it matches nothing in the checkpoint.
         NameCollisionError: when applied: two leaves would get the same name.
     """
-    who = f"rename({pattern!r}, {replacement!r})"
     compiled = _trees.whole_names(pattern, who)
     try:
-        re.compile(rf"(?:{pattern})|").match("").expand(replacement)  # type: ignore[union-attr]
+        fill = filler(compiled, replacement)
     except (re.error, IndexError) as error:
         raise TransformError(f"{who}: {replacement!r} does not fit the groups of the pattern: {error}") from error
 
-    def renamed(path: Path) -> Path:
-        new: list[str] = []
-        done = 0
-        for first, after, match in _trees.matches(compiled, path):
-            new += [*path[done:first], *filter(None, match.expand(replacement).split("/"))]
-            done = after
-        return (*new, *path[done:])
-
     def apply(stored: Node, _: Node) -> Node:
-        if not any(any(_trees.matches(compiled, path)) for path, _ in iter_leaves(stored)):
+        found = False
+
+        def renamed(path: Path) -> Path:
+            nonlocal found
+            new: list[str] = []
+            done = 0
+            for first, after, match in _trees.matches(compiled, path):
+                found = True
+                new += [*path[done:first], *filter(None, fill(match).split("/"))]
+                done = after
+            return (*new, *path[done:])
+
+        tree = _trees.remap(stored, renamed, who)
+        if not found:
             raise TransformError(f"{who}: matches nothing in the checkpoint; {_trees.near_names(pattern, stored)}")
-        return _trees.remap(stored, renamed, who)
+        return tree
 
     return apply
 
 
 @rule
-def move(source: str, to: str) -> Apply:
+def move(who: str, source: str, to: str) -> Apply:
     """Moves a subtree or leaf elsewhere: ``move("model/params", "params")``.
 
     Args:
@@ -59,7 +64,6 @@ def move(source: str, to: str) -> Apply:
         TransformError: when applied: the checkpoint has no such path.
         NameCollisionError: when applied: two leaves would get the same name.
     """
-    who = f"move({source!r}, {to!r})"
 
     def apply(stored: Node, target: Node) -> Node:
         start = _trees.find(stored, source, who)
@@ -76,7 +80,7 @@ def move(source: str, to: str) -> Apply:
 
 
 @rule
-def drop(*paths: str) -> Apply:
+def drop(who: str, *paths: str) -> Apply:
     """Leaves out what is not wanted, so that it is neither unused nor in the way: ``drop("ema_params")``.
 
     Args:
@@ -85,7 +89,6 @@ def drop(*paths: str) -> Apply:
     Raises:
         TransformError: no path; when applied: the checkpoint has no such path.
     """
-    who = f"drop({', '.join(map(repr, paths))})"
     if not paths:
         raise TransformError(f"{who}: name at least one path")
 
@@ -102,7 +105,7 @@ def drop(*paths: str) -> Apply:
 
 
 @rule
-def wrap(name: str, at: str = "") -> Apply:
+def wrap(who: str, name: str, at: str = "") -> Apply:
     """Moves the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
 
     Args:
@@ -112,7 +115,6 @@ def wrap(name: str, at: str = "") -> Apply:
     Raises:
         TransformError: no name; when applied: the checkpoint has no such path, or a leaf there.
     """
-    who = f"wrap({name!r}, {at!r})"
     levels = _trees.names_in(name)
     if not levels:
         raise TransformError(f"{who}: the new level needs a name")
@@ -127,7 +129,7 @@ def wrap(name: str, at: str = "") -> Apply:
 
 
 @rule
-def unwrap(name: str, at: str = "") -> Apply:
+def unwrap(who: str, name: str, at: str = "") -> Apply:
     """Takes a level away, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
     Args:
@@ -138,7 +140,6 @@ def unwrap(name: str, at: str = "") -> Apply:
         TransformError: when applied: the checkpoint has no such level, or a leaf there.
         NameCollisionError: when applied: a child has the name of something beside the level.
     """
-    who = f"unwrap({name!r}, {at!r})"
 
     def apply(stored: Node, _: Node) -> Node:
         start = _trees.find(stored, at, who)

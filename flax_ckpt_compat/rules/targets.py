@@ -10,7 +10,7 @@ from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def from_target(*paths: str) -> Apply:
+def from_target(who: str, *paths: str) -> Apply:
     """The target keeps its own values, whatever is stored: ``from_target("batch_stats", "params/head")``.
 
     Args:
@@ -20,7 +20,6 @@ def from_target(*paths: str) -> Apply:
         TransformError: no path; when applied: the target has no such path, or the checkpoint has a leaf where the
             target has a subtree around it.
     """
-    who = f"from_target({', '.join(map(repr, paths))})"
     if not all(paths) or not paths:
         raise TransformError(f"{who}: name at least one path in the target")
 

@@ -17,24 +17,26 @@ from flax_ckpt_compat.rules import _arrays, _trees
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
+_finfo: Any = ml_dtypes.finfo  # which has no types
+
 
 @rule
-def cast(pattern: str, dtype: Any) -> Apply:
+def cast(who: str, pattern: str, dtype: Any) -> Apply:
     """Gives arrays another dtype of the same kind: ``cast("params", "bfloat16")``.
 
     Floats become floats, ints ints, complex numbers complex. Arrays of another kind, such as an optimizer's count,
-    are left alone, as are numbers, text and keys.
+    are left alone, as are numbers, text and keys. Floats are rounded to the nearest, so that what is smaller than the
+    dtype's smallest number becomes zero (1e-30 in ``float16``); Adam's ``nu`` is often that small.
 
     Args:
         pattern: as in `rename`: matches whole names anywhere in the key path.
         dtype: name, numpy dtype or scalar type.
 
     Raises:
-        TransformError: no such dtype; when applied: it matches no array of that kind; when restored: a finite
-            value does not fit.
+        TransformError: no such dtype; when applied: it matches no array of that kind; when restored: an
+            int, or an infinity or NaN, that the dtype lacks, or a finite value beyond its largest.
     """
     wanted = _dtype(dtype)
-    who = f"cast({pattern!r}, {wanted.name!r})"
     names = _trees.whole_names(pattern, who)
     kind = _kind(wanted)
     if kind is None:
@@ -56,20 +58,20 @@ def cast(pattern: str, dtype: Any) -> Apply:
 
 
 @rule
-def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
+def pad(who: str, pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
     """Makes arrays longer, such as the table of a larger vocabulary: ``pad("embedding", 50304, value="target")``.
 
     Args:
         pattern: as in `rename`; matches the moments of the optimizer, too.
         size: length on the axis afterwards; arrays that have it already stay as they are.
         axis: negative counts from the end.
-        value: number to fill with, or ``"target"`` for what the target's own array at the same path has there.
+        value: number to fill with, rounded as by `cast`, or ``"target"`` for what the target's own array at the same
+            path has there.
 
     Raises:
         TransformError: when applied: it matches no array, one is longer already, the number does not fit its dtype,
-            or the target has no such array with values.
+            or the target has no such array with values; when restored: the target's values do not fit.
     """
-    who = f"pad({pattern!r}, {size!r})"
     names = _trees.whole_names(pattern, who)
     if isinstance(value, str) and value != "target":
         raise TransformError(f"{who}: value is {value!r}, expected a number or 'target'")
@@ -85,11 +87,11 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
             shape = (*old[:at], size, *old[at + 1 :])
             how = f"{old[at]} → {size} on axis {at}"
             if isinstance(value, str):
-                own = _targets_own(target, path, shape, leaf.dtype, who)
-                function, how = _filled(own, None, shape, leaf.dtype), f"{how}, with the target's own values"
+                own, how = _targets_own(target, path, shape, leaf.dtype, who), f"{how}, with the target's own values"
+                function = _filled(own, shape, leaf.dtype, f"{who}: the target's own {show_path(path)}")
             else:
-                _check_fill(value, leaf.dtype, path, who)
-                function, how = _filled(None, value, shape, leaf.dtype), f"{how}, filled with {value}"
+                fill, how = _fill(value, leaf.dtype, path, who), f"{how}, filled with {value}"
+                function = _filled(fill, shape, leaf.dtype, who)
             return _arrays.apply_to(leaf, function, how, shape=shape)
 
         return _arrays.each_array(stored, names, who, changed)
@@ -98,7 +100,7 @@ def pad(pattern: str, size: int, axis: int = 0, value: Any = 0) -> Apply:
 
 
 @rule
-def cut(pattern: str, size: int, axis: int = 0) -> Apply:
+def cut(who: str, pattern: str, size: int, axis: int = 0) -> Apply:
     """Keeps the first values on an axis, of which only they are read: ``cut("embedding", 50257)``.
 
     Args:
@@ -109,7 +111,6 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one is shorter.
     """
-    who = f"cut({pattern!r}, {size!r})"
     names = _trees.whole_names(pattern, who)
     if size < 0:
         raise TransformError(f"{who}: a length cannot be negative")
@@ -127,7 +128,7 @@ def cut(pattern: str, size: int, axis: int = 0) -> Apply:
 
 
 @rule
-def transpose(pattern: str, axes: Sequence[int]) -> Apply:
+def transpose(who: str, pattern: str, axes: Sequence[int]) -> Apply:
     """Puts the axes of arrays in another order, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
 
     Args:
@@ -137,7 +138,6 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one has other axes than these.
     """
-    who = f"transpose({pattern!r}, {tuple(axes)!r})"
     names = _trees.whole_names(pattern, who)
 
     def changed(leaf: Array, path: Path) -> Node:
@@ -152,7 +152,7 @@ def transpose(pattern: str, axes: Sequence[int]) -> Apply:
 
 
 @rule
-def reshape(pattern: str, shape: Sequence[int]) -> Apply:
+def reshape(who: str, pattern: str, shape: Sequence[int]) -> Apply:
     """Gives arrays another shape with the same values in C order: ``reshape("query/kernel", (512, 8, 64))``.
 
     Args:
@@ -162,7 +162,6 @@ def reshape(pattern: str, shape: Sequence[int]) -> Apply:
     Raises:
         TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
     """
-    who = f"reshape({pattern!r}, {tuple(shape)!r})"
     names = _trees.whole_names(pattern, who)
     known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
@@ -200,10 +199,14 @@ def _kind(dtype: np.dtype[Any]) -> str | None:
 
 
 def _cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
+    """The array in another dtype.
+
+    Raises:
+        TransformError: it has values that the dtype cannot hold; ``what`` they are.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
-        result = value.astype(dtype)
-        same = result.astype(value.dtype)
-    bad = same != value if _kind(dtype) == "ints" else np.isfinite(value) & ~np.isfinite(same)
+        result = _astype(value, dtype)
+        bad = _unheld(value, result)
     if bad.any():
         raise TransformError(
             f"{what} has {int(bad.sum())} values that {dtype.name} cannot hold, such as {value[bad][0]}"
@@ -211,15 +214,41 @@ def _cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
     return result
 
 
-def _check_fill(value: Any, dtype: Any, path: Path, who: str) -> None:
+def _astype(value: Any, dtype: np.dtype[Any]) -> Any:
     try:
-        with np.errstate(all="ignore"):
-            held = np.asarray(value).astype(dtype)
-            fits = held.ndim == 0 and (_kind(dtype) != "ints" or held.item() == value)
+        return value.astype(dtype)
+    except TypeError:  # numpy knows no way between some of the narrow dtypes
+        return value.astype(np.int64 if _kind(dtype) == "ints" else np.float64).astype(dtype)
+
+
+def _unheld(value: Any, result: Any) -> Any:
+    """Which numbers are not themselves, but for rounding, in another dtype of their kind."""
+    same = _astype(result, value.dtype)
+    if _kind(result.dtype) == "ints":
+        return (same != value) | ((result < 0) != (value < 0))
+    bad = np.isfinite(value) != np.isfinite(same)
+    if result.dtype.kind == "V" and not np.isnan(np.float32(np.nan).astype(result.dtype)):
+        # Narrow floats without NaN take the largest for all that is beyond.
+        bad |= np.abs(value.astype(np.float64)) > float(_finfo(result.dtype).max)
+    return bad | (np.isnan(value) != np.isnan(same))
+
+
+def _fill(value: Any, dtype: Any, path: Path, who: str) -> Any:
+    """The number to fill with, as an array of this dtype and no axes."""
+    kind = _kind(dtype)
+    try:
+        # Python's large ints are no numbers to numpy, but they are to floats.
+        given = np.asarray(float(value) if type(value) is int and kind == "floats" else value)
+        is_number = given.ndim == 0 and (given.dtype.kind == "b" or _kind(given.dtype) is not None)
+        if is_number and (_kind(given.dtype) != "complex numbers" or kind == "complex numbers"):
+            with np.errstate(all="ignore"):
+                held = given.astype(dtype)
+                wide = given.astype(np.complex128 if kind == "complex numbers" else np.float64)
+                if held.item() == given.item() or (kind in ("floats", "complex numbers") and not _unheld(wide, held)):
+                    return held
     except (TypeError, ValueError, OverflowError):
-        fits = False
-    if not fits:
-        raise _misfit(f"{who}: {value!r} does not fit {show_path(path)}, which is {dtype}", path)
+        pass
+    raise _misfit(f"{who}: {value!r} does not fit {show_path(path)}, which is {dtype}", path)
 
 
 def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, who: str) -> Any:
@@ -234,16 +263,21 @@ def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, w
         raise _misfit(f"{who}: the target's own {shown} {what}, so it has no values to fill with; {remedy}", path)
     if tuple(node.shape) != shape:
         raise _misfit(f"{who}: the target's own {shown} is {tuple(node.shape)}, expected {shape}", path)
-    if _kind(np.dtype(node.dtype)) != _kind(dtype):
+    if _kind(np.dtype(node.dtype)) != _kind(dtype) or (_kind(dtype) is None and node.dtype != dtype):
         raise _misfit(f"{who}: the target's own {shown} is {node.dtype}, which does not become {dtype}", path)
     return node
 
 
-def _filled(own: Any, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def _filled(fill: Any, shape: tuple[int, ...], dtype: Any, what: str) -> Any:
+    """A function that makes a stored array longer; the fill is an array of the new shape, or of none."""
+
     def function(stored: Any) -> Any:
         result = memory.empty(shape, dtype)
-        result[...] = value if own is None else np.asarray(own)
-        result[tuple(slice(0, size) for size in stored.shape)] = stored
+        old = tuple(slice(0, size) for size in stored.shape)
+        # Only what is new is looked at: what the target has where values are stored need not fit.
+        new = tuple(slice(size if size < whole else 0, None) for size, whole in zip(stored.shape, shape, strict=True))
+        result[new] = _cast(np.asarray(fill)[new], dtype, what) if fill.ndim else fill
+        result[old] = stored
         return result
 
     return function

@@ -6,6 +6,7 @@ import dataclasses
 
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 from flax_ckpt_compat.rules import Rule
+from flax_ckpt_compat.suggesting._akin import in_order
 from flax_ckpt_compat.suggesting._finish import finished, missing
 from flax_ckpt_compat.suggesting._judge import doubts
 from flax_ckpt_compat.suggesting._names import Step
@@ -32,7 +33,7 @@ class Suggestion:
 
     @property
     def rules(self) -> list[Rule]:
-        """What ``orbax_transforms`` takes."""
+        """What ``transforms``, or ``orbax_transforms`` of `restore_checkpoint`, takes."""
         return [step.rule for step in self.steps]
 
     @property
@@ -42,7 +43,7 @@ class Suggestion:
 
     def __str__(self) -> str:
         lines = [f"    {step.rule},  # {step.reason}" for step in self.steps]
-        return "\n".join(["from flax_ckpt_compat import rules", "", "orbax_transforms=[", *lines, "]"])
+        return "\n".join(["from flax_ckpt_compat import rules", "", "transforms = [", *lines, "]"])
 
 
 def suggest(stored: Node, target: Node) -> Suggestion | None:
@@ -57,6 +58,8 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     """
     if not isinstance(stored, Branch) or not isinstance(target, Branch) or not missing(stored, target):
         return None
+    # Formats keep names in different orders, and what is proposed must not depend on it.
+    stored, target = in_order(stored), in_order(target)
     search = Search(stored, target)
     best: Suggestion | None = None
     most, lacking = 0, len(missing(stored, target))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Sequence
+
+from flax_ckpt_compat._core.tree import Branch
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Words that say nothing about which layer it is.
@@ -13,6 +16,7 @@ _MAX_PAIRS = 2500
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
+@functools.lru_cache(10_000)
 def numbered(name: str) -> tuple[str, int] | None:
     """(text before the number, number) of a name that ends in one; None for other names."""
     match = _NUMBERED.fullmatch(name)
@@ -21,7 +25,23 @@ def numbered(name: str) -> tuple[str, int] | None:
 
 def natural(names: Iterable[str]) -> list[str]:
     """Names in the order of the numbers in them."""
-    return sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in split(name)])
+    return sorted(names, key=_natural_key)
+
+
+def _natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in split(name)], name
+
+
+def in_order(node: Branch) -> Branch:
+    """The same tree with all names in the order of the numbers in them."""
+    children = node.children
+    return dataclasses.replace(
+        node,
+        children={
+            name: in_order(child) if isinstance(child := children[name], Branch) else child
+            for name in natural(children)
+        },
+    )
 
 
 def split(name: str) -> list[str]:
@@ -43,6 +63,7 @@ def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
     return _initials(one) in words(other) or _initials(other) in words(one)
 
 
+@functools.lru_cache(10_000)
 def _initials(name: str) -> str:
     """``bn`` of ``BatchNorm_0``; nothing for single words."""
     found = _WORDS.findall(name)
@@ -52,7 +73,7 @@ def _initials(name: str) -> str:
 def contains(one: str, other: str) -> bool:
     """True where one name is a whole part of the other, as ``h1`` is of ``h1_layer`` and ``my_h1``."""
     short, long = sorted((one, other), key=len)
-    return re.search(rf"(?<![A-Za-z0-9]){re.escape(short)}(?![a-z0-9])", long) is not None
+    return short in long and re.search(rf"(?<![A-Za-z0-9]){re.escape(short)}(?![a-z0-9])", long) is not None
 
 
 def _begin_alike(one: str, other: str) -> bool:
@@ -77,10 +98,18 @@ def tells_apart(olds: tuple[str, str], news: tuple[str, str]) -> bool | None:
         return False
     counted = [numbered(name) for name in (*olds, *news)]
     by_number = _by_number(*counted)
+    if by_number is not None and _row(olds) and _row(news):
+        return by_number
     by_word = _by_word(olds, news)
     if by_number is None or by_word is None:
         return by_word if by_number is None else by_number
     return by_number and by_word
+
+
+def _row(names: tuple[str, str]) -> bool:
+    """True where names differ in their number alone."""
+    one, other = (numbered(name) or (name, 0) for name in names)
+    return one[0] == other[0]
 
 
 def _by_number(*counted: tuple[str, int] | None) -> bool | None:

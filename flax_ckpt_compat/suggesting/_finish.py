@@ -42,8 +42,16 @@ def _optimizer(search: Search, state: State, at: Path, roles: Roles) -> State:
         if tried is not None and not missing(tried.tree, search.target, at) and _takes_moments(tried.tree, at):
             return tried if tried.matched >= state.matched else state
     ours = [_fields(node_at(state.tree, root)) for root in sorted(roles.roots)]
-    reason = f"the stored optimizer has {ours[0]}, the target's has {_fields(theirs)}" if ours else "nothing stored"
-    return search.tried(state, (Step(rules.from_target(text), reason),)) or state
+    return search.tried(state, (Step(rules.from_target(text), _other_optimizer(ours, _fields(theirs))),)) or state
+
+
+def _other_optimizer(ours: list[str], theirs: str) -> str:
+    """Why nothing of the stored optimizers is taken."""
+    if not ours:
+        return "no stored optimizer"
+    if theirs in ours:
+        return f"both hold {theirs}, but in other places or for other parameters"
+    return f"the stored optimizer has {ours[0]}, the target's has {theirs}"
 
 
 def _takes_moments(tree: Node, at: Path) -> bool:

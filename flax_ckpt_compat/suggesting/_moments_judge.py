@@ -9,12 +9,15 @@ from flax_ckpt_compat.suggesting._akin import tells_apart
 from flax_ckpt_compat.suggesting._looks import MOMENTS, Spot, bare, items, node_at
 from flax_ckpt_compat.suggesting._outcome import Outcome
 
+_COUNTS = frozenset(("count", "gradient_step", "step"))
+
 
 def doubts(outcome: Outcome, stored: Node, target: Node) -> list[str]:
     """What speaks against where the leaves of optimizers would come from."""
     found = list(_other_role(outcome, stored, target))
     found += _apart(outcome)
     found += _dropped(outcome)
+    found += _recounted(outcome)
     return found
 
 
@@ -56,6 +59,16 @@ def _origins(outcome: Outcome) -> dict[Path, set[Path]]:
             for start in range(min(3, len(path))):
                 found.setdefault(path[start:], set()).add(bare(old))
     return found
+
+
+def _recounted(outcome: Outcome) -> Iterator[str]:
+    """Counts of steps that would begin anew beside moments that are taken: a schedule would start again unseen."""
+    if not any(outcome.has.is_optimizer(path) for path in outcome.pairs):
+        return
+    for path in outcome.kept:
+        if outcome.has.spot(path).field in _COUNTS:
+            yield f"{show_path(path)} would begin anew, and with it a schedule that goes by it"
+            return
 
 
 def _names(tree: Node, path: Path) -> set[str]:

@@ -14,6 +14,8 @@ from flax_ckpt_compat.suggesting._akin import numbered
 from flax_ckpt_compat.suggesting._gaps import Gap, Prints, aligned
 from flax_ckpt_compat.suggesting._looks import MOMENTS, Roles, branches, items
 
+_MAX_RENAMES = 200
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
@@ -54,13 +56,18 @@ def renames(found: list[Gap], prints: Prints, matched_names: frozenset[str], sto
     """Children that may have got another name at the same place."""
     pairs = [(gap, old, new) for gap in found for old, new in aligned(gap.gone, gap.new, prints)]
     plain = [(gap, old, new) for gap, old, new in pairs if "/" not in old + new]
-    where: dict[str, set[str]] = {}
+    looks, where = _looks(stored, prints, plain), dict[str, set[str]]()
     for _, old, new in plain:
         where.setdefault(old, set()).add(new)
     steps: dict[str, Candidate] = {}
-    for gap, old, new, count in _rows(plain):
-        wanted = len(items(gap.new[new]).items() & items(gap.gone[old]).items()) * count
-        ambiguous = len(where[old]) > 1 or bool(matched_names & set(_members(gap, old, count)))
+    rows = [
+        (len(items(gap.new[new]).items() & items(gap.gone[old]).items()) * count, gap, old, new, count)
+        for gap, old, new, count in _rows(plain)
+    ]
+    for wanted, gap, old, new, count in sorted(rows, key=lambda row: -row[0])[:_MAX_RENAMES]:
+        members = _members(gap, old, count)
+        elsewhere = any(looks[name] - {prints.of(gap.gone[name])} for name in members)
+        ambiguous = len(where[old]) > 1 or elsewhere or bool(matched_names & set(members))
         pattern, replacement = _pattern(old, new, count)
         if ambiguous:
             pattern, replacement = _qualified(gap, old, pattern, replacement, prints, stored)
@@ -72,6 +79,16 @@ def renames(found: list[Gap], prints: Prints, matched_names: frozenset[str], sto
         before = steps[step.rule.source].expected if step.rule.source in steps else 0
         steps[step.rule.source] = Candidate((step,), before + wanted)
     return list(steps.values())
+
+
+def _looks(stored: Node, prints: Prints, pairs: list[tuple[Gap, str, str]]) -> dict[str, set[int]]:
+    """Stored name that a child has which may have got another → fingerprints of all that has it, wherever it is."""
+    gaps_ = {id(gap): gap for gap, _, _ in pairs}.values()
+    found: dict[str, set[int]] = {name: set() for gap in gaps_ for name in gap.gone}
+    for _, branch in branches(stored):
+        for name in branch.children.keys() & found.keys():
+            found[name].add(prints.of(branch.children[name]))
+    return found
 
 
 def _members(gap: Gap, old: str, count: int) -> list[str]:

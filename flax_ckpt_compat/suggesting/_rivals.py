@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat.suggesting import _numbers
-from flax_ckpt_compat.suggesting._akin import akin, natural, numbered, tells_apart
+from flax_ckpt_compat.suggesting import _kept_judge, _numbers
+from flax_ckpt_compat.suggesting._akin import akin, natural, tells_apart
 from flax_ckpt_compat.suggesting._looks import Look, bare
+from flax_ckpt_compat.suggesting._meaning import may_be_one
 from flax_ckpt_compat.suggesting._numbers import Moved, Print
 from flax_ckpt_compat.suggesting._outcome import Outcome
 
@@ -22,12 +23,13 @@ def doubts(outcome: Outcome) -> list[str]:
     idle = _layers({path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)})
     fresh = _layers({path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)})
     found = list(_weak(moved))
+    found += _other_names(moved)
     found += _unlike(moved, [*idle, *fresh])
     found += _left_behind(moved, fresh)
     found += _swappable(moved)
     found += _replaceable(moved, idle, fresh)
     found += _numbers.doubts(moved, idle, fresh, outcome)
-    found += _kept(outcome)
+    found += _kept_judge.doubts(outcome)
     return found
 
 
@@ -83,6 +85,17 @@ def _unlike(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
         if not alike:
             yield f"only their shapes say that {show_path(members[0].new)} is {show_path(members[0].old)}"
             return
+
+
+def _other_names(moved: Sequence[Moved]) -> Iterator[str]:
+    """Layers of which the old and the new name say different things, whatever the shapes are."""
+    seen: set[tuple[Path, Path]] = set()
+    for one in moved:
+        change = core(_inside(one.old), _inside(one.new))
+        if change not in seen and not may_be_one(*change, leaf=_is_leaf(one)):
+            yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
+            return
+        seen.add(change)
 
 
 def _beside(one: Moved, path: Path) -> bool:
@@ -239,52 +252,3 @@ def _same_start(one: Path, other: Path) -> int:
             break
         count += 1
     return count
-
-
-def _kept(outcome: Outcome) -> Iterator[str]:
-    """Leaves that would stay as the target has them although something stored might belong there."""
-    idle = {seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
-    fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
-    for path, seen in fresh.items():
-        if seen in idle and (seen[0] or _may_be_number(path, outcome)):
-            yield f"{show_path(path)} has the shape of a stored leaf that is not used"
-            return
-        if path in outcome.stored and len(path) > 1 and numbered(path[-2]) and _is_halved(path, outcome):
-            yield f"{show_path(path[:-1])} has the number of a stored layer of other shapes, and may be another one"
-            return
-        if path in outcome.stored and any("embed" in name.lower() for name in path):
-            yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
-            return
-    yield from _copies(outcome, fresh)
-    taken = [path for path in outcome.pairs if outcome.goal[path][0] and not outcome.has.is_optimizer(path)]
-    arrays = [path for path, seen in fresh.items() if len(seen[0]) > 1]
-    if len(arrays) > len(taken):
-        yield "more arrays would stay as the target has them than come from the checkpoint"
-
-
-def _is_halved(path: Path, outcome: Outcome) -> bool:
-    """True where a leaf stays as the target has it while others of its layer come from the checkpoint."""
-    return any(other[:-1] == path[:-1] for other in outcome.pairs)
-
-
-def _may_be_number(path: Path, outcome: Outcome) -> bool:
-    """True where a number of the target may be one that is stored and not used: both at the top, or alike in name."""
-    path = bare(path)
-    return any(
-        not seen[0] and (len(path) == len(bare(other)) == 1 or akin(path[-1], bare(other)[-1]))
-        for other, seen in outcome.unused.items()
-        if not outcome.had.is_optimizer(other)
-    )
-
-
-def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
-    """New collections that look like a copy of another, as averages of the parameters do."""
-    tops: dict[str, dict[Path, Look]] = {}
-    for path, seen in outcome.goal.items():
-        tops.setdefault(path[0], {})[path[1:]] = seen
-    for name, leaves in tops.items():
-        if len(leaves) > 1 and all((name, *path) in fresh for path in leaves):
-            for other, others in tops.items():
-                if other != name and leaves == others:
-                    yield f"{name} looks like a copy of {other}, which from_target does not make"
-                    return

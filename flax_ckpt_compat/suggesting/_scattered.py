@@ -35,7 +35,7 @@ def scattered(stored: Node, target: Node, had: Roles, has: Roles) -> Iterator[Ca
 def _single(paths: set[Path], looks: dict[Path, Look], *, name: bool = False) -> dict[object, list[Path]]:
     """Leaves by what they look like, and by their own name; without plain numbers, which look too much alike."""
     groups: dict[object, list[Path]] = {}
-    for path in paths:
+    for path in sorted(paths):
         if looks[path][0]:
             groups.setdefault((looks[path], bare(path)[-1] if name else ""), []).append(path)
     return groups

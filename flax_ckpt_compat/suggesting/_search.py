@@ -173,7 +173,7 @@ def _collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candi
         return
     kinds = ("params", "batch_stats")
     gone = {name: node for name, node in stored.children.items() if name not in target.children}
-    present = [name for name in kinds if name in gone]
+    present, had = [name for name in kinds if name in gone], Roles(stored)
     if "params" in gone:
         steps = tuple(Step(rules.unwrap(name), f"the target has no {name}") for name in present)
         yield Candidate(steps, _likeness(gone, present, target))
@@ -182,7 +182,8 @@ def _collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candi
         )
     for name, child in target.children.items():
         if name not in stored.children and not roles.is_optimizer((name,)):
-            for names in ([one] for one in gone):
+            # An optimizer's state has the shapes of the parameters, too, and is none of them.
+            for names in ([one] for one in gone if not had.is_optimizer((one,))):
                 steps = tuple(Step(rules.move(one, name), f"{name} looks like {one}") for one in names)
                 yield Candidate(steps, _likeness(gone, names, child))
             if len(present) > 1:

@@ -41,16 +41,16 @@ def tree(step: int) -> dict[str, Any]:
     return {"n": step, "split": split, "v": np.full(1000, step)}
 
 
-def save_until_killed(folder: str, orbax: bool, first: int, background: bool, pipe: str) -> None:
+def save_until_killed(folder: str, orbax: bool, first: int, background: bool, notes: str, wait: float) -> None:
     """Saves step after step; process 0 writes down each that is committed."""
     jobs.use(orbax)
     manager = checkpoints.AsyncManager() if background else None
-    with config.override(coordination_timeout=BOUND):
+    with config.override(coordination_timeout=wait):
         for step in range(first, first + 10_000):
             checkpoints.save_checkpoint_multiprocess(folder, tree(step), step, keep=2, async_manager=manager)
             if manager:
                 manager.wait_previous_save()
-            with open(f"{pipe}-{jax.process_index()}", "w") as file:
+            with open(f"{notes}-{jax.process_index()}", "w") as file:
                 file.write(str(step))
 
 
@@ -92,13 +92,14 @@ def trial(folder: str, orbax: bool, chance: random.Random, *, quick: bool = Fals
     Returns:
         What kind of end the others found.
     """
+    wait = BOUND / 2 if quick else BOUND
     count = 2 if quick else chance.choice([2, 2, 3, 4])
     victim = chance.randrange(count)
     outside, background = chance.random() < 0.5, chance.random() < 0.3
     before = checkpoints.available_steps(folder)[-1]
     with tempfile.TemporaryDirectory() as notes:
         team = Team(count, outside=outside)
-        team.start(save_until_killed, folder, orbax, int(before) + 1, background, f"{notes}/note")
+        team.start(save_until_killed, folder, orbax, int(before) + 1, background, f"{notes}/note", wait)
         while not _acknowledged(notes, count):
             assert not team.answered(), team.finish()
             time.sleep(0.01)
@@ -110,7 +111,7 @@ def trial(folder: str, orbax: bool, chance: random.Random, *, quick: bool = Fals
         acknowledged = _acknowledged(notes, count)
         team.close()
     end = _end(outcomes, victim, outside)
-    bound = BOUND * (2 if victim == 0 else 1) + SLACK
+    bound = wait * (2 if victim == 0 else 1) + SLACK
     assert seconds < bound, f"the others took {seconds:.1f} s after {victim} of {count} was killed"
     team = Team(count)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess import jobs
+from tests.multiprocess import jobs, rule_jobs
 from tests.support.team import team_of
 
 WAIT = 1.0
@@ -46,7 +46,9 @@ def test_whoever_comes_too_late_hears_it_too(orbax: bool, tmp_path: Path) -> Non
 def test_a_leaf_that_one_process_cannot_save(orbax: bool, tmp_path: Path, failing: int) -> None:
     """That process gets the error of a save of its own; all others get it too, or one that names it; at once."""
     changes = [{"more": ["unknown"]} if index == failing else {"more": ["plain"]} for index in range(4)]
-    for index, outcome in enumerate(team_of(4).run(jobs.save_with, str(tmp_path), orbax, changes, 30.0, timeout=25)):
+    for index, outcome in enumerate(
+        team_of(4).run(rule_jobs.save_with, str(tmp_path), orbax, changes, 30.0, timeout=25)
+    ):
         own = index == failing or failing == 0
         assert outcome.kinds[0] == ("UnsupportedLeafError" if own else "TeamError"), outcome
         assert "unknown" in outcome.error
@@ -61,11 +63,11 @@ def test_a_full_disk_in_the_middle(orbax: bool, tmp_path: Path, full: int) -> No
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
     before = jobs.names(str(tmp_path))
-    for outcome in team.run(jobs.save_full_disk, str(tmp_path), orbax, full, 2, timeout=30):
+    for outcome in team.run(rule_jobs.save_full_disk, str(tmp_path), orbax, full, 2, timeout=30):
         assert "CheckpointError" in outcome.kinds, outcome
         assert "File too large" in outcome.error, outcome
         assert outcome.seconds < 10
     assert jobs.names(str(tmp_path)) == before
     assert team.call(jobs.restore_small, str(tmp_path)) == [1, 1]
-    team.call(jobs.save_full_disk, str(tmp_path), orbax, -1, 2)
+    team.call(rule_jobs.save_full_disk, str(tmp_path), orbax, -1, 2)
     team.call(jobs.restore_large, str(tmp_path))

@@ -57,3 +57,8 @@ def test_a_given_checkpointer_keeps_to_the_rules_in_all_processes(tmp_path: Path
         assert kind == "InvalidCheckpointError"
         assert "already exists" in text
     assert team.call(jobs.restore_small, str(tmp_path)) == [2, 2]
+
+
+def test_what_a_given_checkpointer_replaced_is_seen_at_once(tmp_path: Path) -> None:
+    """When the save returns, in any process, the new version of a step has its name."""
+    team_of(2).call(real_jobs.overwrite_through, str(tmp_path), 4)

@@ -171,6 +171,8 @@ class Team:
         """What the job returned in each process, all of which have to return."""
         outcomes = self.run(job, *args, timeout=timeout)
         failed = {index: outcome for index, outcome in enumerate(outcomes) if not outcome.ok}
+        # Who knows what the processes have left undone.
+        self.broken = self.broken or bool(failed)
         assert not failed, "\n".join(
             f"process {index}: {outcome.trace or outcome}\n{outcome.log}" for index, outcome in failed.items()
         )

@@ -1,0 +1,47 @@
+"""Names of modules and checkpoints as Flax orders and counts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+SIGNED_FLOAT_RE = re.compile(rf"([-+]?{_NUMBER})")
+UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({_NUMBER})")
+MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
+
+
+def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
+    """Sorts names so that the numbers in them count as numbers: ``a_2`` before ``a_10``.
+
+    Args:
+        file_list: names.
+        signed: a ``-`` or ``+`` before a number is its sign, not a separator.
+    """
+    pattern = SIGNED_FLOAT_RE if signed else UNSIGNED_FLOAT_RE
+
+    def key(name: str) -> list[Any]:
+        return [float(piece) if pattern.match(piece) else piece for piece in pattern.split(name)]
+
+    return sorted(file_list, key=key)
+
+
+def linen_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of modules before linen, one count for all classes (``Conv_0, Dense_1``) → linen's, one count per class.
+
+    Args:
+        names: of all children of one module; others than numbered modules, and linen's own, stay as they are.
+
+    Returns:
+        In natural order.
+    """
+    counts: dict[str, int] = {}
+    renamed = {}
+    for name in natural_sort(names):
+        match = MODULE_NUM_RE.match(name)
+        renamed[name] = name
+        if match:
+            renamed[name] = f"{match[1]}_{counts.get(match[1], 0)}"
+            counts[match[1]] = counts.get(match[1], 0) + 1
+    return renamed

@@ -1,0 +1,192 @@
+"""How cost grows with processes and leaves: ``python -m tests.benchmarks.scale``, from the checkout.
+
+Counts what real processes on this machine send, write and read; and lets one process play a thousand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import disk, scale_jobs, scale_play
+from tests.benchmarks.report import Table
+from tests.support.team import Team
+
+PAGE = Path(__file__).parents[2] / "migration_guide" / "scale.md"
+_PLACE = re.compile(r"(?<=<!-- measured -->\n).*(?=<!-- end -->)", re.DOTALL)
+_FORMATS = {True: "orbax", False: "msgpack"}
+# With a file for every shard, more would measure the file system only.
+_MOST_FILES = 20_000
+_STAGES = ("share s", "merge s", "open s")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs it, prints tables, and puts them on the page with ``--write``."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scale", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few processes and leaves")
+    parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
+    parser.add_argument("--write", action="store_true", help=f"put the tables on {PAGE.name}")
+    options = parser.parse_args(arguments)
+    if options.write and options.quick:
+        parser.error("the page holds a whole run: --write does not go with --quick")
+    processes = (2,) if options.quick else (2, 4, 8)
+    leaves = (100,) if options.quick else (500, 5_000, 50_000)
+    with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
+        facts = disk.machine_facts(workdir)
+        tables = [*real_tables(processes, leaves, workdir), *played_tables(workdir, quick=options.quick)]
+    for table in tables:
+        table.show()
+    if options.write:
+        machine = f"{facts['CPUs']} CPUs, {facts['file system']}, jax {facts['jax']}."
+        text = "\n".join([f"\n{machine}\n", *(f"{table.markdown()}\n" for table in tables)])
+        PAGE.write_text(_PLACE.sub(lambda _: text, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def real_tables(processes: tuple[int, ...], leaves: tuple[int, ...], workdir: str) -> list[Table]:
+    """Saves and restores by real processes of two devices each."""
+    counts, times = [], []
+    for count in processes:
+        team = Team(count)
+        try:
+            for orbax in (True, False):
+                for number in leaves:
+                    if orbax or number * (2 * count + 1) <= _MOST_FILES:
+                        with tempfile.TemporaryDirectory(dir=workdir) as folder:
+                            one = measure(team, folder, orbax, number)
+                        row = (_FORMATS[orbax], str(count), f"{number:,}")
+                        counts.append((*row, *_counted(one)))
+                        times.append((*row, *_timed(one)))
+        finally:
+            team.close()
+    head = ("format", "processes", "leaves")
+    counted = ("messages", "asked again", "bytes sent", "files", "metadata bytes", "read per process", "read calls")
+    timed = ("prepare s", "write s", "merge or check s", "whole save s", "restore s")
+    return [Table("Counted", (*head, *counted), counts), Table("Timed", (*head, *timed), times)]
+
+
+def measure(team: Team, folder: str, orbax: bool, leaves: int) -> dict[str, Any]:
+    """One save and one restore by a team, after a save that nobody looks at.
+
+    Returns:
+        ``save`` and ``restore``: what `scale_jobs` says, by process; ``files`` and ``bytes``: by kind of file.
+    """
+    team.call(scale_jobs.save, folder, orbax, 10, 1, timeout=300)
+    saved = team.call(scale_jobs.save, folder, orbax, leaves, 2, timeout=300)
+    files, nbytes = kinds(Path(folder))
+    return {
+        "save": saved,
+        "restore": team.call(scale_jobs.restore, folder, leaves, 2, timeout=300),
+        "files": files,
+        "bytes": nbytes,
+    }
+
+
+def kinds(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The files of step 2, how many and of how many bytes, by kind."""
+    files, nbytes = dict[str, int](), dict[str, int]()
+    for kind, path in _files_of(folder):
+        files[kind] = files.get(kind, 0) + 1
+        nbytes[kind] = nbytes.get(kind, 0) + path.stat().st_size
+    return files, nbytes
+
+
+def _files_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in (found for top in folder.glob("*_2*") for found in (top, *top.rglob("*")) if found.is_file()):
+        parts = path.relative_to(folder).parts
+        if parts[0].endswith("_gda"):
+            yield ".zarray" if parts[-1] == ".zarray" else "chunks", path
+        elif len(parts) == 1:
+            yield "msgpack", path
+        else:
+            databases = parts[1] == "d" or parts[1].startswith(("ocdbt.", "manifest."))
+            yield "databases" if databases else parts[1], path
+
+
+def _counted(one: dict[str, Any]) -> tuple[str, ...]:
+    methods = [result["messages"] for result in one["save"]]
+    sent = sum(result["sent"] for result in one["save"])
+    total = sum(sum(found.values()) for found in methods)
+    looks = sum(found.get("key_value_dir_get", 0) for found in methods) - 2
+    again = looks + sum(found.get("blocking_key_value_get", 0) for found in methods) - 2 * (len(methods) - 1)
+    assert not any(result["messages"] for result in one["restore"])
+    metadata = sum(number for kind, number in one["bytes"].items() if kind != "chunks")
+    read = statistics.median(result["read"] for result in one["restore"])
+    calls = statistics.median(result["calls"] for result in one["restore"])
+    return (
+        str(total - again),
+        str(again),
+        f"{sent:,}",
+        f"{sum(one['files'].values()):,}",
+        f"{metadata:,}",
+        f"{read:,.0f}",
+        f"{calls:,.0f}",
+    )
+
+
+def _timed(one: dict[str, Any]) -> tuple[str, ...]:
+    lead = one["save"][0]["seconds"]
+    write = max(result["seconds"]["write_share"] for result in one["save"])
+    restore = max(result["seconds"] for result in one["restore"])
+    return tuple(f"{value:.2f}" for value in (lead["prepare"], write, lead["end_shared"], lead["all"], restore))
+
+
+def played_tables(workdir: str, *, quick: bool) -> list[Table]:
+    """Meetings and merges of which one process plays all sides."""
+    met = [(f"{count:,}", *_met(count)) for count in ((8, 64) if quick else (8, 64, 256, 1_000))]
+    sizes = ((8, 50),) if quick else ((8, 5_000), (64, 1_000), (256, 400), (1_000, 50), (1_000, 200))
+    merged = [(f"{count:,}", f"{leaves:,}", *_merged(count, leaves, workdir)) for count, leaves in sizes]
+    return [
+        Table("Meetings of one save, played", ("processes", "messages", "process 0 s"), met),
+        Table(
+            "Shares in Orbax's format, played",
+            (
+                "processes",
+                "leaves",
+                "chunks",
+                "files",
+                "metadata bytes",
+                "of _sharding",
+                "share s",
+                "merge s",
+                "open s",
+            ),
+            merged,
+        ),
+    ]
+
+
+def _met(count: int) -> tuple[str, ...]:
+    results = _alone(1, lambda team: [team.call(scale_play.meetings, count, timeout=300)[0] for _ in range(3)])
+    seconds = statistics.median(result["seconds"] for result in results)
+    return f"{min(sum(result['messages'].values()) for result in results):,}", f"{seconds:.2f}"
+
+
+def _merged(count: int, leaves: int, workdir: str) -> tuple[str, ...]:
+    folder = tempfile.mkdtemp(dir=workdir)
+    try:
+        seconds = _alone(count, lambda team: team.call(scale_play.merge, folder, leaves, timeout=300)[0])
+        files, nbytes = kinds(Path(folder))
+    finally:
+        shutil.rmtree(folder)
+    numbers = (count * leaves, sum(files.values()), sum(nbytes.values()), nbytes["_sharding"])
+    return (*(f"{number:,}" for number in numbers), *(f"{seconds[stage]:.2f}" for stage in ("share", "end", "open")))
+
+
+def _alone(devices: int, use: Callable[[Team], Any]) -> Any:
+    team = Team(1, devices)
+    try:
+        return use(team)
+    finally:
+        team.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    main()

@@ -1,0 +1,94 @@
+"""One process that plays many, for ``tests.benchmarks.scale``: no machine here can run a thousand."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax_ckpt_compat.orbax_backend import BACKEND
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flax_ckpt_compat import team
+from flax_ckpt_compat._core.backend import Share, WriteOptions
+from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
+from tests.benchmarks.scale_jobs import Counting
+
+_AGREE = f"orbax with overwrite=False and 5000 arrays spread over processes (names, shapes and dtypes: {'0' * 8})"
+
+
+def meetings(count: int) -> dict[str, Any]:
+    """The two meetings of a save by so many processes, each a thread of this one.
+
+    Returns:
+        ``messages`` (by method) and, of process 0, ``seconds``.
+    """
+    counting, here = Counting(team._client()), threading.local()
+    played = types.SimpleNamespace(process_index=lambda: here.index, process_count=lambda: count)
+    all_there, seconds = threading.Barrier(count), list[float]()
+
+    def play(index: int) -> None:
+        here.index = index
+        one = team.Team("/checkpoints/run/checkpoint_100000", 300.0)
+        all_there.wait()
+        start = time.perf_counter()
+        one.gather(agree=_AGREE)
+        one.meet("commit")
+        if index == 0:
+            seconds.append(time.perf_counter() - start)
+
+    clients, jaxes = mock.patch.object(team, "_client", lambda: counting), mock.patch.object(team, "jax", played)
+    with clients, jaxes, ThreadPoolExecutor(count) as pool:
+        list(pool.map(play, range(count)))
+    return {"messages": dict(counting.counts), "seconds": seconds[0]}
+
+
+class _Over(NamedSharding):
+    """A sharding of which every device is another process's."""
+
+    is_fully_addressable = False  # type: ignore[assignment]
+
+
+def merge(folder: str, leaves: int) -> dict[str, Any]:
+    """A save in Orbax's format by as many processes as there are devices, with one shard of every array each.
+
+    Returns:
+        Seconds by stage, ``share`` being that of one process; and files and bytes as `tests.benchmarks.scale` counts.
+    """
+    count, options = len(jax.devices()), WriteOptions()
+    sharding = _Over(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+    path, seconds, shares = os.path.join(folder, "checkpoint_2"), dict[str, float](), list[float]()
+    plans = [BACKEND.prepare(_tree(index, count, leaves, sharding), Share(index, count)) for index in range(count)]
+    start = time.perf_counter()
+    BACKEND.begin_shared(path, plans[0], options, Share(0, count))
+    seconds["begin"] = time.perf_counter() - start
+    for index, plan in enumerate(plans):
+        start = time.perf_counter()
+        BACKEND.write_share(path, plan, options, Share(index, count))
+        shares.append(time.perf_counter() - start)
+    seconds |= {"share 0": shares[0], "share": float(np.median(shares[1:]))}
+    start = time.perf_counter()
+    BACKEND.end_shared(path, plans[0], options, Share(0, count))
+    seconds["end"] = time.perf_counter() - start
+    start = time.perf_counter()
+    BACKEND.open(path).close()
+    seconds["open"] = time.perf_counter() - start
+    return seconds
+
+
+def _tree(index: int, count: int, leaves: int, sharding: Any) -> Branch:
+    box = (slice(index, index + 1),)
+    return Branch(
+        {
+            f"leaf_{item:06}": HostCopy(
+                (count,), np.dtype(np.float32), (Shard(box, np.float32([item + index])),), sharding
+            )
+            for item in range(leaves)
+        }
+    )

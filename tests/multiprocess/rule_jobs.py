@@ -1,0 +1,83 @@
+"""What the processes of a team do in the tests of the rules of saving, and of what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_ckpt_compat import checkpoints, config
+from tests.multiprocess.jobs import large, mesh, put, small, use
+
+
+def save_with(folder: str, orbax: bool, changes: list[dict[str, Any]], wait: float = 3) -> str:
+    """Saves `small` as step 5, each process with changes of its own to that call.
+
+    Args:
+        changes: by process; arguments of the save, and ``orbax`` (the flag) or ``more`` (leaves of the tree).
+        wait: the setting ``coordination_timeout``.
+    """
+    mine = {"step": 5, **changes[jax.process_index()]}
+    use(mine.pop("orbax", orbax))
+    more = {name: MORE[name]() for name in mine.pop("more", ())}
+    folder = folder + mine.pop("below", "")
+    with config.override(coordination_timeout=wait):
+        return checkpoints.save_checkpoint_multiprocess(folder, {**small(5), **more}, **mine)
+
+
+MORE: dict[str, Callable[[], Any]] = {
+    "spread": lambda: put(np.ones((8, 4), np.float32), NamedSharding(mesh(), P("x"))),
+    "unknown": object,
+    "plain": lambda: np.ones(3),
+}
+
+
+def save_alone(folder: str, orbax: bool, step: int) -> str:
+    """What scripts do that save from process 0 only."""
+    use(orbax)
+    return checkpoints.save_checkpoint(folder, {"n": step, "v": np.full(3, step), "local": jnp.arange(4)}, step)
+
+
+def save_spread_alone(folder: str, orbax: bool) -> str:
+    """The same with an array that this process sees a part of."""
+    use(orbax)
+    return checkpoints.save_checkpoint(folder, small(1), 1)
+
+
+def save_full_disk(folder: str, orbax: bool, full: int, step: int) -> str:
+    """Saves 16 MB where one process may not write files above a megabyte, as on a full disk."""
+    import resource
+    import signal
+
+    use(orbax)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tree = {"large": put(large(), NamedSharding(mesh("plain"), P(("x", "y"))))}
+    if jax.process_index() == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with config.override(coordination_timeout=10.0):
+            return checkpoints.save_checkpoint_multiprocess(folder, tree, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def save_in_two_threads(folder: str, orbax: bool, step: int) -> list[str]:
+    """Saves to two prefixes at once, in another order in each process."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    use(orbax)
+    prefixes = ["a_", "b_"] if jax.process_index() else ["b_", "a_"]
+    tree = small(step)
+
+    def save(prefix: str) -> str:
+        return checkpoints.save_checkpoint_multiprocess(folder, tree, step, prefix)
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(save, prefix) for prefix in prefixes]
+        return sorted(future.result(60) for future in futures)

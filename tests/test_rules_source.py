@@ -1,0 +1,133 @@
+"""What a rule says of itself: Python that makes it again, in its source and in its errors; templates filled in."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._filling import filler
+from tests.support.stored import count, same, stored, values
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4)
+INTS = st.integers(-3, 9) | st.integers(-3, 9).map(np.int64) | st.integers(0, 9).map(np.uint8)
+NUMBERS = (
+    st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.complex_numbers()
+    | st.booleans()
+    | st.floats(width=32).map(np.float32)
+    | st.floats(width=16).map(ml_dtypes.bfloat16)
+    | st.complex_numbers().map(np.complex128)
+    | st.floats(width=32).map(jnp.float32)
+    | st.just(np.array(3.5))
+)
+DTYPES = st.sampled_from(
+    ["bfloat16", "f4", np.float32, jnp.float16, jnp.bfloat16, ml_dtypes.int4, np.dtype(">i4"), float, int, ">f8"]
+)
+NAMES = st.lists(TEXTS, min_size=2, max_size=3, unique=True)
+RULES = st.one_of(
+    st.builds(rules.rename, TEXTS.map(re.escape), TEXTS.map(lambda text: text.replace("\\", "/"))),
+    st.builds(rules.move, TEXTS, TEXTS),
+    st.builds(rules.drop, TEXTS, TEXTS.map(np.str_)),
+    st.builds(rules.wrap, TEXTS, at=TEXTS),
+    st.builds(rules.unwrap, TEXTS, TEXTS),
+    st.builds(rules.stack, st.just(r"layer_(\d+)"), TEXTS, INTS),
+    st.builds(rules.unstack, TEXTS, st.just("l{}"), axis=INTS),
+    st.builds(rules.fuse, NAMES | NAMES.map(tuple), TEXTS, INTS),
+    st.builds(rules.split, TEXTS, st.just(("a", "b")), axis=INTS, sizes=st.tuples(INTS, INTS).map(list) | st.none()),
+    st.builds(rules.transpose, TEXTS.map(re.escape), st.permutations(range(3)) | st.just(np.array([1, 0]))),
+    st.builds(rules.reshape, TEXTS.map(re.escape), st.just((2, np.int32(3), -1))),
+    st.builds(rules.cast, TEXTS.map(re.escape), DTYPES),
+    st.builds(rules.pad, TEXTS.map(re.escape), INTS, INTS, NUMBERS | st.just("target")),
+    st.builds(rules.cut, TEXTS.map(re.escape), INTS.map(abs), INTS),
+    st.builds(rules.from_target, TEXTS, TEXTS),
+    st.builds(rules.optimizer_state, TEXTS, TEXTS | st.none()),
+    st.builds(rules.pre_linen, TEXTS),
+    st.builds(rules.pre_optax),
+)
+
+
+@given(RULES)
+def test_the_source_makes_an_equal_rule(rule: rules.Rule) -> None:
+    """Whatever a rule was given, arrays and numpy's numbers and dtypes too, its source needs nothing but ``rules``."""
+    again = eval(rule.source, {"rules": rules})
+    assert again == rule
+    assert str(again) == rule.source
+
+
+@pytest.mark.parametrize("number", [np.float32(1), np.float32(0.1), ml_dtypes.bfloat16(1.5), jnp.float32(2), 0.3, 7])
+def test_numbers_are_shown_as_numbers(number: Any) -> None:
+    """A fill is shown as the number that it is: the same rule from its source fills with the same."""
+    rule = rules.pad("w", np.int64(3), value=number)
+    assert rule.source == f"rules.pad('w', 3, value={float(number) if not isinstance(number, int) else number})"
+    again = eval(rule.source, {"rules": rules})
+    found = [values(one.apply(stored({"w": count((2,))}), None)) for one in (rule, again)]
+    same(found[0], {"w": np.append(count((2,)), np.float32(number))})
+    same(found[1], found[0])
+
+
+def test_dtypes_are_shown_by_name() -> None:
+    """A dtype is shown by its name, with its byte order where that is foreign."""
+    sources = [rules.cast("w", one).source for one in (np.float16, np.dtype(">f4"), jnp.bfloat16, ml_dtypes.int4)]
+    assert sources == [f"rules.cast('w', '{name}')" for name in ("float16", ">f4", "bfloat16", "int4")]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.pad("w", 4, axis=1, value=7),
+        rules.pad("w", 1, axis=0, value="target"),
+        rules.cut("w", 9, axis=-1),
+        rules.split("w", ["a", "b"], axis=0, sizes=[1, 5]),
+        rules.unstack("w", "w_{}", axis=3),
+        rules.stack(r"l_(\d+)", "w", axis=2),
+        rules.fuse(["a", "b"], "c", axis=1),
+        rules.wrap("x", at="nowhere"),
+        rules.optimizer_state(stored_at="nowhere"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_whole_rule(rule: rules.Rule) -> None:
+    """An error begins with the rule as it was written, so that one of several alike is found."""
+    with pytest.raises(TransformError) as caught:
+        rule.apply(stored({"w": count((3,)), "opt_state": {}}), stored({"w": count((3,)), "opt_state": {}}))
+    assert str(caught.value).startswith(rule.source.removeprefix("rules.") + ":")
+
+
+def test_signatures_are_those_that_callers_use() -> None:
+    """help() shows what a caller gives."""
+    assert list(inspect.signature(rules.pad).parameters) == ["pattern", "size", "axis", "value"]
+    assert list(inspect.signature(rules.pre_optax).parameters) == []
+
+
+PATTERNS = [
+    re.compile(text) for text in ("(a+)(b)?", "(?P<x>a)(?P<y>b)?(c*)", "ab", "((a)|b)+", "(" * 11 + "a" + ")" * 11)
+]
+GROUPS = ["\\1", "\\2", "\\3", "\\g<0>", "\\g<1>", "\\g<x>", "\\g<y>", "\\g<nope>", "\\11", "\\0", "\\01", "\\101"]
+PIECES = st.sampled_from(
+    [*GROUPS, "\\\\", "\\n", "\\", "/", "block_", "0", "\ue000", "\ue0001\ue000", "é", "\0", "\\q"]
+)
+
+
+@given(st.sampled_from(PATTERNS), st.lists(PIECES, max_size=5).map("".join), st.text("abc", max_size=6))
+@example(PATTERNS[0], "\\g<0>\\1\\2\\g<0>", "aab")
+def test_templates_are_filled_as_python_does(pattern: re.Pattern[str], template: str, text: str) -> None:
+    """Filling is re.Match.expand, its errors too, for every match."""
+    for match in pattern.finditer(text):
+        try:
+            expected = match.expand(template)
+        except (re.error, IndexError) as error:
+            with pytest.raises(type(error)):
+                filler(pattern, template)
+        else:
+            assert filler(pattern, template)(match) == expected
