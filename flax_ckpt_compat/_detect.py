@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 
-from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core import files, paths, steps, store_commits
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import IncompleteCheckpointError, UnrecognizedFormatError
 
@@ -65,9 +65,9 @@ class Found:
 def what_is_missing(path: str) -> str | None:
     """Why a checkpoint is certainly not complete, from cheap signs; None where none of them speaks against it."""
     try:
-        if not os.path.isdir(path):
-            return "the file is empty" if os.path.getsize(path) == 0 else None
-        names = set(os.listdir(path))
+        if not paths.isdir(path):
+            return "the file is empty" if paths.getsize(path) == 0 else None
+        names = set(paths.listdir(path))
     except FileNotFoundError:
         return "it does not exist"
     if not names:
@@ -76,6 +76,8 @@ def what_is_missing(path: str) -> str | None:
 
 
 def _what_is_missing_in(path: str, names: set[str]) -> str | None:
+    if paths.is_url(path) and (why := store_commits.why_unfinished(path, names)):
+        return why
     unfinished = sorted(name for name in names if steps.ORBAX_TEMPORARY in name)
     if unfinished:
         return f"the directory still holds {unfinished[0]}, which Orbax had not finished"
@@ -98,9 +100,9 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
 
 def is_orbax_directory(path: str) -> bool:
     """True where the path itself is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
-    if not os.path.isdir(path):
+    if not paths.isdir(path):
         return False
-    names = set(os.listdir(path))
+    names = set(paths.listdir(path))
     if _is_tree(path, names) or _json_file(path, names):
         return True
     items = _items(path, names)
@@ -116,7 +118,7 @@ def _only_orbax_has(items: dict[str, Item]) -> bool:
 
 def is_doubtful(path: str) -> bool:
     """True where nothing that only Orbax writes makes a directory look like its own: a common name alone does."""
-    return not set(os.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
+    return not set(paths.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
 
 
 def is_unfinished(path: str) -> bool:
@@ -125,7 +127,7 @@ def is_unfinished(path: str) -> bool:
     Temporaries of whole checkpoints do not count: they lie in directories of checkpoints.
     """
     begun = tuple(item + steps.ORBAX_TEMPORARY for item in USUAL_ITEMS)
-    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in os.listdir(path))
+    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in paths.listdir(path))
 
 
 def step_directories(path: str, prefix: str) -> dict[float, str]:
@@ -136,11 +138,11 @@ def step_directories(path: str, prefix: str) -> dict[float, str]:
             one that the caller chose is not to be mixed up with another.
     """
     families: dict[str, dict[float, str]] = {}
-    for name in os.listdir(path):
+    for name in paths.listdir(path):
         match = _STEP_DIRECTORY.fullmatch(name)
         child = os.path.join(path, name)
         # A flat directory is a checkpoint of some other prefix, not a step: a step holds items.
-        is_step = match and os.path.isdir(child) and not _is_tree(child, set(os.listdir(child)))
+        is_step = match and paths.isdir(child) and not _is_tree(child, set(paths.listdir(child)))
         if match and is_step and what_is_missing(child) is None:
             families.setdefault(match[1] or "", {})[float(match[2])] = child
     if "" in families or prefix not in ("", _DEFAULT_PREFIX):
@@ -157,7 +159,7 @@ def detect(path: str) -> Found:
             file that does not decode looks like is told by `_looks.looks_like`.
     """
     missing = what_is_missing(path)
-    if missing and os.path.isdir(path) and not _looks_begun(path):
+    if missing and paths.isdir(path) and not _looks_begun(path):
         raise UnrecognizedFormatError(f"{path} is not a checkpoint: {missing}", path=path)
     if missing:
         raise IncompleteCheckpointError(
@@ -165,8 +167,8 @@ def detect(path: str) -> Found:
             "restore another step, or delete it.",
             path=path,
         )
-    if os.path.isdir(path):
-        names = set(os.listdir(path))
+    if paths.isdir(path):
+        names = set(paths.listdir(path))
         if _is_tree(path, names):
             return Found(path, {"": Item(Format.ORBAX, path)})
         note = _json_file(path, names)
@@ -177,13 +179,13 @@ def detect(path: str) -> Found:
                 "restore it with the orbax_checkpointer that wrote it.",
                 path=path,
             )
-        unknown = sorted(name for name in names - items.keys() - _NO_ITEMS if os.path.isdir(os.path.join(path, name)))
+        unknown = sorted(name for name in names - items.keys() - _NO_ITEMS if paths.isdir(os.path.join(path, name)))
         return Found(path, items, tuple(unknown))
     return Found(path, {"": Item(Format.MSGPACK, path)})
 
 
 def _looks_begun(path: str) -> bool:
-    names = os.listdir(path)
+    names = paths.listdir(path)
     markers = (*_TREE_MARKERS, *_ITEMS_MARKERS)
     begun = any(name in markers or steps.ORBAX_TEMPORARY in name for name in names)
     return not names or begun or _lost_its_tree(path, set(names))
@@ -198,12 +200,12 @@ def _is_tree(path: str, names: set[str]) -> bool:
 
 
 def _is_array(path: str) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in _ARRAY_METADATA)
+    return any(paths.isfile(os.path.join(path, name)) for name in _ARRAY_METADATA)
 
 
 def _is_never_merged(path: str, names: set[str]) -> bool:
     """True for what Orbax 0.4.3 to 0.4.7 wrote without OCDBT: one process' database, and empty folders of arrays."""
-    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    folders = [name for name in names if paths.isdir(os.path.join(path, name))]
     databases = [name for name in folders if name.startswith("ocdbt.process_")]
     finished = names.issuperset(("_METADATA", _AGGREGATE)) and not names & {_ITEMS_MARKERS[0], "d"}
     return finished and len(databases) == 1 and len(folders) > 1
@@ -214,26 +216,26 @@ def _lost_its_tree(path: str, names: set[str]) -> bool:
     if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
         return True
     data = os.path.join(path, "d")
-    if "d" in names and os.path.isdir(data) and any(map(_DATA_FILE.fullmatch, os.listdir(data))):
+    if "d" in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, paths.listdir(data))):
         return True
     chunks = os.path.join(path, _AGGREGATE)  # of an array item that lost the metadata of its one array
-    if _AGGREGATE in names and os.path.isdir(chunks) and any(map(_CHUNK.fullmatch, os.listdir(chunks))):
+    if _AGGREGATE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, paths.listdir(chunks))):
         return True
     # Beside other files, a folder of a single array is somebody's data set.
     folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
-    return all(map(os.path.isdir, folders)) and any(map(_is_array, folders))
+    return all(map(paths.isdir, folders)) and any(map(_is_array, folders))
 
 
 def _json_file(path: str, names: set[str]) -> str | None:
     """The one file of a JSON item that was saved as a checkpoint of its own."""
     rest = names.difference(_FINISHED)
     file = os.path.join(path, *rest)
-    return file if len(rest) == 1 and rest.intersection(_JSON_FILES) and os.path.isfile(file) else None
+    return file if len(rest) == 1 and rest.intersection(_JSON_FILES) and paths.isfile(file) else None
 
 
 def _holds_msgpack_tree(path: str) -> bool:
     """True for a file that starts as Orbax's aggregate file does: a map, an array, or the text of a placeholder."""
-    if not os.path.isfile(path):
+    if not paths.isfile(path):
         return False
     first = _read_first(path)
     return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
@@ -254,9 +256,9 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
     noted = bool(names.intersection(_ITEMS_MARKERS))
     for name in sorted(names):
         child = os.path.join(path, name)
-        if not os.path.isdir(child):
+        if not paths.isdir(child):
             continue
-        inside = set(os.listdir(child))
+        inside = set(paths.listdir(child))
         if _is_checkpoint_itself(name, inside, noted):
             continue
         keys = sorted(inside.intersection(_RANDOM_KEYS))
@@ -270,5 +272,5 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
 
 
 def _read_first(path: str) -> bytes:
-    with files.translated(path), open(path, "rb") as file:
-        return file.read(_FIRST_BYTES)
+    with files.translated(path):
+        return paths.read(path, _FIRST_BYTES)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from flax_ckpt_compat import _detect, _looks
-from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core import files, paths, steps, stores
 from flax_ckpt_compat._core.errors import StorageError
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -42,14 +42,13 @@ def place(ckpt_dir: str, prefix: str) -> Place:
     """The place that a caller's directory and prefix mean.
 
     Raises:
-        StorageError: a URL of a scheme that cannot be reached.
+        StorageError: a URL of a scheme that cannot be reached, or what was one.
     """
-    if "://" in ckpt_dir:
-        raise StorageError(f"{ckpt_dir}: object stores are not supported by this version; use a local path")
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # Where the prefix climbs out of a linked directory, only the file system knows where to.
-    absolute = os.path.realpath(shown) if os.pardir in head.split(os.sep) else os.path.abspath(shown)
+    climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
+    absolute = os.path.realpath(shown) if climbs else paths.absolute(shown)
     return Place(absolute, tail, shown)
 
 
@@ -57,8 +56,8 @@ def names_in(where: Place) -> list[str]:
     """All names in the place's directory; none where it does not exist."""
     try:
         with files.translated(where.directory):
-            names = os.listdir(where.directory)
-        return names + files.recover(where.directory, names)
+            names = paths.listdir(where.directory)
+        return names if paths.is_url(where.directory) else names + files.recover(where.directory, names)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return []
@@ -73,14 +72,17 @@ def complete_steps(where: Place, names: list[str] | None = None, *, quiet: bool 
         names: what the directory holds, where the caller knows that.
         quiet: do without the warning.
     """
-    everything = names_in(where) if names is None else names
     complete, broken = [], []
-    for name in steps.in_order(everything, where.prefix):
-        missing = what_is_missing(where.path(name))
-        if missing is None:
-            complete.append(name)
-        elif os.path.lexists(where.path(name)):  # else another process has just evicted it
-            broken.append(f"{name} ({missing})")
+    with paths.snapshot(where.directory):
+        ours = steps.in_order(names_in(where) if names is None else names, where.prefix)
+        if paths.is_url(where.directory):
+            stores.know_sizes([where.path(name) for name in ours if paths.isfile(where.path(name))])
+        for name in ours:
+            missing = what_is_missing(where.path(name))
+            if missing is None:
+                complete.append(name)
+            elif paths.lexists(where.path(name)):  # else another process has just evicted it
+                broken.append(f"{name} ({missing})")
     if broken and not quiet:
         _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))
     return complete
@@ -103,6 +105,11 @@ def what_is_missing(path: str) -> str | None:
 
 def newest(where: Place) -> str | None:
     """The name of the latest complete checkpoint: the highest step, or else the last ``prefix + text`` one."""
+    with paths.snapshot(where.directory):
+        return _newest(where)
+
+
+def _newest(where: Place) -> str | None:
     everything = names_in(where)
     numeric = complete_steps(where, everything)
     if numeric:
@@ -119,8 +126,8 @@ def why_none(where: Place, prefix: str) -> str:
         where: directory and prefix.
         prefix: as the caller wrote it.
     """
-    if not os.path.isdir(where.directory):
-        there = os.path.lexists(where.directory)
+    if not paths.isdir(where.directory):
+        there = paths.lexists(where.directory)
         return f"{where.directory} is no directory" if there else f"the directory {where.directory} does not exist"
     none = f"{where.directory} holds no checkpoint with the prefix {where.prefix!r}"
     others = list(itertools.islice(_others(where), _MAX_OTHERS))
@@ -145,7 +152,7 @@ def _is_checkpoint(path: str) -> bool:
     """True for what is complete and resembles nothing else, judged to make a suggestion; False where in doubt."""
     try:
         with files.translated(path):
-            of_its_kind = _detect.is_orbax_directory(path) if os.path.isdir(path) else _looks.looks_like(path) is None
+            of_its_kind = _detect.is_orbax_directory(path) if paths.isdir(path) else _looks.looks_like(path) is None
             return _detect.what_is_missing(path) is None and of_its_kind
     except StorageError:
         return False

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import os
 from collections.abc import Sequence
 
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import files, paths
 
 _FIRST_BYTES = 512
 _LOOKS: Sequence[tuple[bytes, str]] = (
@@ -26,8 +25,8 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
 
 def looks_like(path: str) -> str | None:
     """What a file that does not decode as msgpack is known to be instead, or None."""
-    with files.translated(path), open(path, "rb") as file:
-        first, size = file.read(_FIRST_BYTES), os.fstat(file.fileno()).st_size
+    with files.translated(path):
+        first, size = paths.read(path, _FIRST_BYTES), paths.getsize(path)
     # Before everything else: the length that it begins with may look like a pickle, or be any other magic number.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return "a safetensors file"

@@ -7,6 +7,7 @@ import os
 from typing import Any, Literal, SupportsFloat
 
 from flax_ckpt_compat import config, restoring, saving
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat.background import AsyncManager
 from flax_ckpt_compat.errors import SettingError, StepError
@@ -137,8 +138,7 @@ def save(
     """
     chosen = _format(format)
     codec = {} if isinstance(compression, _Unset) else {"compression": compression}
-    place = os.fspath(path)
-    place = place if "://" in place else os.path.normpath(place)  # a URL is refused as it was given
+    place = paths.normal(os.fspath(path))
     with config.override(**codec):
         if codec and compression is not None and chosen is Format.MSGPACK:
             raise SettingError(

@@ -11,6 +11,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core import paths
+
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
 _saves: dict[str, list[Future[Any]]] = {}  # real directory → background saves whose outcome nobody has seen
@@ -51,7 +53,7 @@ def start(manager: Any, directory: str, task: Callable[[], Any]) -> None:
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         with _lock:
-            _saves.setdefault(os.path.realpath(directory), []).append(future)
+            _saves.setdefault(_key(directory), []).append(future)
 
 
 def wait(manager: Any) -> None:
@@ -90,9 +92,13 @@ def raise_failures(directory: str) -> None:
             future.result()
 
 
+def _key(directory: str) -> str:
+    return directory if paths.is_url(directory) else os.path.realpath(directory)
+
+
 def _unseen(directory: str) -> list[Future[Any]]:
     with _lock:
-        return list(_saves.get(os.path.realpath(directory), ()))
+        return list(_saves.get(_key(directory), ()))
 
 
 def _seen(future: Future[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from flax import core
 
 from flax_ckpt_compat import _listing, naming, restoring, saving
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat.background import AsyncManager
 from flax_ckpt_compat.errors import StepError
 from flax_ckpt_compat.naming import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
@@ -246,4 +246,4 @@ def convert_pre_linen(params: PyTree) -> PyTree:
 
 
 def _directory(path: str | os.PathLike[str]) -> str:
-    return safe_normpath(os.fspath(path))
+    return paths.normal(os.fspath(path))

@@ -6,13 +6,10 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
 from flax_ckpt_compat import _detect, _listing
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
-
-_GONE = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +47,15 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         StorageError: the file system refused.
     """
     where = _listing.place(os.fspath(directory), prefix)
+    if paths.is_url(where.directory):
+        with paths.snapshot(where.directory):
+            found = list(_iterate(where))
+        yield from found
+    else:
+        yield from _iterate(where)
+
+
+def _iterate(where: _listing.Place) -> Iterator[CheckpointRecord]:
     names = _listing.names_in(where)
     found = {name: steps.step_of(name, where.prefix) for name in steps.in_order(names, where.prefix)}
     found = _managed_steps(where, names) | found
@@ -61,7 +67,7 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
 
 def _managed_steps(where: _listing.Place, names: list[str]) -> dict[str, float | None]:
     """Name → step in the root of a manager; unfinished steps are known by the names of the complete ones."""
-    if not os.path.isdir(where.directory):
+    if not paths.isdir(where.directory):
         return {}
     complete = [os.path.basename(path) for path in _detect.step_directories(where.directory, where.prefix).values()]
     if not complete:
@@ -78,21 +84,8 @@ def _managed_steps(where: _listing.Place, names: list[str]) -> dict[str, float |
 def _record(where: _listing.Place, name: str, step: float | None) -> Iterator[CheckpointRecord]:
     path = where.path(name)
     why = _listing.what_is_missing(path)
-    if not os.path.lexists(path):  # another process has just evicted it
+    if not paths.lexists(path):  # another process has just evicted it
         return
-    format = Format.ORBAX if os.path.isdir(path) else Format.MSGPACK
-    nbytes = _size(path) + _size(path + steps.ARRAYS_POSTFIX)
+    format = Format.ORBAX if paths.isdir(path) else Format.MSGPACK
+    nbytes = paths.total_size(path) + paths.total_size(path + steps.ARRAYS_POSTFIX)
     yield CheckpointRecord(step, os.path.join(where.shown, name), format.value, nbytes, why is None, why)
-
-
-def _size(path: str) -> int:
-    """Bytes in a file, or in all files below a directory; 0 for what is not there."""
-    total = 0
-    with suppress(*_GONE):
-        if not os.path.isdir(path):
-            return os.stat(path).st_size
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with suppress(*_GONE):
-                total += os.stat(os.path.join(folder, name)).st_size
-    return total

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import files, paths
 from flax_ckpt_compat.opening import Opened
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -62,11 +62,11 @@ def read_metadata(opened: Opened) -> Metadata:
 
 
 def _object(file: str) -> dict[str, Any]:
-    if not os.path.isfile(file):
+    if not paths.isfile(file):
         return {}
     try:
-        with files.translated(file), open(file, "rb") as opened:
-            value = json.loads(opened.read())
+        with files.translated(file):
+            value = json.loads(paths.read(file))
     except (ValueError, RecursionError) as error:
         _log.warning("%s does not decode and is left out: %s", file, error)
         return {}

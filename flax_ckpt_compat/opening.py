@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from flax_ckpt_compat import _detect, _listing, _looks, config
-from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core import files, paths, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part, Reader
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
@@ -29,7 +29,7 @@ def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
     path, why = find(ckpt_dir, step, prefix)
     if path is None:
         if config.current().must_exist:
-            raise CheckpointNotFoundError(f"nothing to restore: {why}", path=os.path.abspath(ckpt_dir))
+            raise CheckpointNotFoundError(f"nothing to restore: {why}", path=paths.absolute(ckpt_dir))
         _log.warning("Nothing to restore: %s; the target is returned unchanged", why)
     return path
 
@@ -41,14 +41,19 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
         CheckpointNotFoundError: an explicit step that does not exist.
     """
     where = _listing.place(ckpt_dir, prefix)
-    root = os.path.abspath(ckpt_dir)
+    root = paths.absolute(ckpt_dir)
+    with paths.snapshot(root):
+        return _find(root, where, step, prefix)
+
+
+def _find(root: str, where: _listing.Place, step: Any, prefix: str) -> tuple[str | None, str]:
     if step is not None:
         return _step_path(root, where, steps.step_text(step), prefix), ""
     if not _exists(root):
         return None, f"{root} does not exist"
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
     # wherever the directory has no marker that only Orbax writes.
-    if not os.path.isdir(root) or (_detect.is_orbax_directory(root) and not _detect.is_doubtful(root)):
+    if not paths.isdir(root) or (_detect.is_orbax_directory(root) and not _detect.is_doubtful(root)):
         return root, ""
     name = _listing.newest(where)
     if name is not None:
@@ -63,15 +68,17 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
 
 def _exists(path: str) -> bool:
     """Whether it is there, once what a dead writer set aside is back in its place."""
-    if os.path.lexists(path):
+    if paths.lexists(path):
         return True
+    if paths.is_url(path):
+        return False
     directory = os.path.dirname(path)
     try:
         names = os.listdir(directory)
     except OSError:  # it is not there either, or nobody may list it: the path is just not there
         return False
     files.recover(directory, names)
-    return os.path.lexists(path)
+    return paths.lexists(path)
 
 
 def _step_path(root: str, where: _listing.Place, text: str, prefix: str) -> str:
@@ -79,7 +86,7 @@ def _step_path(root: str, where: _listing.Place, text: str, prefix: str) -> str:
     if _exists(path):
         return path
     number = steps.parse_step(text)
-    managed = _detect.step_directories(root, where.prefix) if os.path.isdir(root) else {}
+    managed = _detect.step_directories(root, where.prefix) if paths.isdir(root) else {}
     if number in managed:
         return managed[number]
     there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]
@@ -98,7 +105,8 @@ class Opened:
     """
 
     def __init__(self, path: str):
-        found = _detect.detect(path)
+        with paths.snapshot(path):
+            found = _detect.detect(path)
         self.path, self.items, self.trees = path, found.items, found.trees
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
@@ -160,8 +168,8 @@ class JsonReader:
     def __init__(self, path: str):
         self.path = path
         try:
-            with files.translated(path), open(path, encoding="utf-8") as file:
-                self.tree: Node = self._node(json.load(file), ())
+            with files.translated(path):
+                self.tree: Node = self._node(json.loads(paths.read(path).decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{path} is not valid JSON: {error}; restore the file from a copy", path=path

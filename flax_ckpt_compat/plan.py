@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flax_ckpt_compat import _plan_text, config, opening, placing, restoring
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
@@ -141,7 +142,7 @@ def plan_restore(
     restoring.settle(ckpt_dir, prefix)
     found, why = opening.find(ckpt_dir, step, prefix)
     if found is None:
-        raise CheckpointNotFoundError(f"nothing to restore: {why}", path=os.path.abspath(ckpt_dir))
+        raise CheckpointNotFoundError(f"nothing to restore: {why}", path=paths.absolute(ckpt_dir))
     policies = {"missing_leaves": missing_leaves, "shape_mismatch": shape_mismatch, "dtype": dtype}
     given = {name: value for name, value in policies.items() if value is not None}
     with config.override(**given), closing(opening.Opened(found)) as opened:

@@ -9,8 +9,9 @@ from typing import Any
 from jax import monitoring
 
 from flax_ckpt_compat import retention
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._listing import Place
 
 _last_saved = time.time()
@@ -50,15 +51,16 @@ class Request:
 
     def check(self) -> None:
         """Refuses what ``overwrite`` does not allow."""
-        if self.careful:
-            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
-        if self.step is not None and not self.overwrite:
-            retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
+        with paths.snapshot(self.where.directory):
+            self.check_again()
+            if self.step is not None and not self.overwrite:
+                retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
 
     def check_again(self) -> None:
         """Refuses to replace what came into this place during a careful save."""
         if self.careful:
-            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+            with paths.snapshot(self.where.directory):
+                retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
 
     def clean_up(self) -> None:
         """What overwrite and retention remove, after the commit."""
@@ -68,8 +70,12 @@ class Request:
 
     def prepare_directory(self) -> None:
         """Makes the directory, and frees it from what dead writers left."""
-        files.make_directory(self.where.directory)
-        files.reclaim(self.where.directory)
+        paths.prepare_directory(self.where.directory)
+
+    def refuse_store(self, what: str, remedy: str) -> None:
+        """Raises for what cannot be done to a URL."""
+        if paths.is_url(self.path):
+            raise StorageError(f"{self.path}: {what} cannot save to an object store; {remedy}", path=self.path)
 
     def committed(self) -> None:
         """What follows the commit: clean-up, and the event that Flax records."""

@@ -22,6 +22,7 @@ from flax_ckpt_compat import (
     placing,
     state,
 )
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     MissingLeavesError,
@@ -63,7 +64,7 @@ def restore(
     path = opening.locate(ckpt_dir, step, prefix)
     if path is None:
         return target
-    if orbax_checkpointer is not None and os.path.isdir(path):
+    if orbax_checkpointer is not None and paths.isdir(path):
         restored = _through_checkpointer(orbax_checkpointer, path, target, adaptation)
     else:
         with closing(opening.Opened(path)) as opened:
@@ -77,7 +78,7 @@ def restore(
 def settle(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
     """Waits for background saves of real Orbax to where a restore will look, and raises what ours failed with."""
     where = _listing.place(ckpt_dir, prefix)
-    for directory in {where.directory, os.path.dirname(os.path.abspath(ckpt_dir))}:
+    for directory in {where.directory, os.path.dirname(paths.absolute(ckpt_dir))}:
         foreign.settle(orbax_checkpointer, directory)
         background.raise_failures(directory)
 

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from flax_ckpt_compat import _detect, _listing, opening
-from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core import files, paths, steps, store_commits
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._listing import Place
@@ -35,7 +35,7 @@ def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool =
         InvalidCheckpointError: before anything is written.
     """
     path = where.path(name)
-    if os.path.lexists(path) and not _is_void(path):
+    if paths.lexists(path) and not _is_void(path):
         missing = _listing.what_is_missing(path)
         state = f"is there, incomplete ({missing})" if missing else "already exists"
         raise InvalidCheckpointError(
@@ -66,11 +66,11 @@ def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) ->
     if _is_orbax(where.directory):
         message = f"{what}{where.directory} is itself a checkpoint; save to another directory."
         raise InvalidCheckpointError(message, path=path, step=step)
-    if not os.path.lexists(path) or _is_void(path):
+    if not paths.lexists(path) or _is_void(path):
         return
     foreign = _what_is_foreign(path)
     if foreign:
-        hint = ", pass step= to save into this directory" if step is None and os.path.isdir(path) else ""
+        hint = ", pass step= to save into this directory" if step is None and paths.isdir(path) else ""
         remedy = f"save under another name{hint}, or remove it yourself"
         message = f"{what}{foreign}, and only checkpoints are replaced; {remedy}."
         raise InvalidCheckpointError(message, path=path, step=step)
@@ -80,12 +80,12 @@ def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) ->
 
 def _what_is_foreign(path: str) -> str | None:
     """What speaks against this being one checkpoint and nothing else; None where nothing does."""
-    if os.path.isdir(path):
+    if paths.isdir(path):
         if not _is_orbax(path):
             return "nothing in that directory marks it as one checkpoint"
         strangers = _strangers(path)
         return f"it holds {', '.join(strangers[:3])} besides a checkpoint" if strangers else None
-    if not os.path.isfile(path):
+    if not paths.isfile(path):
         return "it is no regular file"
     try:
         opening.open_item(_detect.Item(Format.MSGPACK, path)).close()
@@ -106,11 +106,11 @@ def _strangers(path: str) -> list[str]:
     except CheckpointError:
         items = {}
     found = []
-    for name in sorted(os.listdir(path)):
+    for name in sorted(paths.listdir(path)):
         child = os.path.join(path, name)
-        if name in _PARTS or name.startswith("ocdbt.process_") or _is_array(child):
+        if name in _PARTS or store_commits.is_mark(name) or name.startswith("ocdbt.process_") or _is_array(child):
             continue
-        if name not in items or not os.path.isdir(child):
+        if name not in items or not paths.isdir(child):
             found.append(name)
         else:
             found += [os.path.join(name, inner) for inner in _strangers(child)]
@@ -118,16 +118,18 @@ def _strangers(path: str) -> list[str]:
 
 
 def _is_array(path: str) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in (".zarray", "zarr.json"))
+    return any(paths.isfile(os.path.join(path, name)) for name in (".zarray", "zarr.json"))
 
 
 def _is_void(path: str) -> bool:
-    """True for what holds nothing at all and may be replaced: a zero-byte file, an empty directory."""
+    """True for what holds nothing at all and may be replaced: a zero-byte file, an empty or unfinished directory."""
+    if paths.is_url(path) and paths.isdir(path):
+        return store_commits.is_unfinished(paths.listdir(path))
     if os.path.islink(path):
         return False
     with files.translated(path):
         # Devices and pipes have no size either.
-        return not os.listdir(path) if os.path.isdir(path) else os.path.isfile(path) and os.path.getsize(path) == 0
+        return not paths.listdir(path) if paths.isdir(path) else paths.isfile(path) and paths.getsize(path) == 0
 
 
 def clean_up(
@@ -151,7 +153,8 @@ def clean_up(
     for name in replaced + newer + old:
         _log.info("Removing checkpoint at %s", where.path(name))
         _remove(where, name)
-    _collect_orphans(where)
+    if not paths.is_url(where.directory):  # where nothing tells whether their writer lives
+        _collect_orphans(where)
 
 
 def _step(name: str, where: Place) -> float:
@@ -163,13 +166,13 @@ def _step(name: str, where: Place) -> float:
 def _remove(where: Place, name: str) -> None:
     # The main file goes first: without its arrays it would look like a checkpoint and not restore.
     for doomed in (name, name + steps.ARRAYS_POSTFIX):
-        if os.path.lexists(where.path(doomed)):
+        if paths.is_url(where.directory) or paths.lexists(where.path(doomed)):
             _discard(where.path(doomed))
 
 
 def _discard(path: str) -> None:
     try:
-        files.discard(path)
+        paths.discard(path)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError):  # another process cleans the same directory
             raise
@@ -188,4 +191,4 @@ def _collect_orphans(where: Place) -> None:
 
 def _has_file(where: Place, name: str) -> bool:
     """True where a msgpack file has this name; the directories of the other format have no arrays beside them."""
-    return os.path.lexists(where.path(name)) and not os.path.isdir(where.path(name))
+    return paths.lexists(where.path(name)) and not paths.isdir(where.path(name))

@@ -10,7 +10,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat import _listing, background, config, foreign, snapshot, together
-from flax_ckpt_compat._core import files, steps
+from flax_ckpt_compat._core import files, paths, steps
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.errors import StepError
 from flax_ckpt_compat._listing import Place
@@ -70,10 +70,10 @@ def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format:
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
     directory, name = os.path.split(path)
-    if name in ("", os.curdir, os.pardir):
+    if name in ("", os.curdir, os.pardir) or not paths.is_writable_place(path):
         raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
-    _place(path, "")  # refuses a URL, of which the directory alone may not look like one
     where = _place(directory, "")
+    _refuse_nul(name)
     request = Request(where, steps.check_name(name), None, overwrite, 0, None, True, format, False, start)
     _carry_out(request, target, async_manager, None)
     return path
@@ -84,9 +84,13 @@ def _flags_format() -> Format:
 
 
 def _place(ckpt_dir: str, prefix: str) -> Place:
-    if "\0" in prefix or "\0" in ckpt_dir:
-        raise StepError("a directory or prefix cannot contain the NUL character")
+    _refuse_nul(prefix + ckpt_dir)
     return _listing.place(ckpt_dir, prefix)
+
+
+def _refuse_nul(text: str) -> None:
+    if "\0" in text:
+        raise StepError("a directory or prefix cannot contain the NUL character")
 
 
 def _carry_out(request: Request, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:
@@ -96,6 +100,7 @@ def _carry_out(request: Request, target: Any, async_manager: Any, orbax_checkpoi
     background.settle(request.where.directory)
     request.check()
     if orbax_checkpointer:
+        request.refuse_store("an orbax_checkpointer", "leave it out: the format is the same")
         request.prepare_directory()
         foreign.save(orbax_checkpointer, request.path, target, on_commit=request.committed)
     else:
@@ -129,13 +134,13 @@ def _write_and_commit(request: Request, backend: Backend, prepared: Any, options
     if backend.format is Format.MSGPACK:
         monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
     request.prepare_directory()
-    temporary = files.temporary_path(request.path)
+    temporary = paths.temporary_path(request.path)
     try:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, options)
         request.check_again()
-        files.publish(temporary, request.path)
+        paths.publish(temporary, request.path)
     except BaseException:
         files.forget(temporary)
         raise

@@ -64,6 +64,7 @@ def _spread(tree: Node) -> str:
 
 def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team) -> str:
     """Process 0 chooses the temporary, and makes what the others write into."""
+    request.refuse_store("several processes together", "save to a shared directory, or gather to one process first")
     request.check()
     request.prepare_directory()
     temporary = files.temporary_path(request.path)
@@ -114,6 +115,7 @@ def save_through(checkpointer: Any, request: Request, target: Any) -> None:
         failed = error
 
     def begin() -> str:
+        request.refuse_store("an orbax_checkpointer", "save to a shared directory")
         request.check()
         request.prepare_directory()
         return foreign.written_path(request.path)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from flax_ckpt_compat import _listing, notes, opening, placing, restoring, similar
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
@@ -39,7 +39,7 @@ def open_checkpoint(
     restoring.settle(ckpt_dir, prefix)
     found, why = opening.find(ckpt_dir, step, prefix)
     if found is None:
-        raise CheckpointNotFoundError(f"nothing to open: {why}", path=os.path.abspath(ckpt_dir))
+        raise CheckpointNotFoundError(f"nothing to open: {why}", path=paths.absolute(ckpt_dir))
     opened = opening.Opened(found)
     try:
         return Checkpoint(opened, _step_of(opened, _listing.place(ckpt_dir, prefix).prefix))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import dtypes, memory
+from flax_ckpt_compat._core import dtypes, memory, paths, store_errors
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -64,11 +64,12 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
     folder = os.path.join(checkpoint + _SUFFIX, subpath) if subpath else checkpoint + _SUFFIX
     try:
-        with open(os.path.join(folder, ".zarray"), "rb") as file:
-            text = file.read(2**20)
+        text = paths.read(f"{folder}/.zarray", 2**20)
     except (FileNotFoundError, NotADirectoryError) as error:
         found = f"no array {folder}; it was not copied along with the checkpoint"
         raise _corrupt(checkpoint, path, found) from error
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"{folder}: cannot be read: {error.strerror}", path=folder, errno=error.errno) from error
     try:
@@ -127,12 +128,9 @@ class Reads:
 
 
 def _open(tensorstore: Any, array: FolderArray) -> Any:
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": os.path.abspath(array.folder)},
-        "fill_missing_data_reads": False,
-    }
-    store = tensorstore.open(spec, open=True, read=True).result()
+    where = paths.tensorstore_folder(array.folder)
+    spec = {"driver": "zarr", "kvstore": where, "fill_missing_data_reads": False}
+    store = tensorstore.open(spec, open=True, read=True, context=paths.tensorstore_context(array.folder)).result()
     _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
     return store
 
@@ -144,6 +142,8 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     except (ValueError, MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
+        if paths.is_url(array.folder) and store_errors.is_refusal(error):
+            raise store_errors.refused(array.folder, "read", error) from error
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
 
 

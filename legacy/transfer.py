@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,11 +16,14 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import show_path
 
+from .source import Source
+
 # Arrays below this are better read together than each on its own.
 SMALL = 32 * 2**10
 # A gap of unwanted bytes (keys and headers, mostly) that is cheaper to read than to skip.
 _GAP = 512
 _BLOCK = 256 * 2**10
+_BLOCKS_AT_ONCE = 64
 _PIECE = 16 * 2**20
 _UINT8 = np.dtype(np.uint8)
 _offset = operator.itemgetter(0)
@@ -36,7 +39,7 @@ class Span(NamedTuple):
     handle: LeafHandle
 
 
-def fetch(fd: int, path: str, spans: list[Span]) -> None:
+def fetch(source: Source, spans: list[Span]) -> None:
     """Reads every span; large amounts in pieces and on several threads.
 
     Raises:
@@ -44,23 +47,23 @@ def fetch(fd: int, path: str, spans: list[Span]) -> None:
         OSError: the system refused.
     """
     pieces = list(_pieces(spans))
-    if len(pieces) < 2 or sum(len(piece.target) for piece in pieces) <= 2 * _PIECE:
+    is_little = source.is_near and sum(len(piece.target) for piece in pieces) <= 2 * _PIECE
+    if len(pieces) < 2 or is_little:
         for piece in pieces:
-            _read_span(fd, path, piece)
+            _read_span(source, piece)
         return
-    # Two more than processors: some wait for the disk while others copy.
-    workers = min(8, len(pieces), (os.cpu_count() or 1) + 2)
+    workers = min(source.threads, len(pieces))
     queue = collections.deque(pieces)
     with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-read") as pool:
-        futures = [pool.submit(_drain, fd, path, queue) for _ in range(workers)]
+        futures = [pool.submit(_drain, source, queue) for _ in range(workers)]
         for future in futures:
             future.result()
 
 
-def _drain(fd: int, path: str, queue: collections.deque[Span]) -> None:
+def _drain(source: Source, queue: collections.deque[Span]) -> None:
     try:
         while queue:
-            _read_span(fd, path, queue.popleft())
+            _read_span(source, queue.popleft())
     except IndexError:
         return  # another thread took the last piece
     except BaseException:
@@ -74,12 +77,12 @@ def _pieces(spans: list[Span]) -> Iterator[Span]:
             yield Span(offset + start, target[start : start + _PIECE], handle)
 
 
-def _read_span(fd: int, path: str, span: Span) -> None:
+def _read_span(source: Source, span: Span) -> None:
     offset, target, handle = span
     while target:
-        count = os.preadv(fd, [target], offset)
+        count = source.read_into(target, offset)
         if not count:
-            raise _truncated(path, handle, offset)
+            raise _truncated(source.path, handle, offset)
         offset += count
         target = target[count:]
 
@@ -90,24 +93,31 @@ def _truncated(path: str, handle: LeafHandle, offset: int) -> CorruptCheckpointE
     return CorruptCheckpointError(f"{message}; it was cut since it was opened, restore another", path=path, leaf=leaf)
 
 
-def fetch_small(fd: int, path: str, wanted: list[Small], values: list[Any]) -> None:
+def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
     """Reads small arrays, neighbours in one go, and puts them into ``values``.
 
     Args:
-        fd: descriptor of the file.
-        path: of the file, for errors.
+        source: to read from.
         wanted: offset in the file, index in ``values``, and handle of each.
         values: where the arrays go.
     """
     wanted.sort(key=_offset)
+    blocks = _blocks(wanted)
+    # Of a near source one after the other, which takes less memory; else many requests at once.
+    while batch := list(itertools.islice(blocks, 1 if source.is_near else _BLOCKS_AT_ONCE)):
+        fetch(source, [span for span, _ in batch])
+        for span, leaves in batch:
+            _scatter(span.target, leaves, values)
+
+
+def _blocks(wanted: list[Small]) -> Iterator[tuple[Span, list[Small]]]:
+    """Stretches of the file with new memory for each, and the arrays in them."""
     start = 0
     while start < len(wanted):
         stop, end = _block(wanted, start)
         leaves = wanted[start:stop]
         first = leaves[0][0]
-        block = np.empty(end - first, np.uint8)
-        _read_span(fd, path, Span(first, block.data, leaves[-1][2]))
-        _scatter(block.data, leaves, values)
+        yield Span(first, np.empty(end - first, np.uint8).data, leaves[-1][2]), leaves
         start = stop
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from .peek import last_key
+from .source import Source
 
 # More than any header needs: 64 dimensions of nine bytes and a dtype name.
 LOOKAHEAD = 2048
-_SMALLEST = 8 * 2**10
-# Behind a large array most often lies just the header of the next one: whoever wants one leaf of a large file reads
-# little more than that leaf.
-_TINY = 192
 _WORTH_SKIPPING = 2 * 2**10
-_LARGEST = 256 * 2**10
 _REMEDY = "restore another checkpoint, copy this one anew, or look whether it is a checkpoint at all"
 
 
@@ -31,13 +25,26 @@ class Window:
         path: of the file.
     """
 
-    __slots__ = ("_fd", "_step", "at", "base", "data", "fresh_until", "path", "size")
+    __slots__ = (
+        "_largest",
+        "_smallest",
+        "_source",
+        "_step",
+        "_tiny",
+        "at",
+        "base",
+        "data",
+        "fresh_until",
+        "path",
+        "size",
+    )
 
-    def __init__(self, fd: int, path: str, size: int):
-        self._fd = fd
-        self._step = _SMALLEST // 4
-        self.path = path
-        self.size = size
+    def __init__(self, source: Source):
+        self._source = source
+        self._step, self._tiny, self._smallest, self._largest = source.steps
+        self._step //= 2  # the first refill doubles it
+        self.path = source.path
+        self.size = source.size
         self.base = self.at = 0
         self.data = b""
         self.fresh_until = -1
@@ -45,11 +52,11 @@ class Window:
     def refill(self) -> None:
         """Moves the window to the current position; small steps after a jump, growing ones without."""
         skipped = self.at - len(self.data)
-        self._step = _SMALLEST if skipped > 0 else min(self._step * 2, _LARGEST)
+        self._step = self._smallest if skipped > 0 else min(self._step * 2, self._largest)
         self.base += self.at
         self.at = 0
-        if skipped > _WORTH_SKIPPING and self.size - self.base > _TINY:
-            self.data = self._pread(_TINY, self.base)
+        if skipped > _WORTH_SKIPPING and self.size - self.base > self._tiny > 0:
+            self.data = self._pread(self._tiny, self.base)
             self.fresh_until = last_key(self.data)
             if self.fresh_until >= 0:
                 return
@@ -81,7 +88,7 @@ class Window:
         return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
 
     def _pread(self, length: int, offset: int) -> bytes:
-        data = os.pread(self._fd, length, offset)
+        data = self._source.read(length, offset)
         if len(data) != length:
             found = f"the end of the file {len(data)} bytes into a read of {length}; it shrank"
             raise self.corrupt(found, offset - self.base)

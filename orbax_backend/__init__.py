@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
 from flax_ckpt_compat._core.memory import collection_paused
 from flax_ckpt_compat._core.tree import Node
@@ -75,8 +75,8 @@ class OrbaxBackend:
         shared.end(path, prepared, share)
 
     def publish(self, temporary: str, path: str) -> None:
-        """Renames the directory; see `flax_ckpt_compat._core.backend.Backend.publish`."""
-        files.publish(temporary, path)
+        """Renames the directory, or uploads it; see `flax_ckpt_compat._core.backend.Backend.publish`."""
+        paths.publish(temporary, path)
 
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.
@@ -85,7 +85,7 @@ class OrbaxBackend:
             IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
             CorruptCheckpointError: it does not decode.
         """
-        with collection_paused():
+        with paths.snapshot(path), collection_paused():
             return open_checkpoint(path, self._open_msgpack)
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part, Reader
 from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
@@ -73,7 +74,7 @@ def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | N
         CorruptCheckpointError: it does not decode.
     """
     file = os.path.join(path, AGGREGATE)
-    if not os.path.isfile(file):
+    if not paths.isfile(file):
         return None
     if open_msgpack is None:
         raise UnrecognizedFormatError(

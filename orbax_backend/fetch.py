@@ -1,4 +1,4 @@
-"""Reads stored arrays into fresh memory: plain bytes by ``pread`` in threads, everything else by TensorStore."""
+"""Reads stored arrays into fresh memory: plain bytes by ranged reads in threads, everything else by TensorStore."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 
-from . import grid, plain
+from . import grid, plain, remote
 from .grid import Box
 from .index import Extent, Index, Place, Present
 from .jobs import Job, Request, by_chunk, show
 from .names import key_prefix
 from .plain import Copy, Piece, in_threads
+from .sources import new_context, read_range, sizes_of, wait
 
 _log = logging.getLogger("flax_ckpt_compat")
 _Array = np.ndarray[Any, Any]
@@ -39,9 +40,8 @@ class Fetcher:
         self._path = path
         self._index = index
         self._fills_missing = fills_missing
-        self._loose = fills_missing and index.kvstore("")["driver"] == "file"
-        # Its own context, because nodes are cached by path and another checkpoint may take this path.
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        self._loose = fills_missing and index.kvstore("")["driver"] != "ocdbt"
+        self._context = new_context(path, _CACHE_BYTES)
 
     def fetch(self, jobs: Sequence[Job]) -> list[_Array]:
         """The arrays, with the stored dtype, in memory of their own.
@@ -50,8 +50,10 @@ class Fetcher:
             CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
             StorageError: the file system refused.
         """
-        sizes: dict[str, int] = {}
-        requests = [self._request(job, sizes) for job in jobs]
+        extents: list[tuple[Job, Extent]] = []
+        located = [self._locate(job, extents) for job in jobs]
+        self._check_inside(extents)
+        requests = [self._request(job, *found) for job, found in zip(jobs, located, strict=True)]
         groups: dict[str, list[Request]] = {}
         for request in requests:
             if request.array.size:
@@ -63,14 +65,13 @@ class Fetcher:
         self._warn_of_left_out([request for request in requests if self._loose and not request.complete])
         return [request.array for request in requests]
 
-    def _request(self, job: Job, sizes: dict[str, int]) -> Request:
-        chunks, complete = self._locate(job, sizes)
+    def _request(self, job: Job, chunks: list[tuple[Place, Box]], complete: bool) -> Request:
         try:
             return Request(job, memory.empty(job.shape, job.info.dtype), chunks, complete)
         except (MemoryError, ValueError) as error:
             raise self._corrupt(job, f"there is no memory for {show(job)}") from error
 
-    def _locate(self, job: Job, sizes: dict[str, int]) -> tuple[list[tuple[Place, Box]], bool]:
+    def _locate(self, job: Job, extents: list[tuple[Job, Extent]]) -> tuple[list[tuple[Place, Box]], bool]:
         """Where all chunks lie; a missing one is an error unless the checkpoint's convention is to leave some out."""
         prefix, found, stored, complete = key_prefix(job.name), [], 0, True
         may_lack = self._fills_missing and job.info.has_fill_value
@@ -84,7 +85,7 @@ class Fetcher:
                 continue
             if place is None:
                 raise self._corrupt(job, f"the chunk {key!r} is missing")
-            self._check(job, place, sizes)
+            self._check(job, place, extents)
             found.append((place, box))
             stored += _stored_bytes(place)
         if not may_lack and math.prod(job.shape) * job.info.dtype.itemsize > stored * _MAX_RATIO:
@@ -102,35 +103,36 @@ class Fetcher:
                 f"were lost in copying, copy the checkpoint anew"
             )
 
-    def _check(self, job: Job, place: Place, sizes: dict[str, int]) -> None:
+    def _check(self, job: Job, place: Place, extents: list[tuple[Job, Extent]]) -> None:
         if isinstance(place, Present):
             return
         length, expected = _stored_bytes(place), job.info.chunk_nbytes
         if job.info.raw and length != expected:
             raise self._corrupt(job, f"its data has {length} bytes, expected {expected} for {show(job)}")
         if isinstance(place, Extent):
-            self._check_inside(job, place, sizes)
+            extents.append((job, place))
 
-    def _check_inside(self, job: Job, extent: Extent, sizes: dict[str, int]) -> None:
-        if extent.file not in sizes:
-            try:
-                sizes[extent.file] = os.path.getsize(os.path.join(self._path, extent.file))
-            except FileNotFoundError as error:
-                raise self._corrupt(job, f"the file {extent.file} is missing") from error
-            except OSError as error:
-                raise self._refused(extent.file, error) from error
-        # TensorStore would take a missing file for an empty value (measured).
-        if extent.offset + extent.length > sizes[extent.file]:
-            raise self._corrupt(
-                job,
-                f"the file {extent.file} has {sizes[extent.file]} bytes, expected at least "
-                f"{extent.offset + extent.length}",
-            )
+    def _check_inside(self, extents: list[tuple[Job, Extent]]) -> None:
+        """Looks whether the files reach as far; TensorStore would take a missing file for an empty value (measured)."""
+        files = list(dict.fromkeys(extent.file for _, extent in extents))
+        sizes = dict(zip(files, sizes_of([os.path.join(self._path, file) for file in files]), strict=True))
+        for job, extent in extents:
+            size = sizes[extent.file]
+            if isinstance(size, OSError):
+                raise self._unreadable(job, extent.file, size) from size
+            if extent.offset + extent.length > size:
+                raise self._corrupt(
+                    job,
+                    f"the file {extent.file} has {size} bytes, expected at least {extent.offset + extent.length}",
+                )
 
     def _read_pieces(self, pieces: list[Piece]) -> None:
         if not pieces:
             return
         pieces.sort(key=lambda piece: (piece.extent.file, piece.extent.offset))
+        if paths.is_url(self._path):
+            remote.in_threads(self._read_run, remote.runs(pieces))
+            return
         files: dict[str, int] = {}
         try:
             for piece in pieces:
@@ -144,10 +146,8 @@ class Fetcher:
     def _open_file(self, piece: Piece) -> int:
         try:
             return os.open(os.path.join(self._path, piece.extent.file), os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise self._corrupt(piece.owner, f"the file {piece.extent.file} is missing") from error
         except OSError as error:
-            raise self._refused(piece.extent.file, error) from error
+            raise self._unreadable(piece.owner, piece.extent.file, error) from error
 
     def _fill(self, fd: int, piece: Piece, target: memoryview) -> None:
         done = 0
@@ -159,6 +159,20 @@ class Fetcher:
             if not count:
                 raise self._corrupt(piece.owner, f"the file {piece.extent.file} ends too early")
             done += count
+
+    def _read_run(self, pieces: list[Piece]) -> None:
+        """Reads pieces of one object that lie side by side with one request."""
+        file, start = pieces[0].extent.file, pieces[0].extent.offset
+        stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
+        try:
+            data = memoryview(read_range(os.path.join(self._path, file), start, stop))
+        except OSError as error:
+            raise self._unreadable(pieces[0].owner, file, error) from error
+        if len(data) < stop - start:
+            raise self._corrupt(pieces[-1].owner, f"the object {file} ends too early")
+        for piece in pieces:
+            at = piece.extent.offset - start
+            remote.hand_over(piece, data[at : at + piece.extent.length])
 
     def _open(self, job: Job) -> Any:
         spec = {
@@ -176,7 +190,7 @@ class Fetcher:
         for group, future in opened:
             job = group[0].job
             with _Translated(self, job):
-                store = future.result()
+                store = wait(self._path, future)
                 if store.shape != job.info.shape:
                     raise ValueError(f"the shape {store.shape} was expected to be {job.info.shape}")
                 if _share_chunks(group):
@@ -185,12 +199,12 @@ class Fetcher:
                     started += [(request, _start_copy(request, store)) for request in group]
         for request, copied in started:
             with _Translated(self, request.job):
-                copied.result()
+                wait(self._path, copied, sum(one.array.nbytes for one, _ in started))
             if not request.array.dtype.isnative:
                 request.array.view(request.array.dtype.newbyteorder()).byteswap(inplace=True)
         for group, store in shared:
             with _Translated(self, group[0].job):
-                _read_by_chunk(group, store)
+                _read_by_chunk(self._path, group, store)
 
     def _corrupt(self, job: Job, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -200,7 +214,14 @@ class Fetcher:
             leaf=job.shown,
         )
 
+    def _unreadable(self, job: Job, file: str, error: OSError) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return self._corrupt(job, f"the file {file} is missing")
+        return self._refused(file, error)
+
     def _refused(self, file: str, error: OSError) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
         full = os.path.join(self._path, file)
         return StorageError(
             f"{full} could not be read: {error.strerror or error}; check the disk and permissions",
@@ -219,7 +240,7 @@ class _Translated:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (ValueError, OSError, NotImplementedError)):
+        if isinstance(error, (ValueError, OSError, NotImplementedError)) and not isinstance(error, StorageError):
             raise self._fetcher._corrupt(self._job, str(error)) from error
 
 
@@ -247,18 +268,18 @@ def _share_chunks(group: list[Request]) -> bool:
     )
 
 
-def _read_by_chunk(group: list[Request], store: Any) -> None:
+def _read_by_chunk(path: str, group: list[Request], store: Any) -> None:
     """Decodes each chunk once, whatever number of boxes lie in it."""
     with concurrent.futures.ThreadPoolExecutor(_CHUNKS_AT_ONCE) as pool:
         chunks = by_chunk(group).items()
-        for done in [pool.submit(_read_chunk, store, start, copies) for start, (_, copies) in chunks]:
+        for done in [pool.submit(_read_chunk, path, store, start, copies) for start, (_, copies) in chunks]:
             done.result()
 
 
-def _read_chunk(store: Any, start: tuple[int, ...], copies: list[Copy]) -> None:
+def _read_chunk(path: str, store: Any, start: tuple[int, ...], copies: list[Copy]) -> None:
     inner = grid.hull([copy.source for copy in copies])
     box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
-    values = store[box].read().result()
+    values = wait(path, store[box].read(), math.prod(grid.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
     plain.scatter(values, [Copy(grid.within(copy.source, inner), copy.array, copy.target) for copy in copies])
 
 

@@ -17,6 +17,8 @@ def storage_errors(path: str, doing: str) -> Iterator[None]:
     """Translates an OSError; ``doing`` completes "could not be …"."""
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(
             f"{path} could not be {doing}: {error.strerror or error}; check the disk's space and permissions",

@@ -1,55 +1,32 @@
-"""Where the values of a checkpoint's keys lie on disk: the keys of an OCDBT database, or files of their own."""
+"""Where the values of a checkpoint's keys lie: the keys of an OCDBT database, or files of their own."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import urllib.parse
-from typing import Any, Protocol
+from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+
+from .loose import Files, Objects
+from .places import Extent as Extent
+from .places import Index as Index
+from .places import Place as Place
+from .places import Present as Present
+from .places import refuse_escape
+from .places import stays_inside as stays_inside
+from .sources import directory_spec, new_context, read_range, wait
 
 MANIFEST = "manifest.ocdbt"
 _MAX_METADATA_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of bytes in a file of the checkpoint.
-
-    Attributes:
-        file: relative to the checkpoint's directory.
-        offset, length: in bytes.
-    """
-
-    file: str
-    offset: int
-    length: int
-
-
-class Present:
-    """A value that is there, but of which only TensorStore knows where."""
-
-
-Place = bytes | Extent | Present
-
-
-class Index(Protocol):
-    """The values of a checkpoint by key."""
-
-    def find(self, key: str) -> Place | None:
-        """The value itself, where it lies, or None if the key is absent."""
-        ...
-
-    def get(self, key: str) -> bytes | None:
-        """A small value, or None if the key is absent."""
-        ...
-
-    def kvstore(self, prefix: str) -> dict[str, Any]:
-        """The spec through which TensorStore reads the keys that start with ``prefix``."""
-        ...
 
 
 def open_index(path: str, use_ocdbt: bool) -> Index:
@@ -59,8 +36,8 @@ def open_index(path: str, use_ocdbt: bool) -> Index:
         CorruptCheckpointError: the database does not decode.
     """
     if not use_ocdbt:
-        return _Files(path)
-    if not os.path.exists(os.path.join(path, MANIFEST)):
+        return Objects(path) if paths.is_url(path) else Files(path)
+    if not paths.isfile(os.path.join(path, MANIFEST)):
         raise _without_manifest(path)
     dump = getattr(getattr(ts, "ocdbt", None), "dump", None)
     return _Dumped(path, _dump_entries(path, dump)) if dump is not None else _Listed(path)
@@ -74,13 +51,8 @@ def holds_array(path: str) -> bool:
 
 def process_databases(path: str) -> list[str]:
     """The databases of single processes, which the last act of a save merges into one."""
-    names = os.listdir(path) if os.path.isdir(path) else []
+    names = paths.listdir(path) if paths.isdir(path) else []
     return [name for name in names if name.startswith("ocdbt.process_")]
-
-
-def stays_inside(relative: str) -> bool:
-    """Whether a relative path leads to something below the directory it is relative to."""
-    return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
 
 
 def _without_manifest(path: str) -> CheckpointError:
@@ -98,33 +70,7 @@ def _without_manifest(path: str) -> CheckpointError:
 
 def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
     """How TensorStore opens the database in ``path``, at the keys that start with ``prefix``."""
-    base = {"driver": "file", "path": os.path.join(path, "")}
-    return {"driver": "ocdbt", "base": base, "path": prefix}
-
-
-class _Files:
-    """One file per key, as ``use_ocdbt=False`` writes them."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def find(self, key: str) -> Place | None:
-        file = self._file(key)
-        return Extent(key, 0, os.path.getsize(file)) if os.path.isfile(file) else None
-
-    def get(self, key: str) -> bytes | None:
-        try:
-            with open(self._file(key), "rb") as file:
-                return file.read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
-
-    def kvstore(self, prefix: str) -> dict[str, Any]:
-        return {"driver": "file", "path": self._file(prefix)}
-
-    def _file(self, key: str) -> str:
-        _refuse_escape(key, self._path)
-        return os.path.join(self._path, key)
+    return {"driver": "ocdbt", "base": directory_spec(path), "path": prefix}
 
 
 class _Dumped:
@@ -151,8 +97,10 @@ class _Listed:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._store = ts.KvStore.open(ocdbt_spec(path, "")).result()
-            self._keys = frozenset(self._store.list().result())
+            self._store = wait(path, ts.KvStore.open(ocdbt_spec(path, ""), context=new_context(path, 0)))
+            self._keys = frozenset(wait(path, self._store.list()))
+        except StorageError:
+            raise
         except (ValueError, OSError) as error:
             raise _undecodable(path, error) from error
 
@@ -161,7 +109,10 @@ class _Listed:
 
     def get(self, key: str) -> bytes | None:
         try:
-            return self._store[key] if key.encode() in self._keys else None
+            there = key.encode() in self._keys
+            return bytes(wait(self._path, self._store.read(key)).value) if there else None
+        except StorageError:
+            raise
         except (ValueError, OSError) as error:
             raise _undecodable(self._path, error) from error
 
@@ -173,9 +124,7 @@ def _read_small(path: str, extent: Extent) -> bytes:
     """The bytes of the metadata of an array."""
     full = os.path.join(path, extent.file)
     try:
-        with open(full, "rb") as file:
-            file.seek(extent.offset)
-            data = file.read(min(extent.length, _MAX_METADATA_BYTES))
+        data = read_range(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{full}: the file is missing, to which the array database refers; restore it from a copy", path=full
@@ -192,8 +141,8 @@ def _read_small(path: str, extent: Extent) -> bytes:
 def _dump_entries(path: str, dump: Any) -> dict[bytes, bytes | Extent]:
     """Walks the B-tree of the newest version, one batch of nodes per level."""
     try:
-        base = ts.KvStore.open({"driver": "file", "path": os.path.join(path, "")}).result()
-        newest = dump(base).result()["versions"][-1]
+        base = wait(path, ts.KvStore.open(directory_spec(path), context=new_context(path, 0)))
+        newest = wait(path, dump(base))["versions"][-1]
         entries: dict[bytes, bytes | Extent] = {}
         level, seen = [(newest["root"]["location"], b"")], set[str]()
         for height in range(newest["root_height"], -1, -1):
@@ -201,9 +150,9 @@ def _dump_entries(path: str, dump: Any) -> dict[bytes, bytes | Extent]:
             nodes = [dump(base, node=_checked(path, location)) for location, _ in level]
             below: list[tuple[str, bytes]] = []
             for (_, prefix), future in zip(level, nodes, strict=True):
-                _read_node(path, future.result(), height, prefix, entries, below)
+                _read_node(path, wait(path, future), height, prefix, entries, below)
             level = below
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, StorageError):
         raise
     except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
         raise _undecodable(path, error) from error
@@ -246,17 +195,8 @@ def _extent(path: str, location: str) -> Extent:
     """Parses ``kind:base path:file:offset:length``; base path and file are percent-encoded."""
     _, base, file, offset, length = location.split(":")
     full = urllib.parse.unquote(base) + urllib.parse.unquote(file)
-    _refuse_escape(full, path)
+    refuse_escape(full, path)
     return Extent(full, int(offset), int(length))
-
-
-def _refuse_escape(relative: str, path: str) -> None:
-    """Nothing outside the checkpoint's directory is ever read, whatever the checkpoint says."""
-    if not stays_inside(relative):
-        raise CorruptCheckpointError(
-            f"{path}: it refers to {relative!r}, which lies outside its directory; it was tampered with: do not use it",
-            path=path,
-        )
 
 
 def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from .json_files import corrupt, read_json
@@ -41,7 +42,7 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
 
 def holds_array_folder(path: str) -> bool:
     """Whether the directory has the folder of one array, as array items without OCDBT do."""
-    return any(os.path.isfile(os.path.join(path, ARRAY, name)) for name in _ARRAY_METADATA)
+    return any(paths.isfile(os.path.join(path, ARRAY, name)) for name in _ARRAY_METADATA)
 
 
 def is_typed_key(path: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from .files import storage_errors
@@ -19,10 +20,10 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
         StorageError: the file system refused.
     """
     file = os.path.join(path, name)
-    if not os.path.isfile(file):
+    if not paths.isfile(file):
         return None
-    with storage_errors(file, "read"), open(file, "rb") as opened:
-        text = opened.read()
+    with storage_errors(file, "read"):
+        text = paths.read(file)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

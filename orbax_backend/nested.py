@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from flax_ckpt_compat._core import paths
+
 from .aggregate import AGGREGATE
 from .index import MANIFEST, Extent, Index, Place, open_index, process_databases, stays_inside
 from .metadata import METADATA
@@ -25,13 +27,13 @@ def unmerged_database(path: str, names: Iterable[str]) -> str | None:
         path: of the checkpoint.
         names: of its leaves.
     """
-    if os.path.exists(os.path.join(path, MANIFEST)):
+    if paths.isfile(os.path.join(path, MANIFEST)):
         return None
     processes = process_databases(path)
-    finished = all(os.path.isfile(os.path.join(path, file)) for file in (AGGREGATE, METADATA))
+    finished = all(paths.isfile(os.path.join(path, file)) for file in (AGGREGATE, METADATA))
     if len(processes) != 1 or not finished:
         return None
-    folders = any(name and stays_inside(name) and os.path.isdir(os.path.join(path, name)) for name in names)
+    folders = any(name and stays_inside(name) and paths.isdir(os.path.join(path, name)) for name in names)
     return processes[0] if folders else None
 
 
@@ -98,6 +100,6 @@ class Nested:
     def _open(self, folder: str) -> Index | None:
         if folder not in self._below:
             path = os.path.join(self._path, folder)
-            there = stays_inside(folder) and bool(folder) and os.path.isfile(os.path.join(path, MANIFEST))
+            there = stays_inside(folder) and bool(folder) and paths.isfile(os.path.join(path, MANIFEST))
             self._below[folder] = Within(self._path, folder) if there else None
         return self._below[folder]

@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any
 
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
@@ -141,10 +142,10 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
 
 def _holds_database(path: str) -> bool:
     """Whether arrays are in a database: its manifest is there, or, if that was lost, its other parts."""
-    if os.path.exists(os.path.join(path, MANIFEST)):
+    if paths.isfile(os.path.join(path, MANIFEST)):
         return True
     nodes = os.path.join(path, "d")
-    names = os.listdir(nodes) if os.path.isdir(nodes) else []
+    names = paths.listdir(nodes) if paths.isdir(nodes) else []
     return any(_DATABASE_FILE.fullmatch(name) for name in names) or bool(process_databases(path))
 
 
@@ -174,9 +175,9 @@ def _entry(keys: Keys, leaf: LeafHandle | str | None) -> LeafEntry:
 
 
 def _without_metadata(path: str) -> Exception:
-    if not os.path.isdir(path):
+    if not paths.isdir(path):
         return CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
-    names = sorted(os.listdir(path))
+    names = sorted(paths.listdir(path))
     ours = {MANIFEST, STEP_METADATA, SHARDING, STRINGS, "d"} & set(names)
     if not ours:
         return UnrecognizedFormatError(
@@ -211,7 +212,7 @@ def _read_key_impls(path: str) -> dict[str, str | None]:
     """Every process lists all arrays, so any one file is enough."""
     directory = os.path.join(path, ARRAY_METADATAS)
     impls: dict[str, str | None] = {}
-    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
+    for name in sorted(paths.listdir(directory)) if paths.isdir(directory) else ():
         file = os.path.join(directory, name)
         try:
             for one in (read_json(directory, name) or {})["array_metadatas"]:

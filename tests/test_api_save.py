@@ -371,14 +371,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
     assert names(tmp_path) == []
 
 
-def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object store is a StorageError, not a directory called gs:."""
+def test_urls_of_unknown_schemes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheme that no store has is a StorageError, and so is what pathlib makes of a URL; not a local directory."""
     monkeypatch.chdir(tmp_path)
     for step in (None, 1):
-        for url in ("gs://bucket/model", "gs://model", "file:///tmp/model"):
-            with pytest.raises(errors.StorageError, match="object stores"):
+        for url in ("file:///tmp/model", "ftp://model", Path("s3://bucket/model"), Path("gs://bucket")):
+            with pytest.raises(errors.StorageError, match="scheme|pathlib"):
                 save(url, tree(1), step=step)
-            with pytest.raises(errors.StorageError, match="object stores"):
+            with pytest.raises(errors.StorageError, match="scheme|pathlib"):
                 restore(url, step=step)
     assert names(tmp_path) == []
 

@@ -13,7 +13,7 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, transfer, window
+from flax_ckpt_compat.legacy import BACKEND, source, transfer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,15 +58,14 @@ def test_restores_as_flax_restores(load_bytes, tree):
     assert fingerprint(restored) == fingerprint(expected)
 
 
-@pytest.mark.parametrize("step", [3000, 8192])
+@pytest.mark.parametrize(("step", "tiny"), [(3000, 192), (8192, 0)])
 @given(tree=st.lists(leaves(), max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_window_seams(load_bytes, step, tree):
+def test_window_seams(load_bytes, step, tiny, tree):
     """Values are read right wherever the windows over the file begin and end."""
     document = flax.serialization.to_bytes(tree)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window, "_SMALLEST", step)
-        patch.setattr(window, "_LARGEST", step)
+        patch.setattr(source.File, "steps", source.Steps(step, tiny, step, step))
         restored = load_bytes(document)
     assert list(restored.values()) == [] or fingerprint(list(restored.values())) == fingerprint(tree)
 

@@ -1,0 +1,152 @@
+"""What the rules ask about paths, of local ones and of URLs of object stores alike.
+
+A local path takes the functions of `os`, unchanged. In a store, a folder is there while it holds an object.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from typing import Any
+
+from flax_ckpt_compat._core import files, store_commits, stores
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.store_errors import missing
+from flax_ckpt_compat._core.stores import is_url as is_url
+from flax_ckpt_compat._core.stores import snapshot as snapshot
+
+_GONE = (FileNotFoundError, NotADirectoryError)
+_SLASHES_OF_BUCKET = 2
+_MANGLED = re.compile(r"(s3|gs):/(?!/)")
+
+
+def absolute(path: str) -> str:
+    """The absolute local path, or the normal URL."""
+    _refuse_mangled(path)
+    return stores.normal(path) if is_url(path) else os.path.abspath(path)
+
+
+def normal(path: str) -> str:
+    """The path without what has no meaning; a relative one stays relative."""
+    _refuse_mangled(path)
+    return stores.normal(path) if is_url(path) else os.path.normpath(path)
+
+
+def _refuse_mangled(path: str) -> None:
+    if _MANGLED.match(path):
+        message = f"{path}: pathlib made this of a URL; pass the URL as text, or as an etils.epath.Path"
+        raise StorageError(message, path=path)
+
+
+def listdir(path: str) -> list[str]:
+    """Names in a directory.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: it is none; other OSErrors as the system, or store, gives them.
+    """
+    if not is_url(path):
+        return os.listdir(path)
+    found = stores.names(path)
+    if not found:
+        raise missing(path)
+    return found
+
+
+def isdir(path: str) -> bool:
+    """Whether it is a directory."""
+    return store_commits.counts_as_folder(path) if is_url(path) else os.path.isdir(path)
+
+
+def isfile(path: str) -> bool:
+    """Whether it is a regular file."""
+    if not is_url(path):
+        return os.path.isfile(path)
+    return stores.is_object(path) and not store_commits.counts_as_folder(path)
+
+
+def lexists(path: str) -> bool:
+    """Whether there is anything of this name."""
+    return stores.is_folder(path) or stores.is_object(path) if is_url(path) else os.path.lexists(path)
+
+
+def getsize(path: str) -> int:
+    """Bytes of a file."""
+    return stores.size(path) if is_url(path) else os.path.getsize(path)
+
+
+def read(path: str, limit: int | None = None) -> bytes:
+    """The first ``limit`` bytes of a file, or all."""
+    if is_url(path):
+        return stores.read(path) if limit is None else stores.read_range(path, 0, limit)
+    with open(path, "rb") as file:
+        return file.read(-1 if limit is None else limit)
+
+
+def total_size(path: str) -> int:
+    """Bytes in a file, or in all files below a directory; 0 for what is not there."""
+    if is_url(path):
+        return _size_in_store(path)
+    total = 0
+    with suppress(*_GONE):
+        if not os.path.isdir(path):
+            return os.stat(path).st_size
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(*_GONE):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _size_in_store(url: str) -> int:
+    if not store_commits.counts_as_folder(url):
+        return _size_or_zero(url) if stores.is_object(url) else 0
+    with stores.snapshot(url):
+        inside = [f"{url}/{key}" for key in stores.keys(url)]
+        stores.know_sizes(inside)
+        return sum(map(_size_or_zero, inside))
+
+
+def _size_or_zero(url: str) -> int:
+    with suppress(FileNotFoundError):  # another process has just evicted it
+        return stores.size(url)
+    return 0
+
+
+def is_writable_place(path: str) -> bool:
+    """Whether a checkpoint can have this path: a store's bucket is none."""
+    return not is_url(path) or path.count("/") > _SLASHES_OF_BUCKET
+
+
+def temporary_path(path: str) -> str:
+    """A local path to write a checkpoint to that is then published as ``path``."""
+    return store_commits.staging_path(path) if is_url(path) else files.temporary_path(path)
+
+
+def publish(temporary: str, path: str) -> None:
+    """Gives a finished local temporary its final name, of which nothing counts until all is there."""
+    (store_commits if is_url(path) else files).publish(temporary, path)
+
+
+def discard(path: str) -> None:
+    """Removes a checkpoint so that a crash in the middle leaves nothing that counts as one."""
+    (store_commits if is_url(path) else files).discard(path)
+
+
+def prepare_directory(path: str) -> None:
+    """Makes a directory of checkpoints, and frees it from what dead writers left."""
+    if is_url(path):
+        store_commits.reclaim(path)
+    else:
+        files.make_directory(path)
+        files.reclaim(path)
+
+
+def tensorstore_folder(path: str) -> dict[str, Any]:
+    """TensorStore's description of a directory, as the base of an array or of a database."""
+    return stores.spec(path) if is_url(path) else {"driver": "file", "path": os.path.abspath(path)}
+
+
+def tensorstore_context(path: str) -> Any:
+    """The context to open it with; None for TensorStore's own."""
+    return stores.context() if is_url(path) else None

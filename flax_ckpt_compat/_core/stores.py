@@ -1,0 +1,352 @@
+"""Object stores (``s3://``, ``gs://``) as folders of objects, through TensorStore, which is loaded on first use.
+
+A URL is ``scheme://bucket/key``. What is not there is a FileNotFoundError, as in a file system; everything else
+that a store refuses is a `StorageError` that says what to do. All is retried that is safe to do twice: reading,
+listing, deleting, and writing an object whole.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import posixpath
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from flax_ckpt_compat._core import store_specs
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.store_errors import OutOfRangeError, attempt, missing
+from flax_ckpt_compat._core.store_specs import context as context
+from flax_ckpt_compat._core.store_specs import normal as normal
+from flax_ckpt_compat._core.store_specs import spec as spec
+
+# S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
+MAX_OBJECT = 5 * 2**30
+_AT_ONCE = 16
+_DOTS = {".", ".."}
+# What is read whole, for how long to wait: JSON and the like.
+_SMALL = 64 * 2**20
+_FAR = 2**40 * 5
+_local = threading.local()
+
+
+def is_url(path: str) -> bool:
+    """True for what is not a path of the local file system."""
+    return "://" in path
+
+
+@contextmanager
+def snapshot(url: str) -> Iterator[None]:
+    """Within it, this thread answers what is there below ``url`` from one listing, taken at its start."""
+    if not is_url(url) or _known(url) is not None:
+        yield
+        return
+    held = _held()
+    held.append((url, fresh_keys(url)))
+    try:
+        yield
+    finally:
+        held.pop()
+        if not held:
+            _sizes().clear()
+
+
+def _held() -> list[tuple[str, list[str]]]:
+    if not hasattr(_local, "held"):
+        _local.held = []
+    found: list[tuple[str, list[str]]] = _local.held
+    return found
+
+
+def _known(url: str) -> list[str] | None:
+    """The keys below ``url`` where a snapshot covers it."""
+    for root, inside in _held():
+        if url == root:
+            return inside
+        if url.startswith(root + "/"):
+            inner = url[len(root) + 1 :] + "/"
+            return [key[len(inner) :] for key in inside if key.startswith(inner)]
+    return None
+
+
+def keys(url: str) -> list[str]:
+    """Names of all objects below the folder ``url``, relative to it; none where there is no such folder."""
+    known = _known(url)
+    return fresh_keys(url) if known is None else known
+
+
+def fresh_keys(url: str) -> list[str]:
+    """Like `keys`, and never from a snapshot."""
+    prefix = _prefix(url)
+
+    def ask() -> Any:
+        return store_specs.bucket_store(url).list(_range(prefix), strip_prefix_length=len(prefix))
+
+    found = (key.decode("utf-8", "surrogateescape") for key in attempt(url, "listed", ask))
+    # Consoles make an empty object for a folder. Keys with . and .. would on the way become those of other objects.
+    return sorted(key for key in found if key and not _DOTS.intersection(key.split("/")))
+
+
+def _prefix(url: str) -> bytes:
+    key = store_specs.split(url)[2]
+    return key.encode() + b"/" if key else b""
+
+
+def _range(prefix: bytes) -> Any:
+    import tensorstore as ts
+
+    return ts.KvStore.KeyRange(prefix, prefix[:-1] + b"0" if prefix else b"")  # "0" follows "/"
+
+
+def names(url: str) -> list[str]:
+    """Names of the objects and folders directly in the folder ``url``."""
+    return list(dict.fromkeys(key.split("/", 1)[0] for key in keys(url)))
+
+
+def is_folder(url: str) -> bool:
+    """Whether there are objects below ``url``."""
+    return bool(keys(url))
+
+
+def is_object(url: str) -> bool:
+    """Whether ``url`` is an object itself."""
+    folder, name = posixpath.split(url)
+    known = _known(folder)
+    return name in known if known is not None else _read(url, slice(0, 0)) is not None
+
+
+def read(url: str) -> bytes:
+    """A whole object.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: the store refused.
+    """
+    return _present(url, _read(url, None))
+
+
+def read_range(url: str, start: int, stop: int) -> bytes:
+    """Bytes of an object; fewer, or none, where it ends before ``stop``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: the store refused.
+    """
+    if stop <= start:
+        return b""
+    found = _read(url, slice(start, stop))
+    if isinstance(found, int):  # a range that reaches beyond the end is refused
+        end = found if found >= 0 else size(url)
+        found = b"" if end <= start else _read(url, slice(start, min(stop, end)))
+    return _present(url, found)
+
+
+def size(url: str) -> int:
+    """Bytes of an object, of which none is read.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: the store refused.
+    """
+    if url in _sizes():
+        return _sizes()[url]
+    found = _read(url, slice(_FAR, _FAR + 1))  # no store has objects as large; the refusal tells the size
+    if found is None:
+        raise _no_object(url)
+    return found if isinstance(found, int) and found >= 0 else _probed_size(url)
+
+
+def know_sizes(urls: Collection[str]) -> None:
+    """Asks for the sizes of many objects side by side, for this thread's snapshot; outside of one it does nothing."""
+    if _held():
+        found: dict[str, int] = {}
+
+        def ask(url: str) -> None:
+            with suppress(FileNotFoundError):
+                found[url] = size(url)
+
+        in_parallel(ask, [url for url in urls if url not in _sizes()])
+        _sizes().update(found)
+
+
+def _sizes() -> dict[str, int]:
+    """Sizes that this thread asked for in its snapshot."""
+    if not hasattr(_local, "sizes"):
+        _local.sizes = {}
+    sizes: dict[str, int] = _local.sizes
+    return sizes
+
+
+def _probed_size(url: str) -> int:
+    """The size by asking for single bytes, of a store whose refusals do not tell it."""
+
+    def has(at: int) -> bool:
+        return isinstance(_read(url, slice(at, at + 1)), bytes)
+
+    low, high = 0, 1  # as many bytes are there, so many may not be
+    while has(high - 1):
+        low, high = high, high * 16
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has(middle - 1) else (low, middle)
+    return low
+
+
+def _read(url: str, span: slice | None) -> bytes | int | None:
+    """The bytes; None where there is no object; the object's size, or -1, where it ends before the span does."""
+    try:
+        result = _ask(url, span)
+    except OutOfRangeError as error:
+        return error.size
+    return None if result is None or result.state == "missing" else bytes(result.value)
+
+
+def _ask(url: str, span: slice | None) -> Any:
+    key = store_specs.split(url)[2]
+    if not key:
+        return None  # a bucket
+
+    def ask() -> Any:
+        bucket = store_specs.bucket_store(url)
+        return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
+
+    return attempt(url, "read", ask, _SMALL if span is None else span.stop - span.start)
+
+
+class Object:
+    """One object, read in parts that are all of the same version.
+
+    Attributes:
+        url: of the object.
+        size: in bytes.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self._version = self._version_of(_ask(url, slice(0, 0)))
+        self.size = size(url)
+
+    def _version_of(self, result: Any) -> bytes:
+        if result is None or result.state == "missing":
+            raise _no_object(self.url)
+        return bytes(result.stamp.generation)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes from ``start`` to ``stop``, as far as the object goes.
+
+        Raises:
+            StorageError: the object was replaced or removed since it was opened, or the store refused.
+        """
+        stop = min(stop, self.size)
+        if stop <= start:
+            return b""
+        try:
+            result = _ask(self.url, slice(start, stop))
+        except OutOfRangeError:
+            result = None
+        if result is None or result.state == "missing" or self._version_of(result) != self._version:
+            message = f"{self.url} was replaced or removed since it was opened; open it again"
+            raise StorageError(message, path=self.url)
+        return bytes(result.value)
+
+
+def _present(url: str, found: bytes | int | None) -> bytes:
+    if not isinstance(found, bytes):
+        raise _no_object(url)
+    return found
+
+
+def _no_object(url: str) -> FileNotFoundError:
+    """The error for an object that is not there, once it is sure that its bucket is."""
+    fresh_keys(url)
+    return missing(url)
+
+
+def write(url: str, data: bytes) -> None:
+    """Writes an object whole; what was there before stays until then.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    key = store_specs.split(url)[2]
+    attempt(url, "written", lambda: store_specs.bucket_store(url).write(key, data), len(data))
+
+
+def delete(url: str) -> None:
+    """Deletes an object; none need be there."""
+    key = store_specs.split(url)[2]
+    attempt(url, "deleted", lambda: store_specs.bucket_store(url).write(key, None))
+
+
+def delete_all(urls: Iterable[str]) -> None:
+    """Deletes objects, side by side; in no order."""
+    in_parallel(delete, list(urls))
+
+
+def upload(directory: str, url: str, but: str) -> list[str]:
+    """Writes all files of a local directory as objects below ``url``, side by side, and returns their keys there.
+
+    Args:
+        directory: local path.
+        url: of the folder.
+        but: name of a file that is left out.
+    """
+    found = [
+        os.path.relpath(os.path.join(where, name), directory)
+        for where, _, files in os.walk(directory)
+        for name in files
+    ]
+    found = [name for name in found if name != but]
+    in_parallel(lambda name: upload_file(os.path.join(directory, name), f"{url}/{name}"), found)
+    return found
+
+
+def upload_file(path: str, url: str) -> None:
+    """Writes a local file as an object.
+
+    Raises:
+        StorageError: the store refused, or the file is too large for one request.
+    """
+    nbytes = os.path.getsize(path)
+    if nbytes > MAX_OBJECT:
+        raise StorageError(
+            f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; save in "
+            "Orbax's format, which is many objects",
+            path=url,
+        )
+    with open(path, "rb") as file:
+        write(url, file.read())
+
+
+def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
+    """Does the work for each name, several at once; the first failure ends it once those begun have ended."""
+    if len(names) < 2:
+        for name in names:
+            work(name)
+        return
+    left = collections.deque(names)
+    helpers = min(_AT_ONCE, len(names)) - 1
+    with ThreadPoolExecutor(helpers, thread_name_prefix="flax-ckpt-store") as pool:
+        futures: list[Future[None]] = []
+        with suppress(RuntimeError):  # at the interpreter's exit, for which saves go on, there are no new threads
+            for _ in range(helpers):
+                futures.append(pool.submit(_drain, work, left))
+        _drain(work, left)
+        for future in futures:
+            future.result()
+
+
+def _drain(work: Callable[[str], Any], left: collections.deque[str]) -> None:
+    while left:
+        try:
+            name = left.popleft()
+        except IndexError:
+            return  # another thread took the last one
+        try:
+            work(name)
+        except BaseException:
+            left.clear()
+            raise

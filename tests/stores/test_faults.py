@@ -1,0 +1,142 @@
+"""Orbax's format behind a network that fails: what is retried, what ends a call, and what is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax_ckpt_compat.orbax_backend import sources
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core import store_errors
+from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
+from tests.support import s3
+from tests.support.orbax_trees import load
+from tests.support.orbax_trees import save as save_locally
+from tests.support.s3 import Bucket
+from tests.support.trees import fingerprint
+
+
+def state(number: int) -> dict[str, Any]:
+    """A tree that tells which save it is from."""
+    return {
+        "w": np.random.default_rng(number).random((40, 100)),
+        "small": {str(i): np.full(300, number + i, np.float32) for i in range(20)},
+        "step": number,
+        "name": f"save {number}",
+    }
+
+
+def save(bucket: Bucket, number: int, **options: Any) -> str:
+    """Saves `state` in Orbax's format."""
+    path = f"{bucket.url}/run/checkpoint_{number}"
+    return flax_ckpt_compat.save(path, state(number), format="orbax", **options)
+
+
+def from_request(number: int, fault: s3.Fault) -> s3.Rule:
+    """All requests from this one on fail."""
+    seen = iter(range(10**6))
+    return lambda method, path: fault if next(seen) >= number else ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("how", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["ocdbt", "zarr3", "loose"])
+def test_one_request_of_ten_fails_in_a_restore(how: dict[str, Any], seed: int, bucket: Bucket, tmp_path: Path) -> None:
+    """What real Orbax wrote, in its three layouts, restores to the last bit."""
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)).save(tmp_path / "c", state(seed))
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    with bucket.proxy.failing(s3.sometimes(0.1, seed)):
+        assert fingerprint(load(url)) == fingerprint(state(seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_request_of_ten_fails_in_a_run(seed: int, bucket: Bucket) -> None:
+    """A run that saves in the background, evicts and restores ends as without faults."""
+    root, manager = f"{bucket.url}/run", checkpoints.AsyncManager()
+    with bucket.proxy.failing(s3.sometimes(0.1, seed)):
+        for number in range(1, 6):
+            checkpoints.save_checkpoint(
+                root, state(number), number, keep=2, async_manager=manager, orbax_checkpointer=None
+            )
+        manager.wait_previous_save()
+        assert checkpoints.available_steps(root) == [4, 5]
+        for number in (4, 5):
+            restored = checkpoints.restore_checkpoint(root, state(0), number)
+            assert fingerprint(restored) == fingerprint(state(number))
+    assert {asked.fault for asked in bucket.proxy.log} > {""}
+
+
+def sweep(bucket: Bucket, act: Callable[[], Any], check: Callable[[], Any]) -> int:
+    """Has the store refuse everything from the first, second, … request on till the act succeeds; counts requests."""
+    for number in range(200):
+        try:
+            with bucket.proxy.failing(from_request(number, "403")):
+                act()
+            return number
+        except StorageError:
+            check()
+    raise AssertionError("it never succeeded")
+
+
+def test_a_save_that_ends_at_any_request(bucket: Bucket) -> None:
+    """Until the last request but its cleaning it is no checkpoint, the one before is the latest, and it can go on."""
+    root = f"{bucket.url}/run"
+    save(bucket, 1)
+
+    def check() -> None:
+        latest = checkpoints.latest_checkpoint(root)
+        assert latest in (f"{root}/checkpoint_1", f"{root}/checkpoint_2")
+        number = int(str(latest)[-1])
+        assert fingerprint(flax_ckpt_compat.restore(root)) == fingerprint(state(number))
+
+    assert sweep(bucket, lambda: save(bucket, 2, overwrite=True), check) > 10
+    assert fingerprint(flax_ckpt_compat.restore(root)) == fingerprint(state(2))
+    assert not [key for key in bucket.keys("run/checkpoint_2/") if "begun" in key]
+
+
+def test_a_restore_that_ends_at_any_request(bucket: Bucket) -> None:
+    """The error is the store's, never one of a damaged or missing checkpoint."""
+    save(bucket, 1)
+    root = f"{bucket.url}/run"
+    assert sweep(bucket, lambda: flax_ckpt_compat.restore(root, state(0)), lambda: None) > 5
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_store_that_does_not_answer(
+    compression: str | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting ends, with an error that says so."""
+    monkeypatch.setattr(store_errors, "_PATIENCE", 0.2)
+    monkeypatch.setattr(sources, "_PATIENCE", 0.2)
+    save_locally(tmp_path / "c", {"a": np.arange(60_000)}, compression)
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    requests = sweep_stalls(bucket, url)
+    assert requests > 5
+
+
+def sweep_stalls(bucket: Bucket, url: str) -> int:
+    """Restores with all requests from the first, third, … on unanswered; returns from which on it goes well."""
+    for number in range(0, 40, 2):
+        try:
+            with bucket.proxy.failing(from_request(number, "stall")):
+                load(url)
+            return number
+        except StorageError as error:
+            assert "did not answer in time" in str(error)
+    raise AssertionError("it never succeeded")
+
+
+def test_an_object_that_is_lost_while_it_is_read(bucket: Bucket) -> None:
+    """A leaf whose object has gone since the opening is named."""
+    url = save(bucket, 1)
+    with flax_ckpt_compat.open_checkpoint(url) as opened:
+        for key in bucket.keys("run/checkpoint_1/d/"):
+            bucket.delete(key)
+        with pytest.raises(CorruptCheckpointError, match="'w'"):
+            opened.read("w")

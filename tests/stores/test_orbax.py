@@ -1,0 +1,218 @@
+"""Orbax's format in a store: real Orbax reads what we put there, and we read there what real Orbax wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.errors import CorruptCheckpointError, IncompleteCheckpointError, StorageError
+from tests.support import corpus, s3
+from tests.support.orbax_trees import change_metadata, handles, load, on_host
+from tests.support.orbax_trees import save as save_locally
+from tests.support.s3 import Bucket
+from tests.support.trees import fingerprint
+from tests.test_corpus import assert_equal, read_case, restore
+
+TREE = {
+    "params": {"kernel": np.arange(60_000.0).reshape(300, 200), "bias": np.linspace(0, 1, 2000, dtype=np.float32)},
+    "step": 7,
+    "name": "héllo",
+    "none": None,
+    "list": [np.arange(3), {"deep": np.float16([1.5, -0.0])}],
+}
+NEVER_MERGED = corpus.Case("flax-0.7.5_orbax-0.4.4", "orbax_pytree_no_ocdbt/plain")
+NESTED = "flax-0.7.4_orbax-0.4.1"
+MANY_FILES = tuple(f"no_ocdbt/{name}" for name in ("aggregate", "flax_save_args", "full", "zarr3"))
+
+
+@pytest.fixture(autouse=True)
+def orbax_format() -> Iterator[None]:
+    """Saves in Orbax's format, and lets real Orbax warn."""
+    before: Any = flax.config.flax_use_orbax_checkpointing
+    flax.config.update("flax_use_orbax_checkpointing", True)
+    yield
+    flax.config.update("flax_use_orbax_checkpointing", before)
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where archives are unpacked to."""
+    return tmp_path_factory.mktemp("corpus")
+
+
+def one_of_each_kind() -> list[corpus.Case]:
+    """The first case of each release and family that has no hundreds of files; of one with nested databases, all."""
+    found: dict[tuple[str, ...], corpus.Case] = {}
+    for case in corpus.cases():
+        if not case.orbax or case.family == "orbax_json" or case.name.endswith(MANY_FILES):
+            continue
+        if (case.release, case.family) != (NEVER_MERGED.release, NEVER_MERGED.family):
+            one = case.name if case.release == NESTED else ""
+            found.setdefault((case.release, case.family, one), case)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("case", one_of_each_kind(), ids=str)
+def test_every_era(case: corpus.Case, unpacked: Path, bucket: Bucket) -> None:
+    """What a release of Orbax wrote restores from a store to what was saved."""
+    path, expected, meta = read_case(case, unpacked)
+    root = corpus.unpack(case.release, unpacked) / case.name / "ckpt"
+    url = bucket.upload(root, "run") + "/" + path.relative_to(root).as_posix()
+    restored = restore(case, url)  # type: ignore[arg-type]  # a URL is no Path
+    if case.name == "orbax_v1/save_checkpointables":
+        restored = restored["state"]
+    if case.name == "orbax_prng/handler":
+        restored.pop("npkey")
+    if meta["target"] != "json":
+        assert_equal(case, expected, restored, with_target=False)
+
+
+def test_what_only_empty_directories_tell(unpacked: Path, bucket: Bucket) -> None:
+    """Orbax 0.4.4 without OCDBT leaves what only its empty directories tell from an unfinished save: it is refused."""
+    path, _, _ = read_case(NEVER_MERGED, unpacked)
+    assert restore(NEVER_MERGED, path)
+    with pytest.raises(IncompleteCheckpointError, match=r"manifest\.ocdbt is missing"):
+        restore(NEVER_MERGED, bucket.upload(path, "run/c"))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_real_orbax_reads_what_we_uploaded(bucket: Bucket, tmp_path: Path) -> None:
+    """Downloaded with another client, a checkpoint is one that real Orbax restores to the same values."""
+    url = checkpoints.save_checkpoint(f"{bucket.url}/run", TREE, 3)
+    assert url == f"{bucket.url}/run/checkpoint_3"
+    local = bucket.download("run/checkpoint_3", tmp_path / "checkpoint_3")
+    assert fingerprint(ocp.PyTreeCheckpointer().restore(local)) == fingerprint(TREE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["ocdbt", "zarr3", "loose"])
+def test_we_read_what_real_orbax_wrote(how: dict[str, Any], bucket: Bucket, tmp_path: Path) -> None:
+    """Uploaded with another client, a checkpoint of real Orbax restores to the same values."""
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**how)).save(tmp_path / "checkpoint_1", TREE)
+    bucket.upload(tmp_path / "checkpoint_1", "run/checkpoint_1")
+    for path in (f"{bucket.url}/run", f"{bucket.url}/run/checkpoint_1/"):
+        assert fingerprint(checkpoints.restore_checkpoint(path, TREE)) == fingerprint(TREE)
+    assert fingerprint(load(f"{bucket.url}/run/checkpoint_1")) == fingerprint(on_host(TREE))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_one_leaf_reads_one_leaf(compression: str | None, bucket: Bucket, tmp_path: Path) -> None:
+    """Opening and planning read no array data, and one array costs no more bytes than it has, plus 2 %."""
+    rng = np.random.default_rng(0)
+    tree = {f"layer_{i}": rng.integers(0, 256, 500_000, np.uint8) for i in range(8)}
+    save_locally(tmp_path / "c", tree, compression)
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    target = {name: np.zeros(500_000, np.uint8) for name in tree}
+    bucket.proxy.log.clear()
+    assert flax_ckpt_compat.plan_restore(url, target).nbytes == 4_000_000
+    opened = handles(url)
+    assert sum(asked.sent for asked in bucket.proxy.log if asked.is_get) < 20_000
+    bucket.proxy.log.clear()
+    assert np.array_equal(opened["layer_5"].read(), tree["layer_5"])
+    assert sum(asked.sent for asked in bucket.proxy.log) < 510_000
+
+
+def test_many_small_arrays_take_few_requests(bucket: Bucket, tmp_path: Path) -> None:
+    """Neighbours in an object are read together."""
+    tree = {f"a{i}": np.full(700, i, np.float32) for i in range(500)}
+    save_locally(tmp_path / "c", tree)
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    bucket.proxy.log.clear()
+    assert fingerprint(load(url)) == fingerprint(tree)
+    assert len(bucket.proxy.log) < 25
+
+
+def test_shards_are_read_by_their_boxes(bucket: Bucket, tmp_path: Path) -> None:
+    """An array that goes onto several devices is the same as the one that was saved, chunked or not."""
+    array = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for number, compression in enumerate([None, "zstd"], 1):
+        save_locally(tmp_path / str(number), {"a": array}, compression)
+        url = bucket.upload(tmp_path / str(number), f"run/checkpoint_{number}")
+        target = {"a": jax.device_put(jnp.zeros((64, 48)), sharding)}
+        restored = checkpoints.restore_checkpoint(url, target)["a"]
+        assert restored.sharding == sharding
+        assert np.array_equal(restored, array)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_damage_is_told_from_refusal(compression: str | None, bucket: Bucket, tmp_path: Path) -> None:
+    """A lost or cut data object is a damaged leaf, by name; a store that fails all the time is none."""
+    save_locally(tmp_path / "c", {"a": np.arange(60_000), "b": np.arange(3)}, compression)
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    opened = handles(url)
+    (data,) = bucket.keys("run/checkpoint_1/d/")
+    content = bucket.get(data)
+    for first in (1, 2):  # asking for its size, then for its content
+        counted = iter(range(1, 100))
+        denied = bucket.proxy.failing(
+            lambda method, path, first=first, counted=counted: "403" if next(counted) >= first else ""
+        )
+        with denied, pytest.raises(StorageError, match="AccessDenied"):
+            opened["a"].read()
+    bucket.put(data, content[:1000])
+    with pytest.raises(CorruptCheckpointError, match=r"'a'.*has 1000 bytes, expected at least"):
+        opened["a"].read()
+    bucket.delete(data)
+    with pytest.raises(CorruptCheckpointError, match=r"'a'.*is missing"):
+        opened["a"].read()
+    assert opened["b"].read().tolist() == [0, 1, 2]
+
+
+def test_flipped_bits_in_compressed_data(bucket: Bucket, tmp_path: Path) -> None:
+    """Content that does not decode is a damaged leaf, and not a failing store."""
+    save_locally(tmp_path / "c", {"a": np.arange(60_000)}, "zstd")
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    (data,) = bucket.keys("run/checkpoint_1/d/")
+    opened, content = handles(url), bytearray(bucket.get(data))
+    content[: len(content) // 2] = bytes(len(content) // 2)
+    bucket.put(data, bytes(content))
+    with pytest.raises(CorruptCheckpointError, match="'a'"):
+        opened["a"].read()
+
+
+def test_missing_parts_of_the_structure(bucket: Bucket, tmp_path: Path) -> None:
+    """Without the manifest or the structure the error names the file, as for a local directory."""
+    save_locally(tmp_path / "c", TREE)
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    for name, error in (("manifest.ocdbt", CorruptCheckpointError), ("_METADATA", IncompleteCheckpointError)):
+        content = bucket.get(f"run/checkpoint_1/{name}")
+        bucket.delete(f"run/checkpoint_1/{name}")
+        with pytest.raises(error, match=name):
+            load(url)
+        bucket.put(f"run/checkpoint_1/{name}", content)
+    assert load(url)["step"] == 7
+
+
+def test_nothing_outside_is_read(bucket: Bucket, tmp_path: Path) -> None:
+    """A leaf whose name leads out of the checkpoint is refused, in a store too."""
+    save_locally(tmp_path / "c", {"a": np.arange(600)})
+    change_metadata(tmp_path / "c", use_ocdbt=False)
+    file = tmp_path / "c" / "_METADATA"
+    file.write_text(file.read_text().replace('"key": "a"', '"key": "../../secret/a"'))
+    bucket.put("secret/a/.zarray", b"{}")
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    bucket.proxy.log.clear()
+    with pytest.raises(CorruptCheckpointError, match="outside"):
+        load(url)
+    assert not [asked for asked in bucket.proxy.log if "secret" in asked.path]
+
+
+@pytest.mark.parametrize("fault", s3.FAULTS)
+def test_each_fault_once(fault: s3.Fault, bucket: Bucket, tmp_path: Path) -> None:
+    """Every third request of a restore fails, and it restores all the same."""
+    save_locally(tmp_path / "c", TREE, "zstd")
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    counted = iter(range(1, 1000))
+    with bucket.proxy.failing(lambda method, path: "" if next(counted) % 3 else fault):
+        assert fingerprint(load(url)) == fingerprint(TREE)

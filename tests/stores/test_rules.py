@@ -1,0 +1,233 @@
+"""What holds for a local folder holds in a store, also where one request of ten fails: one suite for all three."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from etils import epath
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from tests.support import s3
+from tests.support.store_places import Place
+from tests.support.trees import fingerprint
+
+
+@pytest.fixture(params=["local", "s3", "s3 with faults"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A place that holds nothing yet."""
+    if request.param == "local":
+        yield Place(str(tmp_path / "run"), folder=tmp_path / "run")
+        return
+    bucket = request.getfixturevalue("bucket")
+    rate = 0.1 if "faults" in request.param else 0.0
+    with bucket.proxy.failing(s3.sometimes(rate, seed=len(request.node.name))):
+        yield Place(f"{bucket.url}/run", bucket=bucket)
+
+
+def state(step: int) -> dict[str, Any]:
+    """A tree with all kinds of leaves, large and small, that tells which save it is from."""
+    return {
+        "w": np.random.default_rng(step).random((60, 500)),
+        "half": np.full((7,), step, ml_dtypes.bfloat16),
+        "on_device": jnp.arange(40_000, dtype=jnp.float32).reshape(200, 200) + step,
+        "layers": {str(n): {"bias": np.full(n, step, np.int16)} for n in range(6)},
+        "step": step,
+        "name": f"save {step}",
+        "none": None,
+    }
+
+
+def expect(found: Any, step: int) -> None:
+    """Fails unless the values, types and bits are those of this save."""
+    wanted = state(step)
+    wanted["on_device"] = np.asarray(wanted["on_device"])
+    assert fingerprint(jax.tree.map(_host, found)) == fingerprint(wanted)
+
+
+def _host(leaf: Any) -> Any:
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def save(place: Place, step: Any, **options: Any) -> str:
+    """Saves the state of this step."""
+    return ours.save_checkpoint(place.root, state(int(step)), step, **options)
+
+
+def test_what_is_saved_comes_back(flag: bool, place: Place) -> None:
+    """Bits, dtypes and types are those that were saved, into a target and without one, whole and in parts."""
+    assert save(place, 3) == place / "checkpoint_3"
+    expect(ours.restore_checkpoint(place.root, state(0)), 3)
+    expect(ours.restore_checkpoint(place / "checkpoint_3", None), 3)
+    with flax_ckpt_compat.open_checkpoint(place.root) as opened:
+        assert opened.step == 3
+        assert opened.path == place / "checkpoint_3"
+        assert fingerprint(opened.read("layers/5")) == fingerprint({"layers": {"5": state(3)["layers"]["5"]}})
+
+
+def test_the_latest_is_the_highest_step(flag: bool, place: Place) -> None:
+    """Steps are numbers and not text, prefixes are apart from each other, and names without a step come after all."""
+    for step in (9, 10, 2.5):
+        save(place, step, keep=0, overwrite=step == 2.5) if step != 2.5 else save(place, step, prefix="other_")
+    ours.save_checkpoint(place.root, state(1), "best")
+    assert ours.available_steps(place.root) == [9, 10]
+    assert ours.available_steps(place.root, "other_", float) == [2.5]
+    assert ours.latest_checkpoint(place.root) == place / "checkpoint_10"
+    assert ours.latest_checkpoint(place.root, "none_") is None
+    expect(ours.restore_checkpoint(place.root, None), 10)
+    expect(ours.restore_checkpoint(place.root, None, step=9), 9)
+    expect(ours.restore_checkpoint(place.root, None, step="best"), 1)
+    with pytest.raises(errors.CheckpointNotFoundError, match="steps there are: 9, 10"):
+        ours.restore_checkpoint(place.root, None, step=11)
+
+
+def test_retention_keeps_what_it_is_told_to(flag: bool, place: Place) -> None:
+    """The newest ``keep`` stay, and of the older ones every so many steps; other prefixes and files stay."""
+    place.put("notes.txt", b"mine")
+    save(place, 1, prefix="best_")
+    for step in range(1, 7):
+        save(place, step, keep=2, keep_every_n_steps=3)
+    assert place.names() == ["best_1", "checkpoint_1", "checkpoint_4", "checkpoint_5", "checkpoint_6", "notes.txt"]
+
+
+def test_overwrite_replaces_the_step_and_what_is_newer(flag: bool, place: Place) -> None:
+    """Without overwrite an old step is refused and nothing changes; with it, it is the latest."""
+    for step in (1, 2, 3):
+        save(place, step, keep=5)
+    before = place.names()
+    for step in (2, 3):
+        with pytest.raises(errors.InvalidCheckpointError):
+            save(place, step, keep=5)
+    assert place.names() == before
+    ours.save_checkpoint(place.root, state(77), 2, keep=5, overwrite=True)
+    assert place.names() == ["checkpoint_1", "checkpoint_2"]
+    expect(ours.restore_checkpoint(place.root, state(0)), 77)
+
+
+def test_one_step_in_the_other_format(place: Place) -> None:
+    """A step that is overwritten in the other format is the new one, and nothing is left of the old one."""
+    for format, step in (("msgpack", 1), ("orbax", 2), ("msgpack", 3)):
+        flax_ckpt_compat.save(place.root, state(step), step=5, overwrite=True, format=format)
+        expect(flax_ckpt_compat.restore(place.root), step)
+        assert place.names() == ["checkpoint_5"]
+        (record,) = flax_ckpt_compat.iter_checkpoints(place.root)
+        assert (record.step, record.format, record.complete) == (5, format, True)
+
+
+def test_saves_in_the_background(flag: bool, place: Place) -> None:
+    """The values are those at the call, the order is that of the calls, and retention runs after each."""
+    manager = ours.AsyncManager()
+    for step in (1, 2, 3):
+        tree = state(step)
+        ours.save_checkpoint(place.root, tree, step, async_manager=manager)
+        tree["w"][:] = -1
+    manager.wait_previous_save()
+    assert place.names() == ["checkpoint_3"]
+    expect(ours.restore_checkpoint(place.root, state(0)), 3)
+
+
+def test_the_small_functions(flag: bool, place: Place) -> None:
+    """`save` to an exact path, `restore`, and a plan that names the checkpoint and every leaf."""
+    format: Any = "orbax" if flag else "msgpack"
+    assert flax_ckpt_compat.save(place / "models/a", state(4), format=format) == place / "models/a"
+    expect(flax_ckpt_compat.restore(place / "models/a"), 4)
+    with pytest.raises(errors.InvalidCheckpointError, match="overwrite"):
+        flax_ckpt_compat.save(place / "models/a", state(5), format=format)
+    flax_ckpt_compat.save(place / "models/a", state(6), format=format, overwrite=True)
+    expect(flax_ckpt_compat.restore(place / "models/a", state(0)), 6)
+    plan = flax_ckpt_compat.plan_restore(place / "models/a", state(0))
+    assert plan.path == place / "models/a"
+    assert {leaf.path for leaf in plan.leaves} >= {"w", "layers/5/bias", "step"}
+
+
+def test_paths_in_every_form(flag: bool, place: Place) -> None:
+    """Trailing slashes, prefixes with slashes and PathLike objects mean the same place."""
+    ours.save_checkpoint(place.root + "/", state(1), 1)
+    ours.save_checkpoint(epath.Path(place.root), state(2), 2, keep=2)
+    ours.save_checkpoint(place.root, state(3), 3, prefix="sub/model_")
+    assert ours.latest_checkpoint(epath.Path(place.root)) == place / "checkpoint_2"
+    assert ours.available_steps(place.root + "//") == [1, 2]
+    assert ours.latest_checkpoint(place.root, "sub/model_") == place / "sub/model_3"
+    expect(ours.restore_checkpoint(epath.Path(place / "sub"), None, prefix="model_"), 3)
+    assert [record.step for record in flax_ckpt_compat.iter_checkpoints(epath.Path(place.root))] == [1, 2]
+
+
+def test_where_nothing_is(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """A place without anything gives back the target with a warning, and None, and an error for a step."""
+    target = state(1)
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        assert ours.restore_checkpoint(place.root, target) is target
+    assert place.root in caplog.text
+    assert ours.latest_checkpoint(place.root) is None
+    assert ours.available_steps(place.root) == []
+    assert list(flax_ckpt_compat.iter_checkpoints(place.root)) == []
+    with pytest.raises(errors.CheckpointNotFoundError):
+        ours.restore_checkpoint(place.root, target, step=1)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        flax_ckpt_compat.open_checkpoint(place.root)
+
+
+def test_empty_files_are_skipped_and_replaced(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of no bytes is never the latest, is an error by its name, and is replaced by the next save."""
+    flax_ckpt_compat.save(place.root, state(1), step=1, format="msgpack")
+    place.put("checkpoint_2", b"")
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        expect(ours.restore_checkpoint(place.root, None), 1)
+    assert "checkpoint_2" in caplog.text
+    with pytest.raises(errors.IncompleteCheckpointError, match="checkpoint_2"):
+        ours.restore_checkpoint(place.root, None, step=2)
+    flax_ckpt_compat.save(place.root, state(2), step=2, format="msgpack")
+    expect(ours.restore_checkpoint(place.root, None), 2)
+
+
+@pytest.mark.parametrize("length", [1, 100, 5_000, -1])
+def test_truncated_files_are_errors(place: Place, length: int) -> None:
+    """A msgpack file that was cut, at any place, is corrupt, and the message names it."""
+    flax_ckpt_compat.save(place.root, state(1), step=1, format="msgpack")
+    whole = place.get("checkpoint_1")
+    place.put("checkpoint_1", whole[:length])
+    with pytest.raises(errors.CheckpointError, match="checkpoint_1"):
+        ours.restore_checkpoint(place.root, state(0))
+    place.put("checkpoint_1", whole + b"\0")
+    with pytest.raises(errors.CorruptCheckpointError, match="checkpoint_1"):
+        ours.restore_checkpoint(place.root, state(0))
+
+
+def test_what_is_no_checkpoint_is_told(place: Place) -> None:
+    """A zip archive, or a web page, in a checkpoint's place is called what it is."""
+    place.put("checkpoint_1", b"PK\x03\x04" + bytes(100))
+    with pytest.raises(errors.UnrecognizedFormatError, match="zip"):
+        ours.restore_checkpoint(place.root, None)
+    place.put("checkpoint_1", b"<!DOCTYPE html><html></html>")
+    with pytest.raises(errors.UnrecognizedFormatError, match="HTML"):
+        ours.restore_checkpoint(place.root, None)
+
+
+@pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA"])
+def test_lost_files_of_a_directory_are_errors(place: Place, lost: str) -> None:
+    """An Orbax directory that lost a file is an error that names the checkpoint, never other values."""
+    flax_ckpt_compat.save(place.root, state(1), step=1, format="orbax")
+    place.remove(f"checkpoint_1/{lost}")
+    with pytest.raises(errors.CheckpointError, match="checkpoint_1"):
+        ours.restore_checkpoint(place / "checkpoint_1", state(0))
+
+
+def test_every_step_is_recorded_with_its_size(flag: bool, place: Place) -> None:
+    """`iter_checkpoints` gives steps, formats, and sizes as the files have them."""
+    for step in (1, 2):
+        save(place, step, keep=0)
+    records = list(flax_ckpt_compat.iter_checkpoints(place.root))
+    assert [(record.step, record.complete) for record in records] == [(1, True), (2, True)]
+    arrays = 60 * 500 * 8 + 200 * 200 * 4
+    assert all(arrays <= record.nbytes < 1.1 * arrays + 20_000 for record in records)
+    if not flag:
+        assert [record.nbytes for record in records] == [len(place.get(f"checkpoint_{step}")) for step in (1, 2)]

@@ -1,0 +1,221 @@
+"""Saves that end in the middle: killed before the commit, at random moments, or by another writer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import store_commits
+from tests.support.s3 import Bucket
+from tests.support.saves import start_python, tree
+
+SAVE = """
+import sys
+import flax
+from flax_ckpt_compat import checkpoints
+from tests.support.saves import tree
+root, step, format = sys.argv[1:]
+flax.config.update("flax_use_orbax_checkpointing", format == "orbax")
+checkpoints.save_checkpoint(root, tree(100 + int(step)), int(step), keep=3, overwrite=True)
+"""
+COMMIT = {"msgpack": "checkpoint_3", "orbax": "commit_success.txt"}
+
+
+def kill_at(bucket: Bucket, root: str, step: int, format: str, method: str, ending: str) -> None:
+    """Saves in another process, which is killed when it asks for this; the request itself gets lost."""
+    process = start_python(SAVE, root, step, format)
+
+    def rule(asked: str, path: str) -> str:
+        if asked == method and path.partition("?")[0].endswith(ending):
+            process.kill()
+            return "refuse"
+        return ""
+
+    with bucket.proxy.failing(rule):
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, told
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_writer_that_dies_before_its_commit(bucket: Bucket, format: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The step before is the latest; what was begun is skipped, an error by name, and replaced by the next save."""
+    root = f"{bucket.url}/run"
+    flax_ckpt_compat.save(root, tree(2), step=2, format=format)
+    kill_at(bucket, root, 3, format, "PUT", COMMIT[format])
+    assert ours.available_steps(root) == [2]
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        assert ours.restore_checkpoint(root, tree(0))["n"] == 2
+    if format == "orbax":
+        assert "checkpoint_3 (commit_success.txt is missing" in caplog.text
+        with pytest.raises(errors.IncompleteCheckpointError, match="commit_success"):
+            ours.restore_checkpoint(root, tree(0), step=3)
+        records = [(record.step, record.complete) for record in flax_ckpt_compat.iter_checkpoints(root)]
+        assert records == [(2, True), (3, False)]
+    flax_ckpt_compat.save(root, tree(3), step=3, format=format)
+    assert ours.restore_checkpoint(root, tree(0))["n"] == 3
+    assert ours.available_steps(root) == [2, 3]
+    assert "_begun" not in " ".join(bucket.keys())
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_writer_that_dies_while_it_overwrites(bucket: Bucket, format: Any) -> None:
+    """A msgpack step stays what it was; an Orbax step is lost, as the guide says, and no other one."""
+    root = f"{bucket.url}/run"
+    for step in (2, 3):
+        flax_ckpt_compat.save(root, tree(step), step=step, format=format)
+    kill_at(bucket, root, 3, format, "PUT", COMMIT[format])
+    assert ours.available_steps(root) == ([2, 3] if format == "msgpack" else [2])
+    assert ours.restore_checkpoint(root, tree(0))["n"] == (3 if format == "msgpack" else 2)
+    flax_ckpt_compat.save(root, tree(4), step=4, format=format)
+    assert ours.restore_checkpoint(root, tree(0))["n"] == 4
+
+
+def test_a_writer_that_dies_while_it_changes_the_format(bucket: Bucket) -> None:
+    """Until the new one is committed the old one counts, in both directions, and after it the new one."""
+    root = f"{bucket.url}/run"
+    flax_ckpt_compat.save(root, tree(3), step=3, format="msgpack")
+    kill_at(bucket, root, 3, "orbax", "PUT", "commit_success.txt")
+    assert flax_ckpt_compat.restore(root)["n"] == 3
+    kill_at(bucket, root, 3, "orbax", "DELETE", "checkpoint_3")  # both are there now
+    assert flax_ckpt_compat.restore(root)["n"] == 103
+    assert ours.available_steps(root) == [3]
+    flax_ckpt_compat.save(root, tree(5), step=3, format="orbax", overwrite=True)
+    kill_at(bucket, root, 3, "msgpack", "DELETE", "commit_success.txt")  # both are there again
+    assert flax_ckpt_compat.restore(root)["n"] == 5
+    flax_ckpt_compat.save(root, tree(6), step=3, format="msgpack", overwrite=True)
+    assert flax_ckpt_compat.restore(root)["n"] == 6
+    assert bucket.keys("run/") == ["run/checkpoint_3"]
+
+
+@pytest.mark.parametrize("ending", ["commit_success.txt", "manifest.ocdbt"])
+def test_a_removal_that_ends_in_the_middle(bucket: Bucket, ending: str) -> None:
+    """A checkpoint that is half removed never counts, and is removed wholly once its remover is surely dead."""
+    root = f"{bucket.url}/run"
+    for step in (0, 1, 2):
+        flax_ckpt_compat.save(root, tree(step), step=step, format="orbax")
+    kill_at(bucket, root, 3, "orbax", "DELETE", f"checkpoint_0/{ending}")  # keep=3
+    assert ours.available_steps(root) == ([0, 1, 2, 3] if ending == "commit_success.txt" else [1, 2, 3])
+    (mark,) = (key for key in bucket.keys("run/checkpoint_0/") if "_begun" in key)
+    flax_ckpt_compat.save(root, tree(4), step=4, format="orbax", keep=3)
+    assert (bucket.keys("run/checkpoint_0/") == []) == (ending == "commit_success.txt")  # else it may still be at work
+    bucket.delete(mark)
+    bucket.put(mark.replace(mark.split(".")[1], str(int(time.time()) - 25 * 3600)), b"")
+    flax_ckpt_compat.save(root, tree(5), step=5, format="orbax", keep=3)
+    assert ours.available_steps(root) == [3, 4, 5]
+
+
+FOR_EVER = """
+import itertools, os, sys
+import flax, numpy as np
+from flax_ckpt_compat import checkpoints
+root, first, format = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+for n in itertools.count(first):
+    orbax = n % 2 == 0 if format == "mixed" else format == "orbax"
+    flax.config.update("flax_use_orbax_checkpointing", orbax)
+    tree = {"n": n, "w": np.random.default_rng(n).random(30_000), "small": {str(i): np.full(3, n) for i in range(20)}}
+    checkpoints.save_checkpoint(root, tree, n, keep=3)
+    print(n, flush=True)
+"""
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax", "mixed"])
+def test_writers_killed_at_random(bucket: Bucket, format: str) -> None:
+    """What was acknowledged is there, whole; nothing half done is ever the latest; the next writer goes on."""
+    root, chance, sure = f"{bucket.url}/run", np.random.default_rng(7), 0
+    for _ in range(4):
+        sure = _kill_and_check(root, sure, format, chance.uniform(0.0, 0.4))
+        for step in ours.available_steps(root):
+            _check(ours.restore_checkpoint(root, None, step), step)
+
+
+def _kill_and_check(root: str, sure: int, format: str, delay: float) -> int:
+    """Lets a writer go on after the step ``sure`` and kills it; returns the latest step."""
+    with start_python(FOR_EVER, root, sure + 1, format) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        sure += 1
+        os.set_blocking(process.stdout.fileno(), True)
+        time.sleep(delay)
+        process.kill()
+        told = process.stdout.read().split()
+    sure = int(told[-1]) if told else sure
+    steps = ours.available_steps(root)
+    assert steps[-1] in (sure, sure + 1)
+    assert set(range(max(1, sure - 1), sure + 1)) <= set(steps)
+    _check(ours.restore_checkpoint(root, None), int(steps[-1]))
+    return int(steps[-1])
+
+
+def _check(found: Any, n: int) -> None:
+    assert found["n"] == n
+    np.testing.assert_array_equal(found["w"], np.random.default_rng(n).random(30_000))
+    assert len(found["small"]) == 20
+
+
+AT_EXIT = """
+import sys
+import flax
+from flax_ckpt_compat import checkpoints
+from tests.support.saves import tree
+flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "orbax")
+manager = checkpoints.AsyncManager()
+checkpoints.save_checkpoint(sys.argv[1], tree(1) | {str(n): n for n in range(50)}, 1, async_manager=manager)
+"""
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None:
+    """A background save that is not waited for is committed before the interpreter has ended."""
+    with bucket.proxy.failing(lambda method, path: "slow" if method == "PUT" else ""):
+        process = start_python(AT_EXIT, f"{bucket.url}/run", format)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert flax_ckpt_compat.restore(f"{bucket.url}/run")["49"] == 49, told
+
+
+def test_two_writers_of_one_step(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that finds that another has begun the same step does not commit, and says why."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    upload, met = store_commits.stores.upload, []
+
+    def meet(directory: str, target: str, but: str) -> list[str]:
+        uploaded = upload(directory, target, but)
+        if not met:
+            met.append(True)
+            flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
+        return uploaded
+
+    monkeypatch.setattr(store_commits.stores, "upload", meet)
+    with pytest.raises(errors.StorageError, match="another process"):
+        flax_ckpt_compat.save(url, tree(1), format="orbax")
+    assert flax_ckpt_compat.restore(url)["n"] == 2
+
+
+def test_an_object_that_is_replaced_while_it_is_read(bucket: Bucket) -> None:
+    """Parts of two versions never come together: reading on is an error that says to open it again."""
+    root, large = f"{bucket.url}/run", np.ones(100_000)
+    flax_ckpt_compat.save(root, {"a": large, "b": large}, step=1, format="msgpack")
+    with flax_ckpt_compat.open_checkpoint(root) as opened:
+        flax_ckpt_compat.save(root, {"a": 2 * large, "b": 2 * large}, step=1, format="msgpack", overwrite=True)
+        with pytest.raises(errors.StorageError, match="replaced"):
+            opened.read("b")
+    assert flax_ckpt_compat.restore(root)["b"][0] == 2
+
+
+def test_nothing_stays_on_the_local_disk(bucket: Bucket, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is uploaded is written to the temporary folder first, and removed from there, also after a failure."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for format in ("msgpack", "orbax"):
+        flax_ckpt_compat.save(f"{bucket.url}/{format}", tree(1), format=format)
+        with pytest.raises(errors.StorageError, match="no bucket"):
+            flax_ckpt_compat.save(f"s3://not-there-{bucket.name}/{format}", tree(1), format=format)
+    assert [files for _, _, files in os.walk(tmp_path) if files] == []

@@ -1,0 +1,63 @@
+"""The page of the guide about stores: its program runs, and its numbers are those of the requests."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from tests.support.s3 import Asked, Bucket
+from tests.support.saves import use_flag
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "migration_guide/object_stores.md").read_text(encoding="utf-8")
+
+
+def test_the_program_runs(bucket: Bucket) -> None:
+    """The Python of the page runs in a fresh interpreter, with a bucket of the tests in the place of its own."""
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": "true"}
+    program = program.replace("s3://bucket/", f"{bucket.url}/")
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "7 " in done.stdout
+
+
+def kind(asked: Asked) -> str:
+    """What the page calls a request."""
+    if asked.is_listing:
+        return "LIST"
+    return "HEAD" if asked.method == "GET" and asked.status == 416 else asked.method
+
+
+ROWS = [line.strip("| \n").split(" | ") for line in PAGE.splitlines() if " LIST" in line]
+TREE = {f"{n}": {"kernel": np.ones((128, 512), np.float32), "bias": np.ones(512, np.float32)} for n in range(24)}
+CALLS: dict[str, Callable[[str], Any]] = {
+    "save, `keep=1`": lambda root: ours.save_checkpoint(root, TREE, 2),
+    "`latest_checkpoint`": lambda root: ours.latest_checkpoint(root),
+    "`plan_restore`": lambda root: flax_ckpt_compat.plan_restore(root, TREE),
+    "restore": lambda root: ours.restore_checkpoint(root, TREE),
+}
+
+
+@pytest.mark.parametrize("column, format", [(1, "msgpack"), (2, "orbax")])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("`"))
+def test_the_requests_are_counted_right(row: list[str], column: int, format: str, bucket: Bucket) -> None:
+    """No call makes more requests of a kind than the table says."""
+    with use_flag(format == "orbax"):
+        ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
+        bucket.proxy.log.clear()
+        CALLS[row[0]](f"{bucket.url}/run")
+    counted = collections.Counter(map(kind, bucket.proxy.log))
+    told = {name: int(number) for number, name in re.findall(r"(\d+) ([A-Z]+)", row[column])}
+    assert counted <= collections.Counter(told), counted

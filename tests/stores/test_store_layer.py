@@ -1,0 +1,269 @@
+"""Objects as files: what is there, how large it is, any part of it, and what is said where a store refuses."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import paths, store_errors, store_specs, stores
+from tests.support.s3 import Bucket
+
+KEYS = ["a", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "a-", "b/%2F+&?", "c"]
+
+
+def test_listing_is_that_of_boto3(bucket: Bucket) -> None:
+    """Folders hold what begins with their name and a slash, and nothing of names that are longer or in between."""
+    for key in KEYS:
+        bucket.put(key, b"x")
+    assert stores.keys(bucket.url) == sorted(KEYS) == sorted(bucket.keys())
+    for folder in ("a", "a/b", "b", "c", "a0"):
+        expected = [key.removeprefix(f"{folder}/") for key in KEYS if key.startswith(f"{folder}/")]
+        assert stores.keys(f"{bucket.url}/{folder}") == sorted(expected)
+    assert paths.listdir(f"{bucket.url}/a") == ["b", "ü"]
+    assert [paths.isdir(f"{bucket.url}/{key}") for key in ("a", "a0", "b", "")] == [True, False, True, True]
+    assert [paths.isfile(f"{bucket.url}/{key}") for key in ("a0", "c", "b", "none")] == [True, True, False, False]
+    with pytest.raises(FileNotFoundError):
+        paths.listdir(f"{bucket.url}/none")
+
+
+def test_a_folder_that_a_console_made_is_no_object(bucket: Bucket) -> None:
+    """An empty object whose name ends in a slash is neither a name in the folder nor a checkpoint."""
+    bucket.put("run/", b"")
+    flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format="msgpack")
+    assert paths.listdir(f"{bucket.url}/run") == ["checkpoint_1"]
+    assert ours.available_steps(f"{bucket.url}/run/") == [1]
+
+
+def test_long_listings_are_whole(bucket: Bucket) -> None:
+    """More keys than a store gives at once (1,000) are all there."""
+    expected = [f"{number:04}" for number in range(1_003)]
+    stores.in_parallel(lambda name: stores.write(f"{bucket.url}/many/{name}", b""), expected)
+    assert stores.keys(f"{bucket.url}/many") == expected
+
+
+@given(content=st.binary(max_size=200), bounds=st.tuples(st.integers(0, 220), st.integers(0, 220)))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tuple[int, int]) -> None:
+    """Size and any range are those of the content, whether or not the store tells the size when it refuses."""
+    bucket.put("object", content)
+    url = f"{bucket.url}/object"
+    assert stores.read(url) == content
+    assert stores.size(url) == stores._probed_size(url) == len(content)
+    assert stores.read_range(url, *bounds) == content[slice(*bounds)]
+    assert stores.Object(url).read(*bounds) == content[slice(*bounds)]
+
+
+def test_a_directory_is_uploaded_as_it_is(bucket: Bucket, tmp_path: Path) -> None:
+    """All files are there with their content, down to those without any; but the one that is left out."""
+    contents = {"a": b"1", "d/e/f": bytes(70_000), "d/empty": b"", "last": b"2"}
+    for name, content in contents.items():
+        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "from" / name).write_bytes(content)
+    stores.upload(str(tmp_path / "from"), f"{bucket.url}/x", but="last")
+    bucket.download("x", tmp_path / "to")
+    found = {name: (tmp_path / "to" / name).read_bytes() for name in ("a", "d/e/f", "d/empty")}
+    assert bucket.keys("x/") == ["x/a", "x/d/e/f", "x/d/empty"]
+    assert found == {name: contents[name] for name in found}
+
+
+def test_names_that_look_like_paths(bucket: Bucket) -> None:
+    """Removing a checkpoint removes just what lies below its name, also where a key spells a way out of it."""
+    flax_ckpt_compat.save(f"{bucket.url}/run/checkpoint_1", {"a": 1}, format="orbax")
+    stray = ["run/checkpoint_1//d", "run/checkpoint_1/../../other", "run/checkpoint_1/./x"]
+    for key in ["other", "run/checkpoint_10", "run/checkpoint_1.txt", *stray]:
+        bucket.put(key, b"mine")
+    paths.discard(f"{bucket.url}/run/checkpoint_1")
+    left = set(bucket.keys())
+    assert left >= {"other", "run/checkpoint_1.txt", "run/checkpoint_10"}
+    assert all(".." in key or "/./" in key for key in left if key.startswith("run/checkpoint_1/"))
+    assert not paths.lexists(f"{bucket.url}/run/checkpoint_1")
+
+
+def test_an_object_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """S3 takes 5 GiB at once: more is an error that names the format to take, and costs no memory."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(5 * 2**30 + 1)
+    with pytest.raises(errors.StorageError, match="Orbax's format"):
+        stores.upload_file(str(tmp_path / "large"), "s3://bucket/large")
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_looking_around_reads_no_content(bucket: Bucket, format: Any) -> None:
+    """Steps, the latest and records of sizes come from lists of names and from headers, of few requests."""
+    root = f"{bucket.url}/run"
+    for step in range(5):
+        flax_ckpt_compat.save(root, {"a": np.arange(50_000)}, step=step, format=format)
+    bucket.proxy.log.clear()
+    assert ours.available_steps(root) == [0, 1, 2, 3, 4]
+    assert ours.latest_checkpoint(root) == f"{root}/checkpoint_4"
+    assert len(bucket.proxy.log) <= 2 + 2 * 5
+    assert sum(asked.is_listing for asked in bucket.proxy.log) == 2
+    assert len(list(flax_ckpt_compat.iter_checkpoints(root))) == 5
+    assert not [asked for asked in bucket.proxy.log if asked.is_get and asked.status in (200, 206)]
+
+
+def test_only_what_is_asked_for_is_read(bucket: Bucket) -> None:
+    """One leaf of many costs its bytes and the structure; a plan costs the structure; neither comes near the whole."""
+    root, leaf = f"{bucket.url}/run", 2**20
+    tree = {f"w{number}": np.full(leaf // 8, float(number)) for number in range(12)}
+    flax_ckpt_compat.save(root, tree, step=1, format="msgpack")
+    structure = 13 * 64 * 2**10
+    bucket.proxy.log.clear()
+    assert flax_ckpt_compat.plan_restore(root, tree).nbytes == 12 * leaf
+    assert sum(asked.sent for asked in bucket.proxy.log) < structure
+    bucket.proxy.log.clear()
+    with flax_ckpt_compat.open_checkpoint(root) as opened:
+        np.testing.assert_array_equal(opened.read("w7")["w7"], tree["w7"])
+    assert leaf <= sum(asked.sent for asked in bucket.proxy.log) < leaf + structure
+
+
+CALLS = [
+    lambda url: ours.save_checkpoint(url, {"a": 1}, 1),
+    lambda url: flax_ckpt_compat.save(f"{url}/x", {"a": 1}, format="orbax"),
+    lambda url: ours.restore_checkpoint(url, {"a": 0}),
+    lambda url: ours.restore_checkpoint(f"{url}/x", None, step=3),
+    ours.latest_checkpoint,
+    ours.available_steps,
+    flax_ckpt_compat.open_checkpoint,
+    flax_ckpt_compat.plan_restore,
+    lambda url: list(flax_ckpt_compat.iter_checkpoints(url)),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_bucket_that_is_not_there(bucket: Bucket, call: Any) -> None:
+    """Every function says that there is no such bucket; none takes it for a place without checkpoints."""
+    with pytest.raises(errors.StorageError, match=f"there is no bucket 'not-{bucket.name}'"):
+        call(f"s3://not-{bucket.name}/run")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("hdfs://host/run", r"'hdfs://' is unknown; s3:// and gs:// URLs"),
+        ("s3:///run", "names no bucket; write s3://bucket/"),
+        ("s3:/bucket/run", "pathlib made this of a URL"),
+        ("s3://Not a bucket/run", "bucket"),
+    ],
+)
+def test_urls_that_lead_nowhere(call: Any, url: str, told: str) -> None:
+    """Every function says what is wrong with a URL; none makes a local folder of that name."""
+    with pytest.raises(errors.StorageError, match=told):
+        call(url)
+
+
+@pytest.fixture
+def refusing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a place at a server that answers everything with one error, and has no credentials."""
+    status, code = request.param
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = f"<Error><Code>{code}</Code><Message>{code} it is.</Message></Error>".encode()
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else body)
+
+        do_GET = do_HEAD = do_PUT = do_DELETE = answer
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+    yield "s3://bucket/run"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("refusing", [(403, "AccessDenied"), (403, "InvalidAccessKeyId")], indirect=True)
+def test_missing_or_wrong_credentials(refusing: str, call: Any) -> None:
+    """Every function says that it is the credentials, and which variables give them."""
+    with pytest.raises(errors.StorageError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        call(refusing)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits and retries as in life, but shorter."""
+    import tensorstore as ts
+
+    few = {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"}
+    context = ts.Context({"s3_request_retries": few, "gcs_request_retries": few})
+    store_specs._open.cache_clear()
+    monkeypatch.setattr(store_specs, "context", lambda: context)
+    monkeypatch.setattr(store_errors, "_PATIENCE", 0.3)
+    monkeypatch.setattr(store_errors, "_ATTEMPTS", 2)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("refusing", [(500, "InternalError"), (503, "SlowDown")], indirect=True)
+def test_a_server_that_never_recovers(refusing: str) -> None:
+    """It is given up after a bounded number of attempts, with an error that tells what it said and what to check."""
+    with pytest.raises(errors.StorageError, match="check the network and the endpoint"):
+        ours.available_steps(refusing)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up after a bounded time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        with pytest.raises(errors.StorageError, match="did not answer in time"):
+            ours.available_steps("s3://bucket/run")
+
+
+def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucket, key, and the endpoint and region of the AWS tools' variables; gs:// is TensorStore's gcs driver."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    assert stores.spec(paths.absolute("gs://bucket/a//b/")) == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
+    assert stores.spec("s3://bucket") == {"driver": "s3", "bucket": "bucket"}
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-3")
+    assert stores.spec(paths.absolute("S3://bucket/./a")) == {
+        "driver": "s3", "bucket": "bucket", "path": "a/", "aws_region": "eu-west-3"
+    }  # fmt: skip
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:9000/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two:9000/")
+    assert stores.spec("s3://bucket/a")["endpoint"] == "http://two:9000"
+    import tensorstore as ts
+
+    for url in ("s3://bucket/a", "gs://bucket/a"):
+        assert ts.KvStore.Spec(stores.spec(url)).path == "a/"
+
+
+@pytest.mark.parametrize(
+    "names", [{"_METADATA", "manifest.ocdbt"}, {"_METADATA", "manifest.ocdbt", "commit_success.txt"}, {"default"}]
+)
+def test_in_google_storage_the_commit_file_decides(names: set[str]) -> None:
+    """There Orbax itself writes without renaming; a copy by hand is told how to become complete."""
+    from flax_ckpt_compat._core import store_commits
+
+    why = store_commits.why_unfinished("gs://bucket/run/checkpoint_1", names)
+    assert (why is None) == ("commit_success.txt" in names)
+    assert why is None or "add an empty object" in why

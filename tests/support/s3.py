@@ -1,0 +1,311 @@
+"""An S3 server on loopback (moto), and a proxy before it that fails as networks and stores do."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.config
+
+# Ends when its standard input does, so also when the tests are killed.
+_SERVER = (
+    "import sys; from moto.server import ThreadedMotoServer;"
+    "server = ThreadedMotoServer('127.0.0.1', 0, verbose=False); server.start();"
+    "print(server.get_host_and_port()[1], flush=True); sys.stdin.read()"
+)
+_ANSWERS = {
+    "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
+    "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
+}
+_SLOW = 0.3  # s
+_ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
+
+Fault = str  # one of FAULTS; or "403", denied for good; or "stall", no answer at all
+FAULTS = ("refuse", "lose", "cut", "500", "slow")
+"""
+What passes when tried again.
+refuse: the connection ends before the request is handed on; lose: after it was done, without an answer;
+cut: in the middle of the answer; 500: the server says that it has failed; slow: the answer is late.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One request, and what came of it.
+
+    Attributes:
+        method, path: of HTTP; the path with its query.
+        range: the header, or "".
+        status: of the answer; 0 where none was sent.
+        sent: bytes of the answer's body.
+        fault: what was done to it, or "".
+    """
+
+    method: str
+    path: str
+    range: str
+    status: int
+    sent: int
+    fault: str
+
+    @property
+    def is_listing(self) -> bool:
+        """Whether it asks for keys."""
+        return self.method == "GET" and "list-type=" in self.path
+
+    @property
+    def is_get(self) -> bool:
+        """Whether it asks for the content of an object."""
+        return self.method == "GET" and not self.is_listing
+
+
+Rule = Callable[[str, str], Fault]
+
+
+def sometimes(rate: float, seed: int, faults: tuple[Fault, ...] = FAULTS) -> Rule:
+    """A rule by which the share ``rate`` of all requests fails, in ways that are drawn."""
+    generator, lock = random.Random(seed), threading.Lock()
+
+    def rule(method: str, path: str) -> Fault:
+        with lock:
+            return generator.choice(faults) if generator.random() < rate else ""
+
+    return rule
+
+
+class Proxy:
+    """Hands requests on to the server and answers back; what it does to them is the `rule`'s to say.
+
+    Attributes:
+        rule: method and path → fault, or "" for none.
+        log: of all requests since it was cleared.
+        ended: set when it is closed.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.rule: Rule = lambda method, path: ""
+        self.log: list[Asked] = []
+        self.ended = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """What clients take for the server."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @contextmanager
+    def failing(self, rule: Rule) -> Iterator[None]:
+        """Within it, requests fail as the rule says."""
+        before, self.rule = self.rule, rule
+        try:
+            yield
+        finally:
+            self.rule = before
+
+    def close(self) -> None:
+        """Ends it."""
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = -1  # an answer is one write
+
+        fault: Fault = ""
+
+        def handle_any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.fault = proxy.rule(self.command, self.path)
+            with suppress(ConnectionError):  # the client has gone
+                self._answer(body)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
+
+        def _answer(self, body: bytes) -> None:
+            if self.fault == "refuse":
+                self._note(0, 0)
+                self._hang_up()
+            elif self.fault in _ANSWERS:
+                self._send(int(self.fault), [("Content-Type", "application/xml")], _ANSWERS[self.fault])
+            elif self.fault == "stall":
+                proxy.ended.wait()
+                self._hang_up()
+            else:
+                if self.fault == "slow":
+                    time.sleep(_SLOW)
+                self._pass_back(*_forward(port, self.command, self.path, dict(self.headers), body))
+
+        def _pass_back(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+            if self.fault == "lose" or (self.fault == "cut" and not content):
+                self._note(0, 0)
+                self._hang_up()
+            else:
+                self._send(status, headers, content)
+
+        def _send(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+            sent = content[: len(content) // 2] if self.fault == "cut" else content
+            self._note(status, len(sent))
+            self.send_response_only(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            if not any(name.lower() == "content-length" for name, _ in headers):
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(sent)
+            self.wfile.flush()
+            if self.fault == "cut":
+                self._hang_up()
+
+        def _note(self, status: int, sent: int) -> None:
+            """Before the client knows of the answer, which may look at the log next."""
+            asked = Asked(self.command, self.path, self.headers.get("Range", ""), status, sent, self.fault)
+            proxy.log.append(asked)
+
+        def _hang_up(self) -> None:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+        def handle_expect_100(self) -> bool:
+            """Lets large bodies come at once, which curl else holds back for a second."""
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.wfile.flush()
+            return True
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    return Handler
+
+
+def _forward(
+    port: int, method: str, path: str, headers: dict[str, str], body: bytes
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    onward = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        kept = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}
+        onward.request(method, path, body or None, kept)
+        answer = onward.getresponse()
+        content = answer.read()
+        passed = [(name, value) for name, value in answer.getheaders() if name.lower() not in _ONLY_ONE_HOP]
+        return answer.status, passed, content
+    finally:
+        onward.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """An empty bucket for one test.
+
+    Attributes:
+        name: of the bucket.
+        proxy: that all requests of the library pass.
+        client: of boto3, which asks the server itself.
+    """
+
+    name: str
+    proxy: Proxy
+    client: Any
+
+    @property
+    def url(self) -> str:
+        """Of the bucket."""
+        return f"s3://{self.name}"
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Of all objects."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+    def get(self, key: str) -> bytes:
+        """An object's content."""
+        content: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return content
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes an object."""
+        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+
+    def delete(self, key: str) -> None:
+        """Deletes an object."""
+        self.client.delete_object(Bucket=self.name, Key=key)
+
+    def upload(self, directory: Path, prefix: str) -> str:
+        """Puts all files of a directory below a prefix, and returns its URL."""
+        for file in sorted(directory.rglob("*")):
+            if file.is_file():
+                self.put(f"{prefix}/{file.relative_to(directory).as_posix()}", file.read_bytes())
+        return f"{self.url}/{prefix}"
+
+    def download(self, prefix: str, directory: Path) -> Path:
+        """Writes all objects below a prefix as files of a new directory."""
+        for key in self.keys(prefix + "/"):
+            file = directory / key[len(prefix) + 1 :]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.get(key))
+        return directory
+
+
+@contextmanager
+def serving() -> Iterator[tuple[int, Proxy]]:
+    """The port of a new server, and a proxy before it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOTO_"))}
+    command = [sys.executable, "-W", "ignore", "-c", _SERVER]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        proxy = Proxy(port)
+        try:
+            yield port, proxy
+        finally:
+            proxy.close()
+            server.kill()
+
+
+def new_bucket(port: int, proxy: Proxy) -> Bucket:
+    """A bucket with a name of its own."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://127.0.0.1:{port}",
+        region_name="us-east-1",
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        config=botocore.config.Config(s3={"addressing_style": "path"}),
+    )
+    name = f"b-{uuid.uuid4().hex[:12]}"
+    client.create_bucket(Bucket=name)
+    return Bucket(name, proxy, client)
+
+
+def environment(proxy: Proxy) -> dict[str, str]:
+    """The variables that lead the library, and its subprocesses, to the proxy."""
+    return {
+        "AWS_ENDPOINT_URL": proxy.url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }

@@ -1,0 +1,57 @@
+"""One kind of test place for all: a local folder, a prefix of an S3 bucket, and one behind a failing network."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tests.support.s3 import Bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A folder of checkpoints, with ways to look at and to damage what is in it that are not the library's.
+
+    Attributes:
+        root: path or URL, as a user gives it.
+        folder: the local folder, or None.
+        bucket: of the URL, or None.
+    """
+
+    root: str
+    folder: Path | None = None
+    bucket: Bucket | None = None
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def names(self) -> list[str]:
+        """What lies directly in the folder, sorted."""
+        if self.folder is not None:
+            return sorted(entry.name for entry in self.folder.iterdir()) if self.folder.is_dir() else []
+        assert self.bucket is not None
+        return sorted({key.split("/")[1] for key in self.bucket.keys("run/")})
+
+    def get(self, name: str) -> bytes:
+        """The content of a file or object."""
+        if self.folder is not None:
+            return (self.folder / name).read_bytes()
+        assert self.bucket is not None
+        return self.bucket.get(f"run/{name}")
+
+    def put(self, name: str, content: bytes) -> None:
+        """Writes a file or object."""
+        if self.folder is not None:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_bytes(content)
+        else:
+            assert self.bucket is not None
+            self.bucket.put(f"run/{name}", content)
+
+    def remove(self, name: str) -> None:
+        """Removes a file or object."""
+        if self.folder is not None:
+            (self.folder / name).unlink()
+        else:
+            assert self.bucket is not None
+            self.bucket.delete(f"run/{name}")
