@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ _PLACE = re.compile(r"(?<=<!-- measured -->\n).*(?=<!-- end -->)", re.DOTALL)
 _FORMATS = {True: "orbax", False: "msgpack"}
 # With a file for every shard, more would measure the file system only.
 _MOST_FILES = 20_000
+# Seconds for one save or restore; of 50,000 leaves by eight processes on two CPUs it takes minutes.
+_LIMIT = 900
+_KINDS = ("index", "array_metadatas", "_sharding")
 _STAGES = ("share s", "merge s", "open s")
 
 
@@ -58,6 +62,7 @@ def real_tables(processes: tuple[int, ...], leaves: tuple[int, ...], workdir: st
             for orbax in (True, False):
                 for number in leaves:
                     if orbax or number * (2 * count + 1) <= _MOST_FILES:
+                        _say(f"{count} processes, {_FORMATS[orbax]}, {number} leaves")
                         with tempfile.TemporaryDirectory(dir=workdir) as folder:
                             one = measure(team, folder, orbax, number)
                         row = (_FORMATS[orbax], str(count), f"{number:,}")
@@ -77,12 +82,12 @@ def measure(team: Team, folder: str, orbax: bool, leaves: int) -> dict[str, Any]
     Returns:
         ``save`` and ``restore``: what `scale_jobs` says, by process; ``files`` and ``bytes``: by kind of file.
     """
-    team.call(scale_jobs.save, folder, orbax, 10, 1, timeout=300)
-    saved = team.call(scale_jobs.save, folder, orbax, leaves, 2, timeout=300)
+    team.call(scale_jobs.save, folder, orbax, 10, 1, timeout=_LIMIT)
+    saved = team.call(scale_jobs.save, folder, orbax, leaves, 2, timeout=_LIMIT)
     files, nbytes = kinds(Path(folder))
     return {
         "save": saved,
-        "restore": team.call(scale_jobs.restore, folder, leaves, 2, timeout=300),
+        "restore": team.call(scale_jobs.restore, folder, leaves, 2, timeout=_LIMIT),
         "files": files,
         "bytes": nbytes,
     }
@@ -97,16 +102,21 @@ def kinds(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
     return files, nbytes
 
 
+def _say(progress: str) -> None:
+    print(progress, file=sys.stderr)
+
+
 def _files_of(folder: Path) -> Iterator[tuple[str, Path]]:
     for path in (found for top in folder.glob("*_2*") for found in (top, *top.rglob("*")) if found.is_file()):
         parts = path.relative_to(folder).parts
-        if parts[0].endswith("_gda"):
+        if len(parts) > 1 and parts[1] in ("d", "manifest.ocdbt"):
+            yield "index", path
+        elif parts[0].endswith("_gda"):
             yield ".zarray" if parts[-1] == ".zarray" else "chunks", path
         elif len(parts) == 1:
             yield "msgpack", path
         else:
-            databases = parts[1] == "d" or parts[1].startswith(("ocdbt.", "manifest."))
-            yield "databases" if databases else parts[1], path
+            yield "databases" if parts[1].startswith("ocdbt.") else parts[1], path
 
 
 def _counted(one: dict[str, Any]) -> tuple[str, ...]:
@@ -146,17 +156,7 @@ def played_tables(workdir: str, *, quick: bool) -> list[Table]:
         Table("Meetings of one save, played", ("processes", "messages", "process 0 s"), met),
         Table(
             "Shares in Orbax's format, played",
-            (
-                "processes",
-                "leaves",
-                "chunks",
-                "files",
-                "metadata bytes",
-                "of _sharding",
-                "share s",
-                "merge s",
-                "open s",
-            ),
+            ("processes", "leaves", "chunks", "files", *(f"{kind} bytes" for kind in _KINDS), *_STAGES),
             merged,
         ),
     ]
@@ -170,12 +170,13 @@ def _met(count: int) -> tuple[str, ...]:
 
 def _merged(count: int, leaves: int, workdir: str) -> tuple[str, ...]:
     folder = tempfile.mkdtemp(dir=workdir)
+    _say(f"one as {count} processes, {leaves} leaves")
     try:
         seconds = _alone(count, lambda team: team.call(scale_play.merge, folder, leaves, timeout=300)[0])
         files, nbytes = kinds(Path(folder))
     finally:
         shutil.rmtree(folder)
-    numbers = (count * leaves, sum(files.values()), sum(nbytes.values()), nbytes["_sharding"])
+    numbers = (count * leaves, sum(files.values()), *(nbytes[kind] for kind in _KINDS))
     return (*(f"{number:,}" for number in numbers), *(f"{seconds[stage]:.2f}" for stage in ("share", "end", "open")))
 
 

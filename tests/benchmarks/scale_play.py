@@ -20,6 +20,8 @@ from flax_ckpt_compat._core.backend import Share, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from tests.benchmarks.scale_jobs import Counting
 
+# Elements of a shard, of float32: just too large to be stored inside of the index.
+ELEMENTS = 260
 _AGREE = f"orbax with overwrite=False and 5000 arrays spread over processes (names, shapes and dtypes: {'0' * 8})"
 
 
@@ -59,7 +61,7 @@ def merge(folder: str, leaves: int) -> dict[str, Any]:
     """A save in Orbax's format by as many processes as there are devices, with one shard of every array each.
 
     Returns:
-        Seconds by stage, ``share`` being that of one process; and files and bytes as `tests.benchmarks.scale` counts.
+        Seconds by stage, ``share`` being that of one process other than process 0.
     """
     count, options = len(jax.devices()), WriteOptions()
     sharding = _Over(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
@@ -83,12 +85,11 @@ def merge(folder: str, leaves: int) -> dict[str, Any]:
 
 
 def _tree(index: int, count: int, leaves: int, sharding: Any) -> Branch:
-    box = (slice(index, index + 1),)
+    box, shape = (slice(index * ELEMENTS, (index + 1) * ELEMENTS),), (count * ELEMENTS,)
+    values = np.random.default_rng(index).random(ELEMENTS, np.float32)
     return Branch(
         {
-            f"leaf_{item:06}": HostCopy(
-                (count,), np.dtype(np.float32), (Shard(box, np.float32([item + index])),), sharding
-            )
+            f"leaf_{item:06}": HostCopy(shape, values.dtype, (Shard(box, values + np.float32(item)),), sharding)
             for item in range(leaves)
         }
     )
