@@ -376,9 +376,9 @@ def test_urls_of_unknown_schemes_are_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     for step in (None, 1):
         for url in ("file:///tmp/model", "ftp://model", Path("s3://bucket/model"), Path("gs://bucket")):
-            with pytest.raises(errors.StorageError, match="scheme|pathlib"):
+            with pytest.raises(errors.StorageError, match=r"scheme|pathlib"):
                 save(url, tree(1), step=step)
-            with pytest.raises(errors.StorageError, match="scheme|pathlib"):
+            with pytest.raises(errors.StorageError, match=r"scheme|pathlib"):
                 restore(url, step=step)
     assert names(tmp_path) == []
 

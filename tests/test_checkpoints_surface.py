@@ -171,5 +171,5 @@ def test_urls_that_lead_nowhere_are_refused_clearly(url: str) -> None:
         lambda: ours.restore_checkpoint(url, None),
         lambda: ours.latest_checkpoint(url),
     ):
-        with pytest.raises(CheckpointError, match="s3://|pathlib|bucket"):
+        with pytest.raises(CheckpointError, match=r"s3://|pathlib|bucket"):
             call()
