@@ -25,6 +25,8 @@ _LOBBY, _VERDICTS = f"{_ROOT}/lobby", f"{_ROOT}/verdicts"
 _GRACE_SECONDS = 30.0
 # Meetings of so many earlier saves can still be read by whoever comes late.
 _REMEMBERED = 8
+# The first and the longest wait for an answer, in seconds; Python hears no signal meanwhile.
+_WAITS = (1.0, 4.0)
 _Guests = dict[int, tuple[str, Any]]
 _seats = itertools.count(1)
 _held: collections.deque[str] = collections.deque()
@@ -125,9 +127,11 @@ class Team:
         except BaseException as raised:  # noqa: BLE001  (the others have to hear of it, whatever it is)
             error = raised
         verdict = {"value": value, "error": tell(error), "room": self._room}
-        for seat, _ in [*here.values(), *others.values()]:
-            self._delete(f"{_LOBBY}/{seat}")
+        seats = [seat for seat, _ in (*here.values(), *others.values())]
+        for seat in seats:  # all of them first, because they wait
             self._set(f"{_VERDICTS}/{seat}", verdict)
+        for seat in seats:
+            self._delete(f"{_LOBBY}/{seat}")
         if error is not None and len(here) + len(others) < self.share.count - 1:
             self._set(f"{self._note}why", verdict)
             self._tidy(self._note)
@@ -140,7 +144,7 @@ class Team:
             By process: seat and announcement of those who came for this path, and of those who only came for others.
         """
         start = time.monotonic()
-        for pause in _pauses(self._timeout):
+        for pause in _growing(0.005, min(0.5, self._timeout / 20)):
             here, others = self._lobby()
             if len(here) == self.share.count - 1:
                 break
@@ -181,10 +185,10 @@ class Team:
 
     def _wait_in_lobby(self, hurried: bool) -> Mapping[str, Any]:
         """What process 0 says to this one. If it has given up before, it may come again, but soon."""
-        start, why = time.monotonic(), None
+        start, why, waits = time.monotonic(), None, _growing(*_WAITS)
         bound = self._short if hurried else 2 * self._timeout
-        while time.monotonic() < start + bound:
-            found = self._get(f"{_VERDICTS}/{self._seat}", min(1.0, self._timeout))
+        while (left := start + bound - time.monotonic()) > 0:
+            found = self._get(f"{_VERDICTS}/{self._seat}", min(next(waits), left))
             if found is not None:
                 self._delete(f"{_VERDICTS}/{self._seat}")
                 return dict(json.loads(found))
@@ -207,7 +211,7 @@ class Team:
     def _collect(self, stage: str) -> None:
         """Waits for all; once one has failed not for long, but the rest shall have stopped writing by then."""
         start = time.monotonic()
-        for pause in _pauses(self._timeout):
+        for pause in _growing(0.005, min(0.5, self._timeout / 20)):
             reports = self._reports(stage)
             bound = self._short if any(report["error"] for report in reports.values()) else self._timeout
             if len(reports) == self.share.count or time.monotonic() > start + bound:
@@ -243,9 +247,9 @@ class Team:
 
     def _verdict(self, stage: str) -> Mapping[str, Any]:
         """What process 0 says; it may wait as long as anybody for the others, and then has its own work to do."""
-        deadline = time.monotonic() + 2 * self._timeout
-        while time.monotonic() < deadline:
-            found = self._get(f"{self._room}/{stage}/verdict", min(1.0, self._timeout))
+        deadline, waits = time.monotonic() + 2 * self._timeout, _growing(*_WAITS)
+        while (left := deadline - time.monotonic()) > 0:
+            found = self._get(f"{self._room}/{stage}/verdict", min(next(waits), left))
             if found is not None:
                 return dict(json.loads(found))
         raise self._absent(stage, [0])
@@ -294,12 +298,11 @@ class Team:
         self._call(lambda: self._client.key_value_delete(key))
 
 
-def _pauses(timeout: float) -> Iterator[float]:
-    """How long to sleep between looks, in seconds: seldom enough for thousands of processes in long waits."""
-    pause = 0.005
+def _growing(seconds: float, most: float) -> Iterator[float]:
+    """Pauses between looks, in seconds: long enough for thousands of processes that wait long."""
     while True:
-        yield pause
-        pause = min(1.5 * pause, 0.5, timeout / 20)
+        yield seconds
+        seconds = min(1.5 * seconds, most)
 
 
 def _client() -> Any:

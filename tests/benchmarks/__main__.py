@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.benchmarks import disk, extras, peak, report, rounds
+from tests.benchmarks import disk, extras, peak, report, rounds, team
 from tests.benchmarks.systems import SYSTEMS
 from tests.benchmarks.workloads import Workload, workloads
 
@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
         show(extras.import_table(1 if options.quick else 5))
         show(extras.matching_table((100,) if options.quick else (5000, 50000), 1 if options.quick else 3))
     if options.write:
-        RESULTS.write_text(_page(facts, options.rounds, tables), encoding="utf-8")
+        others = team.kept(RESULTS.read_text(encoding="utf-8"))
+        RESULTS.write_text(_page(facts, options.rounds, tables) + others, encoding="utf-8")
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
