@@ -65,7 +65,7 @@ def spec(url: str) -> dict[str, Any]:
     """TensorStore's description of the folder ``url``, as the base of an array or of a database."""
     scheme, bucket, key = split(url)
     found = bucket_spec(scheme, bucket)
-    return found | {"path": key + "/"} if key else found
+    return found | {"path": key.removesuffix("/") + "/"} if key else found
 
 
 @functools.cache

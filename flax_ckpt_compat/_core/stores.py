@@ -7,12 +7,10 @@ listing, deleting, and writing an object whole.
 
 from __future__ import annotations
 
-import collections
 import os
 import posixpath
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,10 +20,10 @@ from flax_ckpt_compat._core.store_errors import OutOfRangeError, attempt, missin
 from flax_ckpt_compat._core.store_specs import context as context
 from flax_ckpt_compat._core.store_specs import normal as normal
 from flax_ckpt_compat._core.store_specs import spec as spec
+from flax_ckpt_compat._core.store_threads import in_parallel as in_parallel
 
 # S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
 MAX_OBJECT = 5 * 2**30
-_AT_ONCE = 16
 _DOTS = {".", ".."}
 # What is read whole, for how long to wait: JSON and the like.
 _SMALL = 64 * 2**20
@@ -319,34 +317,3 @@ def upload_file(path: str, url: str) -> None:
         )
     with open(path, "rb") as file:
         write(url, file.read())
-
-
-def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
-    """Does the work for each name, several at once; the first failure ends it once those begun have ended."""
-    if len(names) < 2:
-        for name in names:
-            work(name)
-        return
-    left = collections.deque(names)
-    helpers = min(_AT_ONCE, len(names)) - 1
-    with ThreadPoolExecutor(helpers, thread_name_prefix="flax-ckpt-store") as pool:
-        futures: list[Future[None]] = []
-        with suppress(RuntimeError):  # at the interpreter's exit, for which saves go on, there are no new threads
-            for _ in range(helpers):
-                futures.append(pool.submit(_drain, work, left))
-        _drain(work, left)
-        for future in futures:
-            future.result()
-
-
-def _drain(work: Callable[[str], Any], left: collections.deque[str]) -> None:
-    while left:
-        try:
-            name = left.popleft()
-        except IndexError:
-            return  # another thread took the last one
-        try:
-            work(name)
-        except BaseException:
-            left.clear()
-            raise

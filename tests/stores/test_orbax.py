@@ -15,6 +15,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core.backend import Part
 from flax_ckpt_compat.errors import CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.support import corpus, s3
 from tests.support.orbax_trees import change_metadata, handles, load, on_host
@@ -132,8 +133,20 @@ def test_many_small_arrays_take_few_requests(bucket: Bucket, tmp_path: Path) -> 
     assert len(bucket.proxy.log) < 25
 
 
-def test_shards_are_read_by_their_boxes(bucket: Bucket, tmp_path: Path) -> None:
-    """An array that goes onto several devices is the same as the one that was saved, chunked or not."""
+def test_a_part_reads_that_part(bucket: Bucket, tmp_path: Path) -> None:
+    """A box of an array costs about its own bytes, and is what numpy cuts out."""
+    array = np.random.default_rng(1).random((1000, 500))
+    save_locally(tmp_path / "c", {"a": array})
+    leaf = handles(bucket.upload(tmp_path / "c", "run/checkpoint_1"))["a"]
+    bucket.proxy.log.clear()
+    for box in ((slice(900, 910), slice(0, 500)), (slice(3, 40), slice(100, 107))):
+        (found,) = leaf.reader.read([Part(leaf, box)])
+        assert np.array_equal(found, array[box])
+    assert sum(asked.sent for asked in bucket.proxy.log) < 50 * 500 * 8 + 2000
+
+
+def test_an_array_is_put_onto_its_device(bucket: Bucket, tmp_path: Path) -> None:
+    """An array of a target with a sharding gets that sharding and the values saved, compressed or not."""
     array = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for number, compression in enumerate([None, "zstd"], 1):

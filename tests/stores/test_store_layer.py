@@ -243,6 +243,7 @@ def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     assert stores.spec(paths.absolute("gs://bucket/a//b/")) == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
+    assert stores.spec("gs://bucket/a/") == stores.spec("gs://bucket/a")
     assert stores.spec("s3://bucket") == {"driver": "s3", "bucket": "bucket"}
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-3")
     assert stores.spec(paths.absolute("S3://bucket/./a")) == {
