@@ -9,6 +9,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs it, prints tables, and writes its section of RESULTS.md with ``--write``."""
     options = _options(arguments)
     large = Sizes(options.arrays, (1024, max(8, options.bytes // options.arrays // 4096)))
-    small = Sizes(20 if options.quick else 5_000, (16, 8))
+    small = Sizes(20 if options.quick else options.leaves, (16, 8))
     tables: list[Table] = []
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         facts = disk.machine_facts(workdir)
@@ -61,6 +62,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="how often each system runs (5)")
     parser.add_argument("--bytes", type=int, help="of all large arrays together (1 GiB)")
     parser.add_argument("--arrays", type=int, default=32, help="number of large arrays (32)")
+    parser.add_argument("--leaves", type=int, default=5_000, help="number of small arrays (5000)")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--devices", type=int, default=2, help="of each process")
     parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
@@ -130,6 +132,7 @@ def _one_of_each(team: Team, series: _Series, sizes: Sizes, workdir: str, order:
     for system in order:
         name = SYSTEMS[system].name
         os.sync()
+        print(f"{name}, {sizes.number} arrays", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=workdir) as folder:
             series.add(name, "save", team.call(team_jobs.save, folder, system, sizes, timeout=_LIMIT))
             series.look(name, folder)
