@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
 from flax_ckpt_compat._core.tree import Node
 
@@ -48,10 +47,6 @@ class MsgpackBackend:
     def end_shared(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
         """Checks that nothing is missing; see `Backend.end_shared`."""
         shared.end(path, prepared)
-
-    def publish(self, temporary: str, path: str) -> None:
-        """Gives the file its final name, and its folder of arrays too, atomically; see `files.publish`."""
-        files.publish(temporary, path)
 
     def open(self, path: str) -> Reader:
         """Opens a msgpack checkpoint; reads its structure and skips over array data."""

@@ -74,10 +74,6 @@ class OrbaxBackend:
         """
         shared.end(path, prepared, share)
 
-    def publish(self, temporary: str, path: str) -> None:
-        """Renames the directory, or uploads it; see `flax_ckpt_compat._core.backend.Backend.publish`."""
-        paths.publish(temporary, path)
-
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.
 

@@ -149,10 +149,10 @@ class Backend(Protocol):
     """One format.
 
     The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
-    directory, 1) `prepare`, 2) `write`, 3) `publish`.
+    directory, 1) `prepare`, 2) `write`, 3) the caller publishes the temporary under its final name.
     Of a save by several processes: 0) process 0 chooses the temporary path and tells it to the others, 1) all:
     `prepare` with their shares, 2) process 0: `begin_shared`, 3) all, once it has ended: `write_share`,
-    4) process 0, once all have ended: `end_shared` and `publish`.
+    4) process 0, once all have ended: `end_shared`, 5) process 0 publishes.
     The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
     number of times, 3) `Reader.close`.
     """
@@ -205,18 +205,6 @@ class Backend(Protocol):
 
     def end_shared(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
         """Process 0 makes one checkpoint of all shares and syncs it to disk."""
-        ...
-
-    def publish(self, temporary: str, path: str) -> None:
-        """Gives what was written its final name, atomically; an older checkpoint of that name is whole until then.
-
-        Args:
-            temporary: what `write` or `end_shared` made.
-            path: absolute final path, in the same directory.
-
-        Raises:
-            StorageError: the file system refused.
-        """
         ...
 
     def open(self, path: str) -> Reader:

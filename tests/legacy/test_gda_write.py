@@ -112,7 +112,7 @@ def test_spread_key_data(tmp_path: Path) -> None:
     for index in (0, 1):
         BACKEND.write_share(temporary, prepared[index], OPTIONS, Share(index, 2))
     BACKEND.end_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
-    BACKEND.publish(temporary, str(tmp_path / "c_1"))
+    files.publish(temporary, str(tmp_path / "c_1"))
     key = load(tmp_path / "c_1")[("k",)]
     assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
 
@@ -225,7 +225,7 @@ def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
     for n, temporary in enumerate(temporaries):
         write(temporary, {"a": Spread(np.full(4, n + 2))})
     for n, temporary in enumerate(temporaries):
-        BACKEND.publish(temporary, str(path))
+        files.publish(temporary, str(path))
         assert load(path)[("a",)].tolist() == [n + 2] * 4
         assert len(names(f"{path}_gda")) == 1
     assert names(tmp_path) == ["c_1", "c_1_gda"]
@@ -237,9 +237,9 @@ def test_two_savers_of_one_new_checkpoint(tmp_path: Path) -> None:
     temporaries = [files.temporary_path(str(path)) for _ in range(2)]
     for n, temporary in enumerate(temporaries):
         write(temporary, {"a": Spread(np.full(4, n))})
-    BACKEND.publish(temporaries[0], str(path))
+    files.publish(temporaries[0], str(path))
     with pytest.raises(StorageError, match="another"):
-        BACKEND.publish(temporaries[1], str(path))
+        files.publish(temporaries[1], str(path))
     files.forget(temporaries[1])
     assert load(path)[("a",)].tolist() == [0] * 4
     assert names(tmp_path) == ["c_1", "c_1_gda"]
@@ -266,7 +266,7 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
         if not links:
             patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
         with pytest.raises((StorageError, KeyboardInterrupt)):
-            BACKEND.publish(temporary, str(path))
+            files.publish(temporary, str(path))
     files.forget(temporary)
     assert names(tmp_path) == ([] if first else ["c_1", "c_1_gda"])
     if not first:

@@ -35,7 +35,7 @@ def put(kind, n):
         files.publish(temporary, path)
     else:
         BACKEND.write(temporary, BACKEND.prepare(to_branches({"n": n, "a": np.full(4, n)})), OPTIONS)
-        BACKEND.publish(temporary, path)
+        files.publish(temporary, path)
 
 def found():
     if not os.path.lexists(path):

@@ -61,7 +61,7 @@ def save(path: Any, tree: Any) -> None:
     """Saves as two processes."""
     temporary = files.temporary_path(str(path))
     write(temporary, tree)
-    BACKEND.publish(temporary, str(path))
+    files.publish(temporary, str(path))
 
 
 def load(path: Any) -> dict[tuple[str, ...], Any]:
