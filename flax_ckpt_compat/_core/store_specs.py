@@ -86,4 +86,9 @@ def bucket_store(url: str) -> Any:
 def _open(items: tuple[tuple[str, Any], ...]) -> Any:
     import tensorstore as ts
 
+    if "byte_range" not in (ts.KvStore.read.__doc__ or ""):
+        raise StorageError(
+            f"object stores need a newer TensorStore, which reads parts of objects (0.1.86 does), to reach "
+            f"{items[1][1]}; pip install -U tensorstore"
+        )
     return ts.KvStore.open(dict(items), context=context()).result()

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import s3
+from tests.support.peers import version
 from tests.support.s3 import Bucket, Proxy
+
+# Older releases cannot read parts of objects, and the library says so.
+collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else []
 
 
 @pytest.fixture(scope="session")

@@ -264,21 +264,32 @@ def _member(
 
 
 def _coordinate(port: int, count: int) -> None:  # pragma: no cover  (runs in a process of its own)
-    from jax._src.lib import _jax
+    _jax = _library()
 
     service = _jax.get_distributed_runtime_service(f"127.0.0.1:{port}", count)
     signal.pause()
     del service
 
 
+def _library() -> Any:
+    """The module of jaxlib that makes coordinators; it had another name up to jax 0.5."""
+    from jax._src import lib
+
+    return lib._jax if hasattr(lib, "_jax") else lib.xla_extension
+
+
 def _join(index: int, count: int, port: int, outside: bool) -> int:
     import jax
 
     if outside and index == 0:
-        from jax._src.lib import _jax
+        _jax = _library()
 
         _jax.get_distributed_runtime_service = lambda *_, **__: None
 
+    # The default of newer jax; without it, jax 0.4 computes nothing across processes on the CPU.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Also its default; without it, jax 0.4 makes other random keys where a mesh holds copies of them.
+    jax.config.update("jax_threefry_partitionable", True)
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
         count,
