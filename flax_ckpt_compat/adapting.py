@@ -80,6 +80,8 @@ class Adaptation:
 
     def idle_transforms(self, target: Node) -> list[str]:
         """The keys of transforms that match no leaf of the target's neutral tree: most likely they are misspelt."""
+        if not self._transforms:  # as in most restores, whose leaves need no joined names then
+            return []
         return self._transforms.unmatched(["/".join(path) for path, _ in iter_leaves(target)])
 
     def warn_without_target(self) -> None:
@@ -153,11 +155,12 @@ class _Chooser:
         try:
             return self._given.resolve(key, self._has, self._default_to_original)
         except AbsentSourceError as error:
-            near = nearest(
-                "/".join(error.source) if isinstance(error.source, tuple) else error.source, list(self._paths)
-            )
-            like = f"; stored names like it: {', '.join(near)}" if near else ""
-            raise AbsentSourceError(f"{error}{like}", leaf=key, source=error.source) from error
+            source = "/".join(error.source) if isinstance(error.source, tuple) else error.source
+            raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error
+
+    def _like(self, name: str) -> str:
+        near = nearest(name, list(self._paths))
+        return f"; stored names like it: {', '.join(near)}" if near else ""
 
     def _has(self, source: str | Path) -> bool:
         return source in self._leaves if isinstance(source, tuple) else source in self._paths
@@ -206,10 +209,8 @@ class _Chooser:
                 args = wanted[matching[0]]
                 found[path] = leaf if isinstance(leaf, Computed) else Stored(leaf, _example(leaf, args))
         for pattern in idle:
-            near = nearest(pattern, list(self._paths))
-            like = f"; stored names like it: {', '.join(near)}" if near else ""
             raise TransformError(
-                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{like}", leaf=key
+                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key
             )
         return found
 

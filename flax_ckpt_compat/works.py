@@ -154,7 +154,7 @@ class _Across:
     """Reads leaves of all items, since a rule may move them from one to another."""
 
     def __init__(self, reader: Any, path: str):
-        self.format, self.path, self.tree = reader.format, path, reader.tree
+        self.format, self.path = reader.format, path
 
     def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
