@@ -127,6 +127,14 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from iter_leaves(child, (*path, name))
 
 
+def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
+    """Yields (key path, branch), the outer ones first."""
+    if isinstance(node, Branch):
+        yield path, node
+        for name, child in node.children.items():
+            yield from iter_branches(child, (*path, name))
+
+
 def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()) -> Node:
     """A tree of the same branches with every leaf replaced by ``function(path, leaf)``; None is a leaf."""
     if not isinstance(node, Branch):

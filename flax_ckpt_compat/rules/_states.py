@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat.leaves import Computed
 from flax_ckpt_compat.rules import _trees
 
@@ -91,7 +91,7 @@ class State:
 
 def target_states(node: Node) -> Iterator[State]:
     """States in the target: its named tuples, or, where it has none, what has the names of optax's fields."""
-    nodes = [(path, branch) for path, branch in _trees.branches(node) if branch.children]
+    nodes = [(path, branch) for path, branch in iter_branches(node) if branch.children]
     tuples = [path for path, branch in nodes if branch.container is Container.NAMEDTUPLE]
     yield from _at(node, tuples or [path for path, branch in nodes if branch.children.keys() & _FIELDS])
 

@@ -77,14 +77,6 @@ def node_at(tree: Node, path: Path) -> Node:
     return tree
 
 
-def branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
-    """Yields (key path, branch), the outer ones first."""
-    if isinstance(node, Branch):
-        yield path, node
-        for name, child in node.children.items():
-            yield from branches(child, (*path, name))
-
-
 def remap(stored: Node, new_path: Callable[[Path], Path | None], who: str) -> Node:
     """The tree with every leaf at another key path, in the containers that keep the names of their children.
 

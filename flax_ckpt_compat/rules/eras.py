@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, show_path
 from flax_ckpt_compat.naming import linen_names
 from flax_ckpt_compat.rules import _trees, targets
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -157,7 +157,7 @@ class _Old:
                 yield (*path, "count"), self.step
 
     def _today(self) -> Iterator[tuple[Path, Branch]]:
-        return _trees.branches(_child(self.target, "opt_state"), ("opt_state",))
+        return iter_branches(_child(self.target, "opt_state"), ("opt_state",))
 
 
 def _child(node: Node, *names: str) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, show_path
 from flax_ckpt_compat.leaves import Own
 from flax_ckpt_compat.rules import _states, _trees, targets
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -44,7 +44,7 @@ def optimizer_state(who: str, at: str = "opt_state", stored_at: str | None = Non
         start = _trees.find(stored, source, who)
         _refuse_loss(stored, where, start, who)
         own, old = _trees.node_at(target, where), _trees.node_at(stored, start)
-        wanted, branches = list(_states.target_states(own)), list(_trees.branches(old))
+        wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
         call = _Call(who, where, start)
         taken: dict[Path, Node] = {}
         for names in dict.fromkeys(state.names for state in wanted):
@@ -166,9 +166,7 @@ def _in_order(state: State, equal: list[State], wanted: list[State], stored: lis
 
 def _nothing(who: str, start: str, wanted: list[State], old: Node) -> str:
     fields = "; ".join(dict.fromkeys(", ".join(sorted(state.names)) for state in wanted)) or "none"
-    there = "; ".join(
-        dict.fromkeys(", ".join(branch.children) for _, branch in _trees.branches(old) if branch.children)
-    )
+    there = "; ".join(dict.fromkeys(", ".join(branch.children) for _, branch in iter_branches(old) if branch.children))
     return (
         f"{who}: no stored state fits. The target's have the fields: {fields}; below {start} the checkpoint has: "
         f"{there[:300] or 'nothing'}. Rename parameters before this rule, or use from_target for a new optimizer"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat.leaves import handles_of
-from flax_ckpt_compat.suggesting._looks import EMPTY, MOMENTS, Roles, branches, fits, flatten, look, node_at
+from flax_ckpt_compat.suggesting._looks import EMPTY, MOMENTS, Roles, fits, flatten, look, node_at
 from flax_ckpt_compat.suggesting._names import Step
 from flax_ckpt_compat.suggesting._outcome import unused
 from flax_ckpt_compat.suggesting._search import Search, State
@@ -60,7 +60,9 @@ def _takes_moments(tree: Node, at: Path) -> bool:
 
 def _fields(node: Node) -> str:
     """The names by which an optimizer keeps its arrays."""
-    found = [name for _, branch in branches(node) for name in branch.children if name in MOMENTS or name == "count"]
+    found = [
+        name for _, branch in iter_branches(node) for name in branch.children if name in MOMENTS or name == "count"
+    ]
     return ", ".join(dict.fromkeys(found)) or "no moments"
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.tree import Branch, Node, Path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat.suggesting._akin import numbered, words
 from flax_ckpt_compat.suggesting._gaps import Gap, Prints
-from flax_ckpt_compat.suggesting._looks import Look, branches, items
+from flax_ckpt_compat.suggesting._looks import Look, items
 from flax_ckpt_compat.suggesting._names import Candidate, Step
 
 
@@ -163,7 +163,7 @@ def _longer(shape: tuple[int, ...], axis: int, count: int) -> tuple[int, ...] | 
 def modules(tree: Node) -> dict[Path, dict[str, Look]]:
     """Key path → own leaves of every branch that has some."""
     found = {}
-    for path, branch in branches(tree):
+    for path, branch in iter_branches(tree):
         own = {path[0]: seen for path, seen in items(branch).items() if len(path) == 1}
         if own:
             found[path] = own

@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat import state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat.leaves import Computed, Own
 
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
@@ -82,14 +82,6 @@ def node_at(tree: Node, path: Path) -> Node:
     return tree
 
 
-def branches(tree: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
-    """Every branch with its key path, the outer ones first."""
-    if isinstance(tree, Branch):
-        yield path, tree
-        for name, child in tree.children.items():
-            yield from branches(child, (*path, name))
-
-
 def items(node: Node) -> dict[Path, Look]:
     """Like `flatten`, without what holds no values."""
     return {path: seen for path, seen in flatten(node).items() if seen != EMPTY}
@@ -153,6 +145,6 @@ def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
 
 
 def _has_marks(tree: Node) -> bool:
-    return any(_MARKS & branch.children.keys() for _, branch in branches(tree)) or (
+    return any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree)) or (
         isinstance(tree, Branch) and {"target", "state"} <= tree.children.keys()
     )

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.tree import Branch, Node, Path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat.rules import Rule
 from flax_ckpt_compat.suggesting._akin import numbered
 from flax_ckpt_compat.suggesting._gaps import Gap, Prints, aligned
-from flax_ckpt_compat.suggesting._looks import MOMENTS, Roles, branches, items
+from flax_ckpt_compat.suggesting._looks import MOMENTS, Roles, items
 
 _MAX_RENAMES = 200
 
@@ -85,7 +85,7 @@ def _looks(stored: Node, prints: Prints, pairs: list[tuple[Gap, str, str]]) -> d
     """Stored name that a child has which may have got another → fingerprints of all that has it, wherever it is."""
     gaps_ = {id(gap): gap for gap, _, _ in pairs}.values()
     found: dict[str, set[int]] = {name: set() for gap in gaps_ for name in gap.gone}
-    for _, branch in branches(stored):
+    for _, branch in iter_branches(stored):
         for name in branch.children.keys() & found.keys():
             found[name].add(prints.of(branch.children[name]))
     return found
@@ -134,7 +134,7 @@ def _qualified(gap: Gap, old: str, pattern: str, replacement: str, prints: Print
     wanted = prints.of(gap.gone[old])
     parents = {
         path[-1]
-        for path, branch in branches(stored)
+        for path, branch in iter_branches(stored)
         if path and old in branch.children and prints.of(branch.children[old]) == wanted
     }
     if len(gap.path) > 1:
@@ -199,7 +199,7 @@ def _either(names: set[str]) -> str:
 
 def _levels(children: dict[str, Node]) -> Iterator[tuple[Path, Branch]]:
     for name, child in children.items():
-        for path, branch in branches(child):
+        for path, branch in iter_branches(child):
             if len(path) < 3:
                 yield (name, *path), branch
 
@@ -221,7 +221,7 @@ def _moments(gap: Gap, names: set[str], roles: Roles, stored: Node) -> set[str]:
         return set()
     return {
         path[-1]
-        for path, branch in branches(stored)
+        for path, branch in iter_branches(stored)
         if path and path[-1] in MOMENTS and roles.is_optimizer(path) and names & branch.children.keys()
     }
 
