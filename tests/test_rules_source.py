@@ -58,6 +58,8 @@ RULES = st.one_of(
 
 
 @given(RULES)
+@example(rules.pad("w", 1, value=complex(0.0, -0.0)))
+@example(rules.pad("w", 1, value=complex(-0.0, 0.0)))
 def test_the_source_makes_an_equal_rule(rule: rules.Rule) -> None:
     """Whatever a rule was given, arrays and numpy's numbers and dtypes too, its source needs nothing but ``rules``."""
     again = eval(rule.source, {"rules": rules})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cmath
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec
 
@@ -77,6 +77,7 @@ def _shown(value: object) -> str:
         value = np.asarray(value).tolist()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, float | complex) and not cmath.isfinite(value):
+    # Python reads what it writes for a complex number, ``-0j``, say, with other signs of zeros.
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return f"{type(value).__name__}({str(value)!r})"
     return repr(value)
