@@ -140,7 +140,7 @@ def _write_and_commit(request: Request, backend: Backend, prepared: Any, options
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, options)
         request.check_again()
-        paths.publish(temporary, request.path)
+        paths.publish(temporary, request.path, new=not request.overwrite)
     except BaseException:
         files.forget(temporary)
         raise

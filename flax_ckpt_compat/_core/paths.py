@@ -123,9 +123,18 @@ def temporary_path(path: str) -> str:
     return store_commits.staging_path(path) if is_url(path) else files.temporary_path(path)
 
 
-def publish(temporary: str, path: str) -> None:
-    """Gives a finished local temporary its final name, of which nothing counts until all is there."""
-    (store_commits if is_url(path) else files).publish(temporary, path)
+def publish(temporary: str, path: str, *, new: bool = False) -> None:
+    """Gives a finished local temporary its final name, of which nothing counts until all is there.
+
+    Args:
+        temporary: of `temporary_path`.
+        path: the final one.
+        new: in a store, another checkpoint that has this name by now is not replaced.
+    """
+    if is_url(path):
+        store_commits.publish(temporary, path, new=new)
+    else:
+        files.publish(temporary, path)
 
 
 def discard(path: str) -> None:

@@ -14,24 +14,17 @@ import posixpath
 import re
 import stat
 import tempfile
-import time
-import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 
-from flax_ckpt_compat._core import files, stores
+from flax_ckpt_compat._core import files, store_uploads, stores
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, is_old
+from flax_ckpt_compat._core.store_turns import is_mark as is_mark
 
-COMMIT_FILE = "commit_success.txt"
-_BEGUN = re.compile(r"_begun\.(\d+)\.[0-9a-f]{32}")
-_COMMITTED = b"All objects of this checkpoint were written before this one.\n"
-# Seconds after which a writer that has not committed counts as dead.
-_PATIENCE = 24 * 3600
+_RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
+_ROUNDS = 5
 _log = logging.getLogger("flax_ckpt_compat")
-
-
-def is_mark(name: str) -> bool:
-    """True for the names of objects that tell of a save or a removal in progress."""
-    return _BEGUN.fullmatch(name) is not None
 
 
 def is_unfinished(names: Iterable[str]) -> bool:
@@ -71,36 +64,67 @@ def staging_path(url: str) -> str:
     return files.temporary_path(os.path.join(folder, posixpath.basename(url)))
 
 
-def publish(staged: str, url: str) -> None:
+def publish(staged: str, url: str, *, new: bool = False) -> None:
     """Uploads what was written locally, replaces what has that name, and removes the local copy.
 
+    Args:
+        staged: local path.
+        url: of the checkpoint.
+        new: replace no other checkpoint; looked at by the store itself as it writes, where it can do that.
+
     Raises:
-        StorageError: the store refused, or another process writes the same checkpoint.
+        LostTurnError: another process writes, or has just written, the same checkpoint.
+        StorageError: the store refused.
     """
     if os.path.isdir(staged):
-        _publish_folder(staged, url)
+        _publish_folder(staged, url, new)
     else:
-        stores.upload_file(staged, url)
-        if stores.fresh_keys(url):
-            _remove_folder(url)
+        _publish_object(staged, url, new)
     files.discard(staged)
 
 
-def _publish_folder(staged: str, url: str) -> None:
-    mark = _begin(url)
-    _clear(url, mark)
-    uploaded = stores.upload(staged, url, but=COMMIT_FILE)
-    if set(stores.fresh_keys(url)) != {mark, *uploaded}:
-        stores.delete(f"{url}/{mark}")
-        raise StorageError(
-            f"{url}: another process writes or removes this checkpoint at the same time, so it was not committed; "
-            "save each step from one place only",
-            path=url,
-        )
-    stores.write(f"{url}/{COMMIT_FILE}", _COMMITTED)
-    stores.delete(f"{url}/{mark}")
+def _publish_object(staged: str, url: str, new: bool) -> None:
+    if not store_uploads.upload_file(staged, url, new=new):
+        message = f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True"
+        raise LostTurnError(f"{message} to replace it", path=url)
+    if stores.fresh_keys(url):
+        _remove_folder(url)
+
+
+def _publish_folder(staged: str, url: str, new: bool) -> None:
+    turn = Turn(url)
+    replaces = turn.clear(spare=new)
+    names = [name for name in store_uploads.names_in(staged) if name != COMMIT_FILE]
+    try:
+        _fill(turn, staged, names, replaces)
+        turn.commit(names)
+    except LostTurnError:
+        stores.delete_all(f"{url}/{name}" for name in names if not _is_shared(name))
+        raise
     if stores.is_object(url):
         stores.delete(url)
+
+
+def _is_shared(name: str) -> bool:
+    """Whether another writer's checkpoint has a file of the same name; those with data have random ones."""
+    return _RANDOM.search(name) is None
+
+
+def _fill(turn: Turn, staged: str, names: list[str], replaces: bool) -> None:
+    """Uploads until just these files are there, whatever a writer who has lost its turn still does."""
+    left = names
+    for _ in range(_ROUNDS):
+        taken = store_uploads.upload(staged, turn.url, left, _is_shared)
+        there = turn.others()
+        left = [name for name in names if name in taken or name not in there]
+        # One of two that replaced the same files may have removed the other's late.
+        if replaces and not left:
+            left = store_uploads.different(staged, turn.url, list(filter(_is_shared, names)))
+        strangers = there - set(names)
+        if not left and not strangers:
+            return
+        turn.remove(strangers | (there & set(left)))
+    turn.give_up()
 
 
 def discard(url: str) -> None:
@@ -113,25 +137,10 @@ def discard(url: str) -> None:
 
 
 def _remove_folder(url: str) -> None:
-    mark = _begin(url)
-    _clear(url, mark)
-    stores.delete(f"{url}/{mark}")
-
-
-def _begin(url: str) -> str:
-    """Marks the folder as being written or removed, and returns the name of the mark."""
-    mark = f"_begun.{int(time.time())}.{uuid.uuid4().hex}"
-    stores.write(f"{url}/{mark}", b"")
-    return mark
-
-
-def _clear(url: str, mark: str) -> None:
-    """Removes all but the mark, and the sign of completeness before all else."""
-    inside = [key for key in stores.fresh_keys(url) if key != mark]
-    if COMMIT_FILE in inside:
-        stores.delete(f"{url}/{COMMIT_FILE}")
-        inside.remove(COMMIT_FILE)
-    stores.delete_all(f"{url}/{key}" for key in inside)
+    turn = Turn(url)
+    with suppress(LostTurnError):  # whoever comes after removes it too, or writes it anew
+        turn.clear()
+        turn.end()
 
 
 def reclaim(directory: str) -> list[str]:
@@ -140,7 +149,7 @@ def reclaim(directory: str) -> list[str]:
     with stores.snapshot(directory):
         there = {name: stores.names(f"{directory}/{name}") for name in stores.names(directory)}
     for name, inside in there.items():
-        if not any(is_mark(mark) and _is_old(mark) for mark in inside):
+        if not any(is_mark(mark) and is_old(mark) for mark in inside):
             continue
         _log.info("Removing what an interrupted save left at %s/%s", directory, name)
         if is_unfinished(inside):
@@ -149,8 +158,3 @@ def reclaim(directory: str) -> list[str]:
         else:
             stores.delete_all(f"{directory}/{name}/{mark}" for mark in inside if is_mark(mark))
     return removed
-
-
-def _is_old(mark: str) -> bool:
-    match = _BEGUN.fullmatch(mark)
-    return match is not None and time.time() - int(match[1]) > _PATIENCE

@@ -7,7 +7,6 @@ listing, deleting, and writing an object whole.
 
 from __future__ import annotations
 
-import os
 import posixpath
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -22,8 +21,6 @@ from flax_ckpt_compat._core.store_specs import normal as normal
 from flax_ckpt_compat._core.store_specs import spec as spec
 from flax_ckpt_compat._core.store_threads import in_parallel as in_parallel
 
-# S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
-MAX_OBJECT = 5 * 2**30
 _DOTS = {".", ".."}
 # What is read whole, for how long to wait: JSON and the like.
 _SMALL = 64 * 2**20
@@ -282,38 +279,3 @@ def delete(url: str) -> None:
 def delete_all(urls: Iterable[str]) -> None:
     """Deletes objects, side by side; in no order."""
     in_parallel(delete, list(urls))
-
-
-def upload(directory: str, url: str, but: str) -> list[str]:
-    """Writes all files of a local directory as objects below ``url``, side by side, and returns their keys there.
-
-    Args:
-        directory: local path.
-        url: of the folder.
-        but: name of a file that is left out.
-    """
-    found = [
-        os.path.relpath(os.path.join(where, name), directory)
-        for where, _, files in os.walk(directory)
-        for name in files
-    ]
-    found = [name for name in found if name != but]
-    in_parallel(lambda name: upload_file(os.path.join(directory, name), f"{url}/{name}"), found)
-    return found
-
-
-def upload_file(path: str, url: str) -> None:
-    """Writes a local file as an object.
-
-    Raises:
-        StorageError: the store refused, or the file is too large for one request.
-    """
-    nbytes = os.path.getsize(path)
-    if nbytes > MAX_OBJECT:
-        raise StorageError(
-            f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; save in "
-            "Orbax's format, which is many objects",
-            path=url,
-        )
-    with open(path, "rb") as file:
-        write(url, file.read())

@@ -14,7 +14,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import store_commits
+from flax_ckpt_compat._core import store_uploads
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python, tree
 
@@ -185,16 +185,16 @@ def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None
 def test_two_writers_of_one_step(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that finds that another has begun the same step does not commit, and says why."""
     url = f"{bucket.url}/run/checkpoint_1"
-    upload, met = store_commits.stores.upload, []
+    upload, met = store_uploads.upload, []
 
-    def meet(directory: str, target: str, but: str) -> list[str]:
-        uploaded = upload(directory, target, but)
+    def meet(*arguments: Any) -> list[str]:
+        taken = upload(*arguments)
         if not met:
             met.append(True)
             flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
-        return uploaded
+        return taken
 
-    monkeypatch.setattr(store_commits.stores, "upload", meet)
+    monkeypatch.setattr(store_uploads, "upload", meet)
     with pytest.raises(errors.StorageError, match="another process"):
         flax_ckpt_compat.save(url, tree(1), format="orbax")
     assert flax_ckpt_compat.restore(url)["n"] == 2

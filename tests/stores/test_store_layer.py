@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import paths, store_errors, store_specs, stores
+from flax_ckpt_compat._core import paths, store_errors, store_specs, store_uploads, stores
 from tests.support.s3 import Bucket
 
 KEYS = ["a", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "a-", "b/%2F+&?", "c"]
@@ -67,14 +67,21 @@ def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tu
 
 def test_a_directory_is_uploaded_as_it_is(bucket: Bucket, tmp_path: Path) -> None:
     """All files are there with their content, down to those without any; but the one that is left out."""
-    contents = {"a": b"1", "d/e/f": bytes(70_000), "d/empty": b"", "last": b"2"}
+    contents = {
+        "a": b"1",
+        "d/e/f": bytes(70_000),
+        "d/large": b"\0" + bytes(range(256)) * 9000,
+        "d/empty": b"",
+        "last": b"2",
+    }
     for name, content in contents.items():
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_bytes(content)
-    stores.upload(str(tmp_path / "from"), f"{bucket.url}/x", but="last")
+    names = [name for name in store_uploads.names_in(str(tmp_path / "from")) if name != "last"]
+    assert store_uploads.upload(str(tmp_path / "from"), f"{bucket.url}/x", names, lambda name: name == "a") == []
     bucket.download("x", tmp_path / "to")
-    found = {name: (tmp_path / "to" / name).read_bytes() for name in ("a", "d/e/f", "d/empty")}
-    assert bucket.keys("x/") == ["x/a", "x/d/e/f", "x/d/empty"]
+    found = {name: (tmp_path / "to" / name).read_bytes() for name in ("a", "d/e/f", "d/empty", "d/large")}
+    assert bucket.keys("x/") == ["x/a", "x/d/e/f", "x/d/empty", "x/d/large"]
     assert found == {name: contents[name] for name in found}
 
 
@@ -96,7 +103,7 @@ def test_an_object_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path
     with (tmp_path / "large").open("wb") as file:
         file.truncate(5 * 2**30 + 1)
     with pytest.raises(errors.StorageError, match="Orbax's format"):
-        stores.upload_file(str(tmp_path / "large"), "s3://bucket/large")
+        store_uploads.upload_file(str(tmp_path / "large"), "s3://bucket/large")
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])

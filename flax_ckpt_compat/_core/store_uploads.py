@@ -1,0 +1,245 @@
+"""Local files → objects: sent from the page cache without a copy of their own, and where asked for never over another.
+
+TensorStore takes the value of an object as bytes, and copies them twice (measured), but it writes the elements of an
+array from where they lie. So a large file is mapped into memory as an array of bytes that is one chunk, and the
+object is what that chunk is stored as.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import store_specs, stores
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.store_errors import attempt
+from flax_ckpt_compat._core.store_threads import in_parallel
+
+# S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
+MAX_OBJECT = 5 * 2**30
+_MAPPED_FROM = 2**20
+_COMPARED_AT_ONCE = 8 * 2**20
+_PATIENCE = 60.0  # s, beside which TensorStore tries again by itself
+_NO_OBJECT = b"\x02"  # TensorStore's version of what is not there (measured)
+# Where the array's only chunk lies in the key-value store that stands for the object.
+_FOLDER, _CHUNK = "x/", "x/0"
+
+
+class _TakenError(Exception):
+    """There is an object already."""
+
+
+def names_in(directory: str) -> list[str]:
+    """Paths of all files below a local directory, relative to it."""
+    return [
+        os.path.relpath(os.path.join(where, name), directory)
+        for where, _, files in os.walk(directory)
+        for name in files
+    ]
+
+
+def upload(directory: str, url: str, names: Collection[str], shared: Callable[[str], bool]) -> list[str]:
+    """Writes files of a local directory as objects below ``url``, side by side.
+
+    Args:
+        directory: local path.
+        url: of the folder.
+        names: of the files, relative to the directory.
+        shared: whether another writer might write an object of this name, which then stays.
+
+    Returns:
+        The names that another writer has taken.
+
+    Raises:
+        StorageError: the store refused, or a file is too large for one request.
+    """
+    taken: list[str] = []
+
+    def put(name: str) -> None:
+        if not upload_file(os.path.join(directory, name), f"{url}/{name}", new=shared(name)):
+            taken.append(name)
+
+    in_parallel(put, names)
+    return taken
+
+
+def upload_file(path: str, url: str, *, new: bool = False) -> bool:
+    """Writes a local file as an object.
+
+    Args:
+        path: of the file, which must not change meanwhile.
+        url: of the object.
+        new: only where there is no object with content yet.
+
+    Returns:
+        Whether it was written; False is for ``new`` alone.
+
+    Raises:
+        StorageError: the store refused, or the file is too large for one request.
+    """
+    nbytes = os.path.getsize(path)
+    check_size(url, nbytes)
+    if nbytes < _MAPPED_FROM:
+        with open(path, "rb") as file:
+            data = file.read()
+        if new:
+            return write_new(url, data)
+        stores.write(url, data)
+        return True
+    content = _mapped(path)
+    if not new:
+        attempt(url, "written", lambda: _start(url, content), nbytes)
+        return True
+    return _written_new(url, content, lambda: _start_new(url, content))
+
+
+def check_size(url: str, nbytes: int) -> None:
+    """Refuses an object that no store takes."""
+    if nbytes > MAX_OBJECT:
+        raise StorageError(
+            f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; save in "
+            "Orbax's format, which is many objects",
+            path=url,
+        )
+
+
+def write_new(url: str, data: bytes) -> bool:
+    """Writes an object where there is none with content yet.
+
+    A store that does not know conditions writes it, as if there had been none.
+
+    Returns:
+        Whether the object is now what was to be written.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    key = store_specs.split(url)[2]
+
+    def ask() -> Any:
+        return store_specs.bucket_store(url).write(key, data, if_equal=_NO_OBJECT)
+
+    return _written_new(url, np.frombuffer(data, np.uint8), ask)
+
+
+def _written_new(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any]) -> bool:
+    """Carries out a conditional write; a repeated one may find what it wrote itself, of which the answer was lost."""
+    try:
+        stamp = attempt(url, "written", ask, content.nbytes)
+        if stamp is None or stamp.generation:
+            return True
+    except _TakenError:
+        pass
+    except StorageError as error:
+        if not isinstance(error.__cause__, NotImplementedError) and not is_there(url):
+            raise
+    return _take_over(url, content) if not is_there(url) else same(url, content)
+
+
+def is_there(url: str) -> bool:
+    """Whether there is an object with content."""
+    return bool(_size_of(url))
+
+
+def _size_of(url: str) -> int | None:
+    try:
+        return stores.size(url)
+    except FileNotFoundError:
+        return None
+
+
+def _take_over(url: str, content: np.ndarray[Any, Any]) -> bool:
+    """Writes without a condition: over an empty object, or in a store without conditions."""
+    attempt(url, "written", lambda: _start(url, content), content.nbytes)
+    return True
+
+
+def same(url: str, content: np.ndarray[Any, Any]) -> bool:
+    """Whether an object is these bytes, of which few are in memory at a time."""
+    if stores.size(url) != content.nbytes:
+        return False
+    for start in range(0, content.nbytes, _COMPARED_AT_ONCE):
+        stop = min(start + _COMPARED_AT_ONCE, content.nbytes)
+        if stores.read_range(url, start, stop) != content[start:stop].tobytes():
+            return False
+    return True
+
+
+def different(directory: str, url: str, names: Collection[str]) -> list[str]:
+    """Those of the local files that are not what the objects of their names below ``url`` are."""
+    found: list[str] = []
+
+    def compare(name: str) -> None:
+        try:
+            equal = same(f"{url}/{name}", _mapped(os.path.join(directory, name)))
+        except FileNotFoundError:
+            equal = False
+        if not equal:
+            found.append(name)
+
+    in_parallel(compare, names)
+    return found
+
+
+def _mapped(path: str) -> np.ndarray[Any, Any]:
+    return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
+
+
+def _start(url: str, content: np.ndarray[Any, Any]) -> Any:
+    if not content.nbytes:
+        return store_specs.bucket_store(url).write(store_specs.split(url)[2], b"")
+    return _as_array(url, content.nbytes).write(content, can_reference_source_data_indefinitely=True).commit
+
+
+def _start_new(url: str, content: np.ndarray[Any, Any]) -> Any:
+    """A transaction that has seen that there is nothing writes only if that is still so."""
+    import tensorstore as ts
+
+    there = _size_of(url)
+    if there:
+        raise _TakenError
+    if there == 0:
+        return _start(url, content)
+    transaction = ts.Transaction(repeatable_read=True)
+    array = _as_array(url, content.nbytes, transaction)
+    try:
+        array[:1].read().result(timeout=_PATIENCE)
+    except ValueError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+    else:
+        raise _TakenError
+    array.write(content, can_reference_source_data_indefinitely=True).copy.result()
+    return transaction.commit_async()
+
+
+def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
+    """The object as an array of bytes in one chunk; nothing is asked of the store."""
+    import tensorstore as ts
+
+    scheme, bucket, key = store_specs.split(url)
+    base = {**store_specs.bucket_spec(scheme, bucket), "path": key}
+    layer = {"base": base, "exact": _CHUNK, "strip_prefix": len(_CHUNK)}
+    metadata = {
+        "zarr_format": 2,
+        "shape": [nbytes],
+        "chunks": [nbytes],
+        "dtype": "|u1",
+        "fill_value": None,
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+    }
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "kvstack", "layers": [layer], "path": _FOLDER},
+        "metadata": metadata,
+        "assume_metadata": True,
+        "open": True,
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+    return ts.open(spec, context=store_specs.context(), transaction=transaction).result()
