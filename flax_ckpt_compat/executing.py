@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat import placing, state
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.tree import Branch, Path, is_jax_array, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Path, is_jax_array, iter_branches, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
 from flax_ckpt_compat.matching import ShapeDifference
 from flax_ckpt_compat.similar import shorten
@@ -35,37 +34,84 @@ def execute(sources: Any, reader: Any, *, cast: bool, lists: bool) -> tuple[Any,
         the functions that computed them knew.
     """
     run = _Run(reader, cast)
-    jobs = [
-        (path, leaf, run.plan(leaf, source))
-        for path, source in _stored(sources, ())
-        for _, leaf in iter_leaves(source.node)
-        if isinstance(leaf, LeafHandle | Computed)
-    ]
+    layout = _Layout(run)
+    root: dict[str, Any] = {}
+    layout.put(sources, root, "", ())
     run.read()
-    done = (run.value(*job) for job in jobs)
-    values = _fill(sources, lambda leaf: next(done) if isinstance(leaf, LeafHandle | Computed) else leaf, lists)
+    layout.fill(lists)
     run.tell_narrowed()
-    return values, run.shapes
+    return root[""], run.shapes
 
 
-def _stored(sources: Any, path: Path) -> Iterator[tuple[Path, Stored]]:
-    if isinstance(sources, Stored):
-        yield path, sources
-    children = sources.children if isinstance(sources, Branch) else sources
-    if isinstance(children, dict):
-        for name, child in children.items():
-            yield from _stored(child, (*path, name))
+# What `_Run.value` takes, or the sharding where nothing but placing is left to do, or None where nothing is.
+_How = placing.Wish | placing.Form | jax.sharding.Sharding | None
 
 
-def _fill(sources: Any, value_of: Callable[[Any], Any], lists: bool) -> Any:
-    """Sources → their values, asked for in the order of `_stored`."""
-    if isinstance(sources, dict):
-        return {name: _fill(child, value_of, lists) for name, child in sources.items()}
-    if isinstance(sources, Branch):
-        return map_leaves(lambda _, source: _fill(source, value_of, lists), sources)
-    if isinstance(sources, Kept):
-        return sources.value
-    return placing.as_state(map_leaves(lambda _, leaf: value_of(leaf), sources.node), lists=lists)
+class _Layout:
+    """The result's dicts and branches, and what is still to be put where in them, in the order of the sources."""
+
+    def __init__(self, run: _Run):
+        self._run = run
+        # The children that it is one of, its name, where it goes in the target, and how it is made.
+        self._open: list[tuple[dict[str, Any], str, Path, LeafHandle | Computed, _How]] = []
+        self._whole: list[tuple[dict[str, Any], str]] = []
+
+    def put(self, sources: Any, into: dict[str, Any], name: str, path: Path) -> None:
+        """Lays out what a tree of sources, or a part of one, gives."""
+        if isinstance(sources, Stored):
+            self._put_stored(sources, into, name, path)
+        elif isinstance(sources, Kept):
+            into[name] = sources.value
+        elif isinstance(sources, Branch):
+            children: dict[str, Any] = {}
+            into[name] = Branch(children, sources.container, sources.int_keys)
+            self._put_all(sources.children, children, path)
+        else:
+            into[name] = {}
+            self._put_all(sources, into[name], path)
+
+    def _put_all(self, sources: dict[str, Any], into: dict[str, Any], path: Path) -> None:
+        plan, add = self._run.plan, self._open.append
+        for name, source in sources.items():
+            if type(source) is Stored and type(source.node) is LeafHandle:  # as almost all are
+                into[name] = None
+                add((into, name, path, source.node, plan(source.node, source)))
+            else:
+                self.put(source, into, name, (*path, name))
+
+    def _put_stored(self, source: Stored, into: dict[str, Any], name: str, path: Path) -> None:
+        """One leaf, or a whole branch where the target takes whatever there is."""
+        node = source.node
+        into[name] = map_leaves(lambda _, leaf: leaf, node)
+        if isinstance(node, Branch):
+            self._whole.append((into, name))
+            for branch_path, branch in iter_branches(into[name]):
+                for child, leaf in branch.children.items():
+                    self._note(source, branch.children, child, (*path, *branch_path), leaf)
+        else:
+            self._note(source, into, name, path[:-1], node)
+
+    def _note(self, source: Stored, into: dict[str, Any], name: str, path: Path, leaf: Any) -> None:
+        if isinstance(leaf, LeafHandle | Computed):
+            self._open.append((into, name, path, leaf, self._run.plan(leaf, source)))
+
+    def fill(self, lists: bool) -> None:
+        """Puts in all values, once they have been read."""
+        direct = []
+        run, values = self._run, self._run.values
+        for into, name, path, leaf, how in self._open:
+            if how is None or isinstance(how, jax.sharding.Sharding):
+                # Popped, so that nothing but the result holds the bytes any longer.
+                into[name] = values.pop()
+                if how is not None:
+                    direct.append((into, name, how))
+            else:
+                into[name] = run.value((*path, name), leaf, how)
+        with placing.transfers_allowed():
+            for into, name, sharding in direct:
+                into[name] = placing.on_devices(into[name], sharding)
+        for into, name in self._whole:
+            into[name] = placing.as_state(into[name], lists=lists)
 
 
 class _Run:
@@ -73,13 +119,16 @@ class _Run:
 
     Attributes:
         shapes: where a function gave another shape than the target's.
+        values: what was read and is not yet asked for, the next one last.
     """
 
     def __init__(self, reader: Any, cast: bool):
         self._reader, self._cast = reader, cast
+        self._on_device = reader.format is Format.ORBAX
+        self._targets = placing.Targets()
         self.shapes: list[ShapeDifference] = []
         self._asked: list[LeafHandle | Part] = []
-        self._values: list[Any] = []
+        self.values: list[Any] = []
         # Inputs of computations, by id: several may need one, and each is read, or computed, once.
         self._uses: Counter[int] = Counter()
         self._wishes: dict[int, placing.Wish] = {}
@@ -87,32 +136,26 @@ class _Run:
         self._given: dict[int, Any] = {}
         self._narrowed: list[str] = []
 
-    def plan(self, leaf: LeafHandle | Computed, source: Stored) -> placing.Wish | placing.Form | None:
+    def plan(self, leaf: LeafHandle | Computed, source: Stored) -> _How:
         """Notes what has to be read for a leaf of a source.
 
         Returns:
-            What `value` takes; None for what is in its final form as soon as it is read.
+            What `value` takes; a sharding, or None, for what only has to be placed, or is in its final form.
         """
         if isinstance(leaf, LeafHandle):
-            if not self._is_final(leaf, source):
-                return self._wish(leaf, source)
-            self._asked.append(leaf)
-            return None
+            # Most leaves are arrays that are not cast, so this is quick.
+            if leaf.kind is LeafKind.ARRAY and not (self._cast or source.cast or leaf.may_be):
+                how: _How = self._targets.simple(source.target, leaf.dtype, self._on_device or leaf.distributed)
+                if how is not placing.NOT_SIMPLE:
+                    self._asked.append(leaf)
+                    return how
+            return self._wish(leaf, source)
         self._plan_inputs(leaf)
-        on_device = self._reader.format is Format.ORBAX or any(handle.distributed for handle in leaf.handles)
+        on_device = self._on_device or any(handle.distributed for handle in leaf.handles)
         return placing.Form(source.target, self._cast or source.cast, on_device)
 
-    def _is_final(self, handle: LeafHandle, source: Stored) -> bool:
-        """True for arrays that are neither cast nor placed; most leaves of a msgpack file are, so this is quick."""
-        if handle.kind is not LeafKind.ARRAY or handle.may_be or self._cast or source.cast:
-            return False
-        if isinstance(source.target, jax.ShapeDtypeStruct):
-            return False
-        on_device = self._reader.format is Format.ORBAX or handle.distributed
-        return not isinstance(source.target, jax.Array) or not (on_device or placing.spans_processes(source.target))
-
     def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
-        on_device = self._reader.format is Format.ORBAX or handle.distributed
+        on_device = self._on_device or handle.distributed
         wish = placing.Wish(handle, placing.Form(source.target, self._cast or source.cast, on_device))
         self._asked.extend(wish.asked)
         if not self._cast and not source.cast and wish.narrowed is not None:
@@ -136,10 +179,10 @@ class _Run:
         if self._asked:
             once = {id(one): one for one in self._asked}
             values = self._reader.read(list(once.values()))
-            self._values = (
+            self.values = (
                 values if len(once) == len(self._asked) else self._for_each(dict(zip(once, values, strict=True)))
             )
-            self._values.reverse()
+            self.values.reverse()
 
     def _for_each(self, values: dict[int, Any]) -> list[Any]:
         """The values, with a copy for everyone but the first who asked for the same."""
@@ -160,7 +203,7 @@ class _Run:
                 shorten(self._narrowed),
             )
 
-    def value(self, path: Path, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form | None) -> Any:
+    def value(self, path: Path, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form) -> Any:
         """The value of a leaf that was planned, in its final form.
 
         Args:
@@ -168,11 +211,8 @@ class _Run:
             leaf: the leaf.
             how: what `plan` gave.
         """
-        if how is None:
-            return self._values.pop()
         if isinstance(how, placing.Wish):
-            # Popped, so that nothing but the result holds the bytes any longer.
-            return how.grant([self._values.pop() for _ in how.asked])
+            return how.grant([self.values.pop() for _ in how.asked])
         assert isinstance(leaf, Computed)  # it has no wish
         value = self._compute(leaf)
         if isinstance(value, np.generic) and hasattr(how.target, "shape"):
@@ -224,8 +264,8 @@ class _Run:
             return self._compute(one)
         if isinstance(one, Stored):
             wish = self._wishes.pop(id(one))
-            return wish.grant([self._values.pop() for _ in wish.asked])
-        return self._values.pop()
+            return wish.grant([self.values.pop() for _ in wish.asked])
+        return self.values.pop()
 
 
 def _is_of(result: np.ndarray[Any, Any], values: list[Any]) -> bool:

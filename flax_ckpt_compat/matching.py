@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
@@ -98,10 +98,17 @@ class _Matcher:
         for name, child in there.items():
             if name not in target.children:
                 self.leave(child, (*path, name))
+        if self.choose is not None:
+            return {name: self.child(there, name, child, path) for name, child in target.children.items()}
         return {
-            name: self.node(there.get(name, _Nothing.ABSENT), child, (*path, name))
+            name: Stored(found, child)
+            if type(found := there.get(name)) is LeafHandle and _has_shape(child, found)
+            else self.child(there, name, child, path)
             for name, child in target.children.items()
         }
+
+    def child(self, there: Mapping[str, Node], name: str, target: Node, path: Path) -> Any:
+        return self.node(there.get(name, _Nothing.ABSENT), target, (*path, name))
 
     def leaf(self, stored: Node, target: Any, path: Path) -> Any:
         if self.lenient and target is None:
@@ -147,6 +154,11 @@ def _kept(target: Node, why: str) -> Any:
     if not isinstance(target, Branch):
         return Kept(target, why)
     return {name: _kept(child, why) for name, child in target.children.items()}
+
+
+def _has_shape(target: Any, stored: LeafHandle) -> bool:
+    """Whether a stored array and a target's are of one shape; quick, for almost all leaves are such pairs."""
+    return stored.kind is LeafKind.ARRAY and getattr(target, "shape", None) == stored.shape
 
 
 def _differ(stored: LeafHandle | Computed, shape: tuple[int, ...]) -> bool:

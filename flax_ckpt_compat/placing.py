@@ -13,6 +13,50 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import ShapeMismatchError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, box_of, show_path
 
+# What only has to be put somewhere, or nowhere, is simple; this is all else.
+NOT_SIMPLE: Any = object()
+
+
+class Targets:
+    """Which arrays only have to be put where a target's leaf is, or nowhere; asks jax once a type and sharding."""
+
+    def __init__(self) -> None:
+        # True for jax's arrays, False for what says nothing about places, None for what may say more.
+        self._types: dict[type, bool | None] = {}
+        # Whether an array of it is on one device of this process, and whether this process sees all of it.
+        self._shardings: dict[Any, tuple[bool, bool]] = {}
+        self._held: dict[Any, bool] = {}
+
+    def simple(self, target: Any, dtype: Any, on_device: bool) -> Any:
+        """How an array that is not cast gets its final form.
+
+        Args:
+            target: the target's leaf, or None.
+            dtype: of the stored array.
+            on_device: see `Form`.
+
+        Returns:
+            The sharding of one device that it is put on, None where it stays in host memory, or `NOT_SIMPLE`.
+        """
+        kind = type(target)
+        if kind not in self._types:
+            may_say_more = isinstance(target, jax.ShapeDtypeStruct | jax.core.Tracer)
+            self._types[kind] = None if may_say_more else isinstance(target, jax.Array)
+        is_array = self._types[kind]
+        if not is_array:
+            return None if is_array is False else NOT_SIMPLE
+        sharding = target.sharding
+        if sharding not in self._shardings:
+            all_here = sharding.is_fully_addressable
+            self._shardings[sharding] = (all_here and len(sharding.device_set) == 1, all_here)
+        is_single, all_here = self._shardings[sharding]
+        if all_here and not on_device:
+            return None
+        if dtype not in self._held:
+            self._held[dtype] = _is_held(dtype)
+        simple = is_single and self._held[dtype] and isinstance(target.dtype, np.dtype)
+        return sharding if simple else NOT_SIMPLE
+
 
 class Form:
     """The form that a target's leaf wants a value in: dtype and place.
@@ -51,7 +95,8 @@ class Form:
         value = value.astype(self.dtype(value.dtype), copy=False)
         if self.sharding is None or not _is_held(value.dtype):
             return value
-        return _on_devices(value, self.sharding)
+        with transfers_allowed():
+            return on_devices(value, self.sharding)
 
 
 class Wish:
@@ -138,7 +183,8 @@ class Wish:
             return shards[_key(box_of(index, shape))]
 
         sharding: Any = self._form.sharding
-        return jax.make_array_from_callback(shape, sharding, shard)
+        with transfers_allowed():
+            return jax.make_array_from_callback(shape, sharding, shard)
 
     def _misfit(self) -> ShapeMismatchError:
         return misfit(show_path(self.handle.path), self.handle.shape, self._form, self.handle.reader.path)
@@ -168,10 +214,14 @@ def _sharding(target: Any) -> Any:
     return getattr(target, "sharding", None) if isinstance(target, (jax.Array, jax.ShapeDtypeStruct)) else None
 
 
-def _on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    if len(sharding.device_set) == 1 and sharding.is_fully_addressable:
-        # The array is ours alone, so the CPU backend may take over its memory.
-        return jax.device_put(value, sharding, may_alias=True)
+def transfers_allowed() -> Any:
+    """Within it jax may put arrays on devices: whoever forbids what happens unasked has asked for a restore."""
+    return jax.transfer_guard_host_to_device("allow")
+
+
+def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
+    """The array where the sharding says; the CPU backend may take over its memory."""
+    # For one device, too: half the time of jax.device_put.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 

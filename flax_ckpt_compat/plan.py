@@ -156,7 +156,8 @@ def _plan(opened: opening.Opened, works: Works) -> Plan:
     for name, work in works.items.items():
         item = (name,) if works.is_mapping else ()
         describe = _Describer(work, item)
-        for path, source, target in _pairs(work.match.sources, work.described, ()):
+        node = None if work.target is None else work.target.node
+        for path, source, target in _pairs(work.match.sources, node, ()):
             leaves.append(describe(path, source, target))
             needed.update(needs(source))
         leaves.extend(describe(path, Kept({}, "not in the checkpoint"), None) for path in sorted(work.match.empty))

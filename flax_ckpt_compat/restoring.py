@@ -115,19 +115,19 @@ def _carry_out(work: Work) -> Any:
         filled = _values(work, lists)
         return placing.as_stored(filled) if settings.structure == "stored" else placing.as_state(filled, lists=lists)
     try:
-        return _into_target(work, lists)
+        return _into_target(work, work.target, lists)
     except CheckpointError:
         raise
     except Exception:  # rules of other people's types may fail in any way
         if not work.own_rules:
             raise
     # Those rules do not know this structure: leaf by leaf, so that what is missing is told or kept.
-    return _into_target(work.without_own_rules(), lists)
+    return _into_target(work.without_own_rules(), work.target, lists)
 
 
-def _into_target(work: Work, lists: bool) -> Any:
-    _judge(work)
-    return state.rebuild(work.target, _values(work, lists))
+def _into_target(work: Work, target: state.Described, lists: bool) -> Any:
+    _judge(work, target)
+    return target.rebuild(_values(work, lists))
 
 
 def _values(work: Work, lists: bool) -> Any:
@@ -138,10 +138,10 @@ def _values(work: Work, lists: bool) -> Any:
     return values
 
 
-def _judge(work: Work) -> None:
+def _judge(work: Work, target: state.Described) -> None:
     """Applies the policies to what did not match."""
     match, path, policy = work.match, work.path, config.current().missing_leaves
-    idle = work.adaptation.idle_transforms(work.described)
+    idle = work.adaptation.idle_transforms(target.node)
     if idle:
         _log.warning("%s: transforms whose keys match no leaf of the target do nothing: %s", path, shorten(idle))
     if match.missing and work.adaptation.lenient:

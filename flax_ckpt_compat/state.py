@@ -22,6 +22,53 @@ _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, f
 _IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
 
 
+class Described:
+    """A user's tree and all that a restore has to know of it, from one look at its state dict.
+
+    Attributes:
+        tree: the user's tree.
+        node: its neutral tree, the leaves untouched.
+    """
+
+    def __init__(self, tree: Any):
+        """Looks at the tree.
+
+        Raises:
+            UnsupportedLeafError: two children of one node have the same name.
+        """
+        self.tree = tree
+        self._state = _state_dict(tree)
+        self.node = _describe(tree, self._state, ())
+
+    def nodes_with_own_rules(self) -> set[Path]:
+        """Key paths of the nodes whose type was registered with Flax by somebody else.
+
+        Such a type may read older states in its own way.
+        """
+        found: set[Path] = set()
+        # Types of leaves without rules of their own, which almost all nodes are of.
+        plain: set[type] = set()
+
+        def look(original: Any, state: Any, path: Path) -> None:
+            if _has_own_rules(original):
+                found.add(path)
+                return
+            entries = _entries(original, state, path)
+            if entries is None:
+                plain.add(type(original))
+                return
+            for name, child, value in entries:
+                if value is not child or type(child) not in plain:
+                    look(child, value, (*path, name))
+
+        look(self.tree, self._state, ())
+        return found
+
+    def rebuild(self, state: Any) -> Any:
+        """The user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
+        return serialization.from_state_dict(self.tree, _unexpand(self._state, state))
+
+
 def describe(target: Any) -> Node:
     """The neutral tree of a user's tree, its leaves untouched.
 
@@ -31,24 +78,6 @@ def describe(target: Any) -> Node:
     return _describe(target, _state_dict(target), ())
 
 
-def nodes_with_own_rules(target: Any) -> set[Path]:
-    """Key paths of the nodes whose type was registered with Flax by somebody else.
-
-    Such a type may read older states in its own way.
-    """
-    found: set[Path] = set()
-
-    def look(original: Any, state: Any, path: Path) -> None:
-        if _has_own_rules(original):
-            found.add(path)
-            return
-        for name, child, value in _entries(original, state, path) or ():
-            look(child, value, (*path, name))
-
-    look(target, _state_dict(target), ())
-    return found
-
-
 def _has_own_rules(node: Any) -> bool:
     plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
     return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)
@@ -56,7 +85,7 @@ def _has_own_rules(node: Any) -> bool:
 
 def rebuild(target: Any, state: Any) -> Any:
     """The user's tree with the leaves of ``state``: nested dicts with the structure of `describe`."""
-    return serialization.from_state_dict(target, _unexpand(_state_dict(target), state))
+    return Described(target).rebuild(state)
 
 
 def _state_dict(target: Any) -> Any:

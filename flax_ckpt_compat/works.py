@@ -26,7 +26,6 @@ class Work:
         path: of its file or directory, for messages.
         reader: of the checkpoint's tree.
         target: the user's tree, or None.
-        described: the target's neutral tree, or None.
         tree: the checkpoint's tree after the rules.
         match: what each leaf gets. Without a target, its sources are a tree like the checkpoint's.
         own_rules: the target's nodes that take whatever there is.
@@ -35,8 +34,7 @@ class Work:
 
     path: str
     reader: Any
-    target: Any
-    described: Node
+    target: state.Described | None
     tree: Node
     match: matching.Match
     own_rules: frozenset[Path]
@@ -49,14 +47,15 @@ class Work:
         if self.target is None or not (self.match.missing or self.match.shapes):
             return None
         try:
-            return suggesting.suggest(self.tree, self.described)
+            return suggesting.suggest(self.tree, self.target.node)
         except Exception:  # noqa: BLE001  (a guess that fails must not hide what is missing)
             _log.debug("no suggestion for %s", self.path, exc_info=True)
             return None
 
     def without_own_rules(self) -> Work:
         """The same, leaf by leaf also below nodes that have rules of their own."""
-        match = _match(self.tree, self.described, self.adaptation, frozenset())
+        assert self.target is not None  # only targets have rules
+        match = _match(self.tree, self.target.node, self.adaptation, frozenset())
         return dataclasses.replace(self, match=match, own_rules=frozenset())
 
 
@@ -73,18 +72,19 @@ def plan_tree(reader: Any, tree: Node, target: Any, adaptation: Adaptation, path
     Raises:
         TransformError, NameCollisionError: a rule or transform that does not fit.
     """
-    described = None if target is None else state.describe(target)
-    return _decide(reader, adaptation.through_rules(tree, described, path), target, described, adaptation, path)
+    described = None if target is None else state.Described(target)
+    node = None if described is None else described.node
+    return _decide(reader, adaptation.through_rules(tree, node, path), described, adaptation, path)
 
 
-def _decide(reader: Any, tree: Node, target: Any, described: Node, adaptation: Adaptation, path: str) -> Work:
+def _decide(reader: Any, tree: Node, target: state.Described | None, adaptation: Adaptation, path: str) -> Work:
     """Decides where rules have been applied."""
     if target is None:
         match = matching.Match(sources=map_leaves(lambda _, leaf: Stored(leaf, None), tree))
-        return Work(path, reader, target, described, tree, match, frozenset(), adaptation)
-    own_rules = frozenset(state.nodes_with_own_rules(target))
-    match = _match(tree, described, adaptation, own_rules)
-    return Work(path, reader, target, described, tree, match, own_rules, adaptation)
+        return Work(path, reader, target, tree, match, frozenset(), adaptation)
+    own_rules = frozenset(target.nodes_with_own_rules())
+    match = _match(tree, target.node, adaptation, own_rules)
+    return Work(path, reader, target, tree, match, own_rules, adaptation)
 
 
 def _match(tree: Node, described: Node, adaptation: Adaptation, own_rules: frozenset[Path]) -> matching.Match:
@@ -133,12 +133,13 @@ def _item(opened: opening.Opened, name: str, target: Any, adaptation: Adaptation
 
 def _items(opened: opening.Opened, targets: Mapping[str, Any], adaptation: Adaptation) -> dict[str, Work]:
     """The works of several items; rules see them as one tree, whose first names are those of the items."""
-    described = {name: state.describe(part) for name, part in targets.items() if part is not None}
+    described = {name: state.Described(part) for name, part in targets.items() if part is not None}
     trees: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
     if adaptation.rules:
-        trees = adaptation.through_rules(trees, Branch(described) if described else None, opened.path)
+        nodes = {name: part.node for name, part in described.items()}
+        trees = adaptation.through_rules(trees, Branch(nodes) if nodes else None, opened.path)
     works = {}
-    for name, target in targets.items():
+    for name in targets:
         reader, path = opened.reader(name), opened.items[name].path
         if name not in opened.trees:
             # Neither a target nor a rule says anything about a JSON item, which is restored as it is.
@@ -146,7 +147,7 @@ def _items(opened: opening.Opened, targets: Mapping[str, Any], adaptation: Adapt
             continue
         tree = trees.children.get(name, Branch({})) if isinstance(trees, Branch) else Branch({})
         across = _Across(reader, path) if adaptation.rules else reader
-        works[name] = _decide(across, tree, target, described.get(name), adaptation, path)
+        works[name] = _decide(across, tree, described.get(name), adaptation, path)
     return works
 
 

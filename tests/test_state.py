@@ -168,6 +168,8 @@ def test_abstract_targets_are_described() -> None:
 def test_types_with_own_rules() -> None:
     """Only types that somebody else registered with Flax restore by rules that we do not know, wherever they are."""
     tree = {"a": [Serialized(Serialized(1))], "o": collections.OrderedDict(x=Serialized(1)), "f": Fields(Serialized(1))}
-    assert state.nodes_with_own_rules(tree) == {("a", "0"), ("o", "x"), ("f", "first")}
+    assert state.Described(tree).nodes_with_own_rules() == {("a", "0"), ("o", "x"), ("f", "first")}
+    mixed = {"a": 1, "b": Serialized(1), "c": 1, "d": Serialized(1), "e": {"f": 1}}
+    assert state.Described(mixed).nodes_with_own_rules() == {("b",), ("d",)}
     for plain in ({}, [], (), Fields(1), Pair(1, 2), core.freeze({}), optax.EmptyState(), np.ones(1), jnp.ones(1)):
-        assert state.nodes_with_own_rules({"a": plain}) == set()
+        assert state.Described({"a": plain}).nodes_with_own_rules() == set()

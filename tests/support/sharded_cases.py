@@ -125,6 +125,20 @@ def chunk_keys(path: str) -> dict[str, list[str]]:
 
 
 @case
+def no_implicit_transfers(folder: Path) -> None:
+    """Restoring onto a mesh, the same or another, works under a guard against transfers that nobody asked for."""
+    tree = small_tree()
+    for flag in (False, True):
+        flax.config.update("flax_use_orbax_checkpointing", flag)
+        checkpoints.save_checkpoint(folder, tree, int(flag))
+        target = {n: jax.device_put(a, NamedSharding(other_mesh(), P("b"))) for n, a in tree.items()} if flag else tree
+        with jax.transfer_guard("disallow"):
+            restored = checkpoints.restore_checkpoint(folder, target, step=int(flag))
+        for name, array in tree.items():
+            np.testing.assert_array_equal(restored[name], array)
+
+
+@case
 def each_shard_is_written_once(folder: Path) -> None:
     """As many chunks as distinct shards, of their shape, and both metadata files say so."""
     path = save(folder, small_tree())
