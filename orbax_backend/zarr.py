@@ -58,6 +58,8 @@ _V3_NAMES = _NAMED | frozenset(
     ]
 )
 _COMPRESSED_CHUNK_BYTES = 32 << 20
+# A chunk lies in one file, and object stores take no more than 5 GiB at once.
+_PLAIN_CHUNK_BYTES = 2 << 30
 _MAX_RANK = 32  # TensorStore's and (about) numpy's
 
 
@@ -115,8 +117,9 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
 def chunk_shape(shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
     """How an array is cut into chunks.
 
-    Plain parts are one chunk each, which is read straight into its place. Compressed ones are cut along their
-    first axes, so that several threads work on one, and because blosc takes no more than 2 GiB.
+    Plain parts of up to 2 GiB are one chunk each, which is read straight into its place. Larger ones and compressed
+    ones are cut along their first axes: for stores, so that several threads work on one, and because blosc takes no
+    more than 2 GiB.
 
     Args:
         shape: of the whole array.
@@ -126,9 +129,14 @@ def chunk_shape(shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, co
     """
     # A chunk cannot have an empty side, so an array without elements has chunks that it never stores.
     chunks = [max(1, length) for length in part]
-    for axis in range(len(chunks) if compressed else 0):
-        parts = -(-math.prod(chunks) * itemsize // _COMPRESSED_CHUNK_BYTES)
+    limit = _COMPRESSED_CHUNK_BYTES if compressed else _PLAIN_CHUNK_BYTES
+    for axis in range(len(chunks)):
+        parts = -(-math.prod(chunks) * itemsize // limit)
+        if parts < 2:
+            break
         wanted = max(1, chunks[axis] // parts)
+        # The last chunk is stored whole, so all are about as long.
+        wanted = -(-chunks[axis] // -(-chunks[axis] // wanted))
         chunks[axis] = wanted if part[axis] == shape[axis] else _divisor(chunks[axis], wanted)
     return chunks
 
