@@ -189,6 +189,10 @@ class JsonReader:
         """The values of these handles; there are no arrays, so no parts."""
         return [handle.where for handle in handles if isinstance(handle, LeafHandle)]
 
+    def sharding_of(self, name: str) -> None:  # noqa: ARG002  (nothing is an array)
+        """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
+        return
+
     def close(self) -> None:
         """Nothing is open."""
 

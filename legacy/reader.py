@@ -48,6 +48,10 @@ class MsgpackReader:
         """Closes the file; values read before stay valid."""
         self._source.close()
 
+    def sharding_of(self, name: str) -> None:  # noqa: ARG002  (the format keeps none)
+        """See `Reader.sharding_of`."""
+        return
+
     def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
         """See `Reader.read`. Only the bytes of these leaves are read."""
         return parts.read(handles, self._read)

@@ -7,6 +7,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.tree import Branch, Container, Path, show_path
 
+from .aggregate import Keys
 from .json_files import corrupt
 from .marks import Marks
 from .metadata import METADATA, SEQUENCE_KEY
@@ -30,13 +31,21 @@ def build_tree(structure: Structure, leaves: list[Any]) -> Any:
         return _with_mark(leaves[0], (), structure.marks)
     root = Branch({})
     kinds: dict[int, int] = {}
+    # The leaves of one branch mostly follow one another.
+    above: Keys | None = None
+    branch = root
     for entry, leaf in zip(structure.entries, leaves, strict=True):
-        _insert(root, entry, leaf, kinds, file)
+        keys = entry.keys
+        if keys and keys[:-1] == above and keys[-1][0] not in branch.children and keys[-1][1] == kinds[id(branch)]:
+            branch.children[keys[-1][0]] = leaf
+        else:
+            branch, above = _insert(root, entry, leaf, kinds, file), keys[:-1]
     _finish(root, (), kinds, structure.marks, file)
     return root
 
 
-def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], file: str) -> None:
+def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], file: str) -> Branch:
+    """Puts in a leaf and the branches above it, and returns the one that it is in."""
     node: Any = root
     shown = show_path(entry.path)
     for depth, (name, kind) in enumerate(entry.keys):
@@ -46,10 +55,9 @@ def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], fi
             if name in node.children:
                 raise corrupt(file, f"the leaf {shown!r} is listed twice, or is a leaf and a branch at once")
             node.children[name] = leaf
-        else:
-            node = node.children.setdefault(name, Branch({}))
-    if not entry.keys:
-        raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
+            return node
+        node = node.children.setdefault(name, Branch({}))
+    raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
 
 
 def _finish(branch: Branch, path: Path, kinds: dict[int, int], marks: Marks | None, file: str) -> None:
@@ -67,7 +75,7 @@ def _finish(branch: Branch, path: Path, kinds: dict[int, int], marks: Marks | No
     for name, child in branch.children.items():
         if isinstance(child, Branch) and child.children:
             _finish(child, (*path, name), kinds, marks, file)
-        else:
+        elif child is None or isinstance(child, Branch):  # what has no values is all that marks tell more about
             branch.children[name] = _with_mark(child, (*path, name), marks)
     _with_mark(branch, path, marks)
 

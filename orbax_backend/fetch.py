@@ -19,6 +19,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from . import grid, plain, remote
 from .grid import Box
 from .index import Extent, Index, Place, Present
+from .inline import take_inline
 from .jobs import Job, Request, by_chunk, show
 from .names import key_prefix
 from .plain import Copy, Piece, in_threads
@@ -50,6 +51,13 @@ class Fetcher:
             CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
             StorageError: the file system refused.
         """
+        arrays: list[Any] = [None] * len(jobs)
+        rest = take_inline(self._index, jobs, arrays)
+        for number, array in zip(rest, self._fetch([jobs[number] for number in rest]), strict=True):
+            arrays[number] = array
+        return arrays
+
+    def _fetch(self, jobs: Sequence[Job]) -> list[_Array]:
         extents: list[tuple[Job, Extent]] = []
         located = [self._locate(job, extents) for job in jobs]
         self._check_inside(extents)

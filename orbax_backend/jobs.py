@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.tree import Path, show_path
+
 from . import grid
 from .grid import Box
 from .index import Place
@@ -15,14 +17,19 @@ from .plain import Copy
 from .zarr import ArrayInfo
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Job:
     """One array to read, or a box of it: its stored name, metadata, and key path for messages."""
 
     name: str
     info: ArrayInfo
-    shown: str
+    path: Path
     box: Box | None = None
+
+    @property
+    def shown(self) -> str:
+        """The key path as people read it."""
+        return show_path(self.path)
 
     @property
     def region(self) -> Box:

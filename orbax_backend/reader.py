@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
 from .assemble import build_tree
 from .decode import Decoder, kinds_of, make_decoder
 from .fetch import Fetcher
+from .grid import Box
 from .index import Index, open_index
 from .items import implementation
 from .jobs import Job
@@ -47,26 +47,38 @@ _KEY_WIDTHS = (2, 4)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Where:
-    """How to read a leaf that is stored as an array; a text is there since the opening."""
+    """How to read a leaf that is stored as an array; leaves of one type share it. A text is there since the opening.
 
-    job: Job
+    Attributes:
+        info: the metadata of the array.
+        decoder: makes the leaf of the array.
+        is_plain: the array is the leaf.
+        handle: kind, shape, dtype and size of a leaf, and what else it may have been: see `LeafHandle`.
+    """
+
+    info: ArrayInfo
     decoder: Decoder
+    is_plain: bool
+    handle: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int, frozenset[LeafKind]]
+
+    def job(self, handle: LeafHandle, index: Box | None) -> Job:
+        """What to read for a leaf, or a box of it."""
+        if index is not None:
+            # A dtype that the format lacks is stored with an axis more.
+            index = (*index, *grid.whole(self.info.shape[len(index) :]))
+        return Job(handle.name, self.info, handle.path, index)
 
 
-def _place(wanted: LeafHandle | Part) -> Any:
-    """How to read what is wanted."""
-    if isinstance(wanted, LeafHandle):
-        return wanted.where
-    where = wanted.handle.where
-    if isinstance(where, LeafHandle):
-        return Part(where, wanted.index)
-    # A dtype that the format lacks is stored with an axis more.
-    inner = grid.whole(where.job.info.shape[len(wanted.index) :])
-    return dataclasses.replace(where, job=dataclasses.replace(where.job, box=(*wanted.index, *inner)))
+def _within(handle: LeafHandle, index: Box | None) -> LeafHandle | Part:
+    return handle if index is None else Part(handle, index)
 
 
 class OrbaxReader:
-    """One open directory; see `flax_ckpt_compat._core.backend.Reader`."""
+    """One open directory; see `flax_ckpt_compat._core.backend.Reader`.
+
+    Arrays up to 4 KiB that lie in the database's own nodes and are read together share blocks of memory of up to
+    256 KiB, each in its own aligned part.
+    """
 
     format = Format.ORBAX
     _closed = False
@@ -77,7 +89,7 @@ class OrbaxReader:
         self._index = index
         self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
         self._aggregate = structure.aggregate
-        self._parse = functools.lru_cache(maxsize=None)(parse_array_metadata)
+        self._known: dict[Any, _Where] = {}
         try:
             self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
         except RecursionError as error:
@@ -87,12 +99,16 @@ class OrbaxReader:
         """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
         if self._closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
-        places = [_place(handle) for handle in handles]
-        jobs = [where.job for where in places if isinstance(where, _Where)]
-        inner = [where for where in places if isinstance(where, LeafHandle | Part)]
+        asked = [(one, None) if isinstance(one, LeafHandle) else (one.handle, one.index) for one in handles]
+        jobs = [handle.where.job(handle, index) for handle, index in asked if isinstance(handle.where, _Where)]
+        inner = [_within(handle.where, index) for handle, index in asked if isinstance(handle.where, LeafHandle)]
         arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
         aggregated = iter(self._aggregate.read(inner) if self._aggregate is not None else ())
-        return [self._value(where, arrays, aggregated) for where in places]
+        return [self._value(handle, arrays, aggregated) for handle, _ in asked]
+
+    def sharding_of(self, name: str) -> str | None:
+        """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
+        return self._structure.shardings.get(name)
 
     def close(self) -> None:
         """Ends reading, as for files; between reads nothing but the msgpack file of old releases is open."""
@@ -100,10 +116,11 @@ class OrbaxReader:
         if self._aggregate is not None:
             self._aggregate.close()
 
-    def _value(self, where: Any, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
+    def _value(self, handle: LeafHandle, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
+        where = handle.where
         if isinstance(where, _Where):
-            return self._decode(where, next(arrays))
-        return next(aggregated) if isinstance(where, LeafHandle | Part) else where
+            return next(arrays) if where.is_plain else self._decode(handle, where.decoder, next(arrays))
+        return next(aggregated) if isinstance(where, LeafHandle) else where
 
     def _node(self, entry: LeafEntry) -> Node:
         # A value in the msgpack file overrides the arrays, as in real Orbax.
@@ -112,21 +129,40 @@ class OrbaxReader:
             return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
         if entry.value_type in _EMPTY:
             return _EMPTY[entry.value_type]()
-        shown = show_path(entry.path)
         if entry.skipped:
-            raise self._corrupt(shown, f"its value should be in the msgpack file {AGGREGATE!r}, which lacks it")
-        mark = (self._structure.marks.leaves.get(entry.name) if self._structure.marks else None) or LeafMark()
+            raise self._corrupt(
+                show_path(entry.path), f"its value should be in the msgpack file {AGGREGATE!r}, which lacks it"
+            )
         if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._is_text(entry)):
             text = self._structure.text(entry)
             return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
-        return self._array_handle(entry, mark, shown)
+        return self._array_handle(entry)
 
     def _is_text(self, entry: LeafEntry) -> bool:
         return self._structure.strings is not None and self._metadata_of(entry) is None
 
-    def _array_handle(self, entry: LeafEntry, mark: LeafMark, shown: str) -> LeafHandle:
-        info = self._array_info(entry, shown)
-        may_be: frozenset[LeafKind] = frozenset()
+    def _array_handle(self, entry: LeafEntry) -> LeafHandle:
+        found = self._metadata_of(entry)
+        if found is None:
+            key = key_prefix(entry.name) + _ARRAY_FILES[self._structure.zarr3]
+            raise self._corrupt(show_path(entry.path), f"its metadata {key!r} is missing")
+        mark = self._structure.marks.leaves.get(entry.name) if self._structure.marks else None
+        of_release = self._value_type(entry) if self._structure.marks is None else None
+        known = (found[1:], entry.value_type, of_release, mark, self._structure.key_impls.get(entry.name))
+        where = self._known.get(known)
+        if where is None:
+            where = self._known[known] = self._where(entry, found, mark or LeafMark())
+        kind, shape, dtype, nbytes, may_be = where.handle
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, False, may_be)
+
+    def _where(self, entry: LeafEntry, found: tuple[str, bytes, bool], mark: LeafMark) -> _Where:
+        """How to read a leaf, by the metadata of its array."""
+        key, text, zarr3 = found
+        shown, may_be = show_path(entry.path), frozenset[LeafKind]()
+        try:
+            info = parse_array_metadata(text, zarr3)
+        except ValueError as error:
+            raise self._corrupt(shown, f"{key!r}: {error}") from error
         if self._structure.marks is None:
             kind, may_be = kinds_of(self._value_type(entry), info)
             mark = LeafMark(kind if kind is not LeafKind.ARRAY else None)
@@ -140,25 +176,23 @@ class OrbaxReader:
         if decoder.text is not None:
             dtype = np.dtype(decoder.text)
         typed = decoder.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
-        where = _Where(Job(entry.name, info, shown), decoder)
-        handle = self._handle(entry, decoder.kind, shape, dtype if typed else None, decoder.nbytes, where)
-        handle.may_be = may_be
-        return handle
+        is_plain = decoder.kind is LeafKind.ARRAY and decoder.dtype == info.dtype
+        described = (decoder.kind, shape, dtype if typed else None, decoder.nbytes, may_be)
+        return _Where(info, decoder, is_plain, described)
 
     def _value_type(self, entry: LeafEntry) -> str:
         # From 0.4.0 on a sharding is stored of just the jax arrays.
         is_jax_array = entry.value_type == UNKNOWN and entry.name in self._structure.shardings
         return JAX_ARRAY if is_jax_array else entry.value_type
 
-    def _decode(self, where: _Where, array: Any) -> Any:
+    def _decode(self, handle: LeafHandle, decoder: Decoder, array: Any) -> Any:
         try:
-            return where.decoder.decode(array)
+            return decoder.decode(array)
         except ValueError as error:
-            raise self._corrupt(where.job.shown, f"its text is no UTF-8 ({error})") from error
+            raise self._corrupt(show_path(handle.path), f"its text is no UTF-8 ({error})") from error
 
     def _handle(self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, where: Any) -> LeafHandle:
-        sharding = self._structure.shardings.get(entry.name)
-        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, sharding)
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where)
 
     def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
         impl = self._structure.key_impls.get(entry.name)
@@ -171,17 +205,6 @@ class OrbaxReader:
                 f"'unsafe_rbg' looks like: for that one wrap jax.random.key_data anew"
             )
         return impl
-
-    def _array_info(self, entry: LeafEntry, shown: str) -> ArrayInfo:
-        found = self._metadata_of(entry)
-        if found is None:
-            key = key_prefix(entry.name) + _ARRAY_FILES[self._structure.zarr3]
-            raise self._corrupt(shown, f"its metadata {key!r} is missing")
-        key, text, zarr3 = found
-        try:
-            return self._parse(text, zarr3)
-        except ValueError as error:
-            raise self._corrupt(shown, f"{key!r}: {error}") from error
 
     def _metadata_of(self, entry: LeafEntry) -> tuple[str, bytes, bool] | None:
         """Key and text of the metadata of an array, and whether it is of zarr v3."""

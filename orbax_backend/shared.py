@@ -160,7 +160,7 @@ def _check_array(path: str, index: Index, name: str, stored: Stored, shown: str,
     if text is None:
         raise _incomplete(path, shown, "its metadata is missing, which process 0 writes")
     info = parse_array_metadata(text, zarr3=False)
-    for cell, _ in Job(name, info, shown).cells():
+    for cell, _ in Job(name, info, ()).cells():
         place = index.find(prefix + info.chunk_key(cell))
         if place is None:
             raise _incomplete(path, shown, f"{_whose(stored, cell, info.chunks)} is missing")

@@ -21,7 +21,7 @@ from .aggregate import AGGREGATE, Aggregate, Keys
 from .index import MANIFEST, holds_array, process_databases, stays_inside
 from .items import ARRAY, holds_array_folder, is_single_array, is_typed_key
 from .json_files import corrupt, read_json
-from .leaves import STRING
+from .leaves import JAX_ARRAY, STRING
 from .marks import Marks, parse_marks
 from .metadata import ARRAY_METADATAS, DICT_KEY, METADATA, SEQUENCE_KEY, SHARDING, STEP_METADATA, STRINGS
 from .names import pointer_tokens, stored_name
@@ -32,7 +32,7 @@ UNKNOWN = "unknown"
 _DATABASE_FILE = re.compile("[0-9a-f]{32}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen, which makes it thrice as slow to make
 class LeafEntry:
     """One leaf or empty node of the stored tree, as ``_METADATA`` or, without one, the msgpack file has it.
 
@@ -64,8 +64,8 @@ class Structure:
         fills_missing: chunks that equal the fill value were not stored.
         marks: ours, or None in a checkpoint that others wrote.
         strings: content of ``_strings.json``, or None.
-        shardings: JSON text by name.
-        key_impls: PRNG implementation, or None for plain arrays, by the name of every array that the files list.
+        key_impls: PRNG implementation, or None for plain arrays, by the name of every array that the files list; not
+            read where our marks tell.
         is_single_array: it is the item of one array, without a tree.
         is_typed_key: that array is the data of a typed PRNG key.
         aggregate: the msgpack file that old releases wrote, or None.
@@ -78,11 +78,18 @@ class Structure:
     fills_missing: bool
     marks: Marks | None
     strings: dict[str, Any] | None
-    shardings: dict[str, str]
     key_impls: dict[str, str | None]
     is_single_array: bool
     is_typed_key: bool
     aggregate: Aggregate | None
+    _shardings: dict[str, str] | None = None
+
+    @property
+    def shardings(self) -> dict[str, str]:
+        """JSON text of each array's sharding by name; the file is read when that is first asked for."""
+        if self._shardings is None:
+            self._shardings = read_shardings(self.path, {entry.name for entry in self.entries})
+        return self._shardings
 
     def text(self, entry: LeafEntry) -> str:
         """The text of a string leaf.
@@ -123,6 +130,7 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         # Releases before 0.11.31 did not say it (history of Orbax).
         use_ocdbt = _holds_database(path)
     entries = _parse_entries(file, metadata) if metadata is not None else _entries_without(path, aggregate, use_ocdbt)
+    marks = parse_marks((metadata or {}).get("custom_metadata"), file)
     has_array = [entry.keys for entry in entries] == [((ARRAY, DICT_KEY),)] and aggregate is None
     return Structure(
         path=path,
@@ -130,10 +138,9 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         use_ocdbt=use_ocdbt,
         zarr3=(metadata or {}).get("use_zarr3") is True,
         fills_missing=(metadata or {}).get("store_array_data_equal_to_fill_value") is not True,
-        marks=parse_marks((metadata or {}).get("custom_metadata"), file),
+        marks=marks,
         strings=_read_strings(path, entries),
-        shardings=read_shardings(path, {entry.name for entry in entries}),
-        key_impls=_read_key_impls(path),
+        key_impls={} if marks is not None else _read_key_impls(path, entries),
         is_single_array=has_array and (metadata is None or is_single_array(path, metadata, use_ocdbt)),
         is_typed_key=has_array and is_typed_key(path),
         aggregate=aggregate,
@@ -195,24 +202,29 @@ def _without_metadata(path: str) -> Exception:
 
 def _parse_entry(file: str, key: str, entry: Any) -> LeafEntry:
     try:
-        keys = tuple((part["key"], part["key_type"]) for part in entry["key_metadata"])
+        keys = tuple([(part["key"], part["key_type"]) for part in entry["key_metadata"]])
         value = entry["value_metadata"]
         value_type, skipped = value["value_type"], value.get("skip_deserialize", False)
         has_write_shape = value.get("write_shape") is not None
     except (KeyError, TypeError, AttributeError) as error:
         raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
-    valid = all(isinstance(name, str) and kind in (SEQUENCE_KEY, DICT_KEY) for name, kind in keys)
-    if not valid or not isinstance(value_type, str):
+    for name, kind in keys:
+        if type(name) is not str or kind not in (SEQUENCE_KEY, DICT_KEY):
+            raise corrupt(file, f"the entry {key} has unknown keys or types")
+    if type(value_type) is not str:
         raise corrupt(file, f"the entry {key} has unknown keys or types")
-    path = tuple(name for name, _ in keys)
+    path = tuple([name for name, _ in keys])
     return LeafEntry(keys, path, stored_name(path), value_type, bool(skipped), has_write_shape)
 
 
-def _read_key_impls(path: str) -> dict[str, str | None]:
-    """Every process lists all arrays, so any one file is enough."""
+def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None]:
+    """Every process lists all arrays, so any one whole file is enough."""
     directory = os.path.join(path, ARRAY_METADATAS)
     impls: dict[str, str | None] = {}
+    listed = {entry.name for entry in entries if entry.value_type == JAX_ARRAY and not entry.skipped}
     for name in sorted(paths.listdir(directory)) if paths.isdir(directory) else ():
+        if listed and listed <= impls.keys():
+            break
         file = os.path.join(directory, name)
         try:
             for one in (read_json(directory, name) or {})["array_metadatas"]:

@@ -51,7 +51,6 @@ class LeafHandle:
         name: the name it is stored under, in the format's own terms.
         reader: whose `read` understands `where`.
         where: private to the backend.
-        sharding: the sharding as saved, in Orbax's JSON text, or None.
         may_be: other kinds that the writer's release stored in just this way; a target's leaf of one of them decides.
         distributed: saved from several processes into a folder of its own beside the msgpack file (Flax's ``_gda``).
     """
@@ -64,9 +63,13 @@ class LeafHandle:
     name: str
     reader: Reader = dataclasses.field(repr=False)
     where: Any = dataclasses.field(repr=False)
-    sharding: str | None = None
     distributed: bool = False
     may_be: frozenset[LeafKind] = frozenset()
+
+    @property
+    def sharding(self) -> str | None:
+        """The sharding as saved, in Orbax's JSON text, or None; looked up when asked for."""
+        return self.reader.sharding_of(self.name)
 
     def read(self) -> Any:
         """The value, in host memory that the caller owns and may write to."""
@@ -113,6 +116,10 @@ class Reader(Protocol):
             CorruptCheckpointError: bytes are missing, truncated or do not decode; names the leaf.
             StorageError: the file system refused.
         """
+        ...
+
+    def sharding_of(self, name: str) -> str | None:
+        """The sharding that the leaf of this name was saved with, in Orbax's JSON text, or None."""
         ...
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,26 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def packed(
+    wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]],
+) -> list[np.ndarray[Any, Any]]:
+    """Small arrays in one piece of memory, each on a 64-byte boundary in a part of its own.
+
+    Args:
+        wanted: shape, dtype and bytes of each.
+    """
+    room = sum([len(data) for _, _, data in wanted]) + ALIGNMENT * len(wanted)
+    memory = empty((room,), np.dtype(np.uint8))
+    view, at = memory.data, 0
+    arrays = []
+    for shape, dtype, data in wanted:
+        size = len(data)
+        view[at : at + size] = data
+        arrays.append(np.ndarray(shape, dtype, memory, at))
+        at += size + -size % ALIGNMENT
+    return arrays
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
