@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from flax_ckpt_compat._core import stores
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 
-_MOST_KEPT = 16 * 2**20  # bytes
+_MOST_KEPT = 64 * 2**20  # bytes
 
 
 class Steps(NamedTuple):
@@ -22,12 +22,14 @@ class Steps(NamedTuple):
         tiny: behind a large array; 0 for no less than elsewhere.
         least: after any other jump.
         most: after growing.
+        through: bytes of an array that are read on over, and not skipped, because asking anew takes longer.
     """
 
     first: int
     tiny: int
     least: int
     most: int
+    through: int
 
 
 class Source(Protocol):
@@ -60,6 +62,10 @@ class Source(Protocol):
         """Reads into memory and returns how many bytes; 0 only at the end."""
         ...
 
+    def holds(self, offset: int, length: int) -> bool:
+        """Whether these bytes are in memory already."""
+        ...
+
     def close(self) -> None:
         """Lets go of it."""
         ...
@@ -70,7 +76,7 @@ class File:
 
     # Behind a large array most often lies just the header of the next one: whoever wants one leaf of a large file
     # reads little more than that leaf.
-    steps = Steps(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10)
+    steps = Steps(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10, through=0)
     # Two more than processors: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
     is_near = True
@@ -98,6 +104,10 @@ class File:
         """See `Source.read_into`."""
         return os.preadv(self._fd, [target], offset)
 
+    def holds(self, offset: int, length: int) -> bool:  # noqa: ARG002
+        """See `Source.holds`."""
+        return False
+
     def close(self) -> None:
         """Closes the file."""
         self._closer()
@@ -107,8 +117,9 @@ class File:
 class StoredObject:
     """An object of a store."""
 
-    # A request takes as long as reading some 100 KB, so tiny ones, which often are not enough, do not pay.
-    steps = Steps(first=64 * 2**10, tiny=0, least=8 * 2**10, most=2**20)
+    # A request takes as long as reading 1 MiB or more, so tiny ones, which often are not enough, do not pay, nor does
+    # one for each of many arrays that lie behind one another, of which none tells where the next one begins.
+    steps = Steps(first=64 * 2**10, tiny=0, least=8 * 2**10, most=4 * 2**20, through=256 * 2**10)
     threads = 16
     is_near = False
 
@@ -136,20 +147,32 @@ class StoredObject:
             self._room -= len(found)
         return found
 
-    def _is_kept(self, offset: int, length: int) -> bytes | None:
-        """These bytes, if they were read before."""
-        index = bisect.bisect_right(self._offsets, offset) - 1
-        if index < 0:
-            return None
-        start = offset - self._offsets[index]
-        found = self._kept[index][start : start + length]
-        return found if len(found) == length else None
+    def holds(self, offset: int, length: int) -> bool:
+        """See `Source.holds`."""
+        return self._kept_parts(offset, length) is not None
+
+    def _kept_parts(self, offset: int, length: int) -> list[memoryview] | None:
+        """These bytes, if all of them were read before."""
+        parts = []
+        while length:
+            index = bisect.bisect_right(self._offsets, offset) - 1
+            start = offset - self._offsets[index] if index >= 0 else 0
+            part = memoryview(self._kept[index] if index >= 0 else b"")[start : start + length]
+            if not part:
+                return None
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """See `Source.read_into`."""
-        found = self._is_kept(offset, len(target)) or self._object.read(offset, offset + len(target))
-        target[: len(found)] = found
-        return len(found)
+        at = 0
+        for part in self._kept_parts(offset, len(target)) or [
+            memoryview(self._object.read(offset, offset + len(target)))
+        ]:
+            target[at : at + len(part)] = part
+            at += len(part)
+        return at
 
     def close(self) -> None:
         """Forgets what was kept."""

@@ -30,6 +30,7 @@ class Window:
         "_smallest",
         "_source",
         "_step",
+        "_through",
         "_tiny",
         "at",
         "base",
@@ -41,7 +42,7 @@ class Window:
 
     def __init__(self, source: Source):
         self._source = source
-        self._step, self._tiny, self._smallest, self._largest = source.steps
+        self._step, self._tiny, self._smallest, self._largest, self._through = source.steps
         self._step //= 2  # the first refill doubles it
         self.path = source.path
         self.size = source.size
@@ -50,9 +51,9 @@ class Window:
         self.fresh_until = -1
 
     def refill(self) -> None:
-        """Moves the window to the current position; small steps after a jump, growing ones without."""
+        """Moves the window to the current position; small steps after a jump that pays, growing ones without."""
         skipped = self.at - len(self.data)
-        self._step = self._smallest if skipped > 0 else min(self._step * 2, self._largest)
+        self._step = self._smallest if skipped > self._through else min(self._step * 2, self._largest)
         self.base += self.at
         self.at = 0
         if skipped > _WORTH_SKIPPING and self.size - self.base > self._tiny > 0:
