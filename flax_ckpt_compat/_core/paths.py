@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core import files, store_commits, stores
+from flax_ckpt_compat._core import files, store_commits, store_uploads, stores
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.store_errors import missing
 from flax_ckpt_compat._core.stores import is_url as is_url
@@ -132,6 +132,7 @@ def publish(temporary: str, path: str, *, new: bool = False) -> None:
         new: in a store, another checkpoint that has this name by now is not replaced.
     """
     if is_url(path):
+        store_uploads.check_sizes(temporary, path)  # before anything there is touched
         store_commits.publish(temporary, path, new=new)
     else:
         files.publish(temporary, path)

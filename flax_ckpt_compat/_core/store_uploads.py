@@ -54,7 +54,7 @@ def upload(directory: str, url: str, names: Collection[str], shared: Callable[[s
         The names that another writer has taken.
 
     Raises:
-        StorageError: the store refused, or a file is too large for one request.
+        StorageError: the store refused.
     """
     taken: list[str] = []
 
@@ -78,10 +78,9 @@ def upload_file(path: str, url: str, *, new: bool = False) -> bool:
         Whether it was written; False is for ``new`` alone.
 
     Raises:
-        StorageError: the store refused, or the file is too large for one request.
+        StorageError: the store refused.
     """
     nbytes = os.path.getsize(path)
-    check_size(url, nbytes)
     if nbytes < _MAPPED_FROM:
         with open(path, "rb") as file:
             data = file.read()
@@ -96,14 +95,27 @@ def upload_file(path: str, url: str, *, new: bool = False) -> bool:
     return _written_new(url, content, lambda: _start_new(url, content))
 
 
-def check_size(url: str, nbytes: int) -> None:
-    """Refuses an object that no store takes."""
-    if nbytes > MAX_OBJECT:
-        raise StorageError(
-            f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; save in "
-            "Orbax's format, which is many objects",
-            path=url,
+def check_sizes(path: str, url: str) -> None:
+    """Refuses a local file or directory of which one file is more than any store takes in one object.
+
+    Args:
+        path: local.
+        url: of the checkpoint it is to be.
+    """
+    if os.path.isdir(path):
+        remedy = (
+            "one shard of an array is too large and cannot be cut evenly: give the array a sharding of smaller ones"
         )
+        for name in names_in(path):
+            _check_size(f"{url}/{name}", os.path.getsize(os.path.join(path, name)), remedy)
+    else:
+        _check_size(url, os.path.getsize(path), "save in Orbax's format, which is many objects")
+
+
+def _check_size(url: str, nbytes: int, remedy: str) -> None:
+    if nbytes > MAX_OBJECT:
+        message = f"{url}: an object of {nbytes} bytes is more than the {MAX_OBJECT} that stores take at once; {remedy}"
+        raise StorageError(message, path=url)
 
 
 def write_new(url: str, data: bytes) -> bool:

@@ -98,14 +98,6 @@ def test_names_that_look_like_paths(bucket: Bucket) -> None:
     assert not paths.lexists(f"{bucket.url}/run/checkpoint_1")
 
 
-def test_an_object_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """S3 takes 5 GiB at once: more is an error that names the format to take, and costs no memory."""
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(5 * 2**30 + 1)
-    with pytest.raises(errors.StorageError, match="Orbax's format"):
-        store_uploads.upload_file(str(tmp_path / "large"), "s3://bucket/large")
-
-
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_looking_around_reads_no_content(bucket: Bucket, format: Any) -> None:
     """Steps, the latest and records of sizes come from lists of names and from headers, of few requests."""

@@ -29,12 +29,13 @@ _SERVER = (
 )
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
+    "501": b"<Error><Code>NotImplemented</Code><Message>A header implies what is not implemented.</Message></Error>",
     "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
 }
 _SLOW = 0.3  # s
 _ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-Fault = str  # one of FAULTS; or "403", denied for good; or "stall", no answer at all
+Fault = str  # one of FAULTS; or "403", denied for good; "501", not known here; "stall", no answer
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
 What passes when tried again.

@@ -1,0 +1,191 @@
+"""Two writers of one checkpoint: one wins, the other is told, and what is there is the winner's to the last value."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import store_turns, store_uploads, stores
+from tests.support.s3 import Bucket
+from tests.support.saves import start_python
+
+LARGE = bytes(range(256)) * 8192  # 2 MiB: sent from the file itself
+
+
+def tree(number: int) -> dict[str, Any]:
+    """A tree that tells in every value which save it is from."""
+    return {"n": number, "w": np.full(30_000, number), "small": {str(i): np.full(3, number) for i in range(20)}}
+
+
+def check(url: str, number: int) -> None:
+    """What is there is wholly of this save."""
+    found = flax_ckpt_compat.restore(url)
+    assert found["n"] == number
+    assert all(np.all(value == number) for value in (found["w"], *found["small"].values()))
+
+
+def race(url: str, format: Any, overwrite: bool) -> dict[int, str]:
+    """Two threads save at once; returns what became of each."""
+    ready, told = threading.Barrier(2), {}
+
+    def save(number: int) -> None:
+        ready.wait()
+        try:
+            flax_ckpt_compat.save(url, tree(number), format=format, overwrite=overwrite)
+            told[number] = "saved"
+        except (errors.StorageError, errors.InvalidCheckpointError) as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("how", ["msgpack", "orbax", "orbax overwrites"])
+def test_one_of_two_threads_wins(how: str, attempt: int, bucket: Bucket) -> None:
+    """Just one save succeeds, and its values are there; the other names the reason, and leaves nothing behind."""
+    format, _, overwrites = how.partition(" ")
+    url = f"{bucket.url}/run/checkpoint_{attempt}"
+    if overwrites:
+        flax_ckpt_compat.save(url, tree(9), format=format)  # type: ignore[arg-type]
+    told = race(url, format, bool(overwrites))
+    (winner,) = (number for number, what in told.items() if what == "saved")
+    assert "another process" in told[3 - winner] or "exists" in told[3 - winner]
+    check(url, winner)
+    assert not [key for key in bucket.keys("run/") if "_begun" in key]
+
+
+SAVE = """
+import os, sys, time
+import flax_ckpt_compat
+from tests.stores.test_races import tree
+print("ready", flush=True)
+while not os.path.exists(sys.argv[4]):
+    time.sleep(0.001)
+try:
+    flax_ckpt_compat.save(sys.argv[1], tree(int(sys.argv[2])), format=sys.argv[3])
+    print("saved")
+except (flax_ckpt_compat.errors.StorageError, flax_ckpt_compat.errors.InvalidCheckpointError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_one_of_two_processes_wins(format: str, bucket: Bucket, tmp_path: Path) -> None:
+    """The same with writers that share nothing but the store."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    writers = [start_python(SAVE, url, number, format, tmp_path / "go") for number in (1, 2)]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    (tmp_path / "go").touch()
+    told = {number: writer.communicate(timeout=60)[0].strip() for number, writer in enumerate(writers, 1)}
+    (winner,) = (number for number, what in told.items() if what == "saved")
+    assert "another process" in told[3 - winner] or "exists" in told[3 - winner]
+    check(url, winner)
+
+
+@pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("there", [None, b"", b"mine", b"other", LARGE, LARGE[::-1]])
+def test_only_where_there_is_nothing(content: bytes, there: bytes | None, bucket: Bucket, tmp_path: Path) -> None:
+    """Another's object stays; an empty one is none; one of the same content is what was to be written."""
+    if there is not None:
+        bucket.put("key", there)
+    (tmp_path / "file").write_bytes(content)
+    written = store_uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+    assert written == (not there or there == content)
+    assert bucket.get("key") == (content if written else there)
+
+
+@pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
+def test_an_object_that_comes_between_looking_and_writing(content: bytes, bucket: Bucket, tmp_path: Path) -> None:
+    """The store itself refuses, so nothing is lost that came at the last moment."""
+    (tmp_path / "file").write_bytes(content)
+
+    def rule(method: str, path: str) -> str:
+        if method == "PUT":
+            bucket.put("key", b"other")
+        return ""
+
+    with bucket.proxy.failing(rule):
+        assert not store_uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+    assert bucket.get("key") == b"other"
+
+
+@pytest.mark.parametrize("fault", ["lose", "refuse", "500", "501", "cut"])
+@pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
+def test_ones_own_write_is_no_other_writers(content: bytes, fault: str, bucket: Bucket, tmp_path: Path) -> None:
+    """A repeated request finds what the first one did, whose answer was lost; stores without conditions just write."""
+    (tmp_path / "file").write_bytes(content)
+    with bucket.proxy.failing(at_first(lambda method, path: method == "PUT", fault)):
+        assert store_uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+    assert bucket.get("key") == content
+
+
+def at_first(chosen: Callable[[str, str], bool], fault: str) -> Callable[[str, str], str]:
+    """A rule by which the first request of a kind fails."""
+    done: list[bool] = []
+
+    def rule(method: str, path: str) -> str:
+        if done or not chosen(method, path):
+            return ""
+        done.append(True)
+        return fault
+
+    return rule
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_commit_of_which_the_answer_is_lost(format: Any, bucket: Bucket) -> None:
+    """It is the save's own, and the save succeeds."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    ending = "checkpoint_1" if format == "msgpack" else "commit_success.txt"
+    with bucket.proxy.failing(at_first(lambda method, path: method == "PUT" and path.endswith(ending), "lose")):
+        flax_ckpt_compat.save(url, tree(1), format=format)
+    check(url, 1)
+
+
+def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
+    """Who commits after another has begun waits for what that one does, and tells its loss."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    first = store_turns.Turn(url)
+    stores.write(f"{url}/a", b"1")
+    second = store_turns.Turn(url)
+    timer = threading.Timer(0.5, second.clear)
+    timer.start()
+    with pytest.raises(store_turns.LostTurnError, match="another process"):
+        first.commit(["a"])
+    timer.join()
+    assert bucket.keys("run/") == [f"run/checkpoint_1/{second.mark}"]
+
+
+def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
+    """Who began while another committed, and may not replace it, gives up; the one that committed succeeds."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    first = store_turns.Turn(url)
+    second = store_turns.Turn(url)
+    lost: list[Exception] = []
+
+    def give_way() -> None:
+        try:
+            second.clear(spare=True)
+        except errors.StorageError as error:
+            lost.append(error)
+
+    timer = threading.Timer(0.5, give_way)
+    timer.start()
+    first.commit([])
+    timer.join()
+    assert len(lost) == 1
+    assert bucket.keys("run/") == ["run/checkpoint_1/commit_success.txt"]
