@@ -1,9 +1,10 @@
 """How fast it is: ``python -m tests.benchmarks``, from the checkout.
 
-Restores read from a warm page cache, for every system alike.
+Restores read from a warm page cache, but for the rows that say cold, for every system alike.
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -11,38 +12,67 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.benchmarks import disk, extras, peak, report, rounds, team
-from tests.benchmarks.systems import SYSTEMS
+from tests.benchmarks import disk, extras, peak, report, results, rounds, team
+from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload, workloads
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
+DATA = Path(__file__).with_name("results.json")
+
+
+@dataclasses.dataclass
+class _Run:
+    """All that one run measured.
+
+    Attributes:
+        facts: of the machine.
+        measured: the workloads with their figures.
+        peaks: of memory.
+        tables: all that was shown, in order.
+    """
+
+    facts: dict[str, str]
+    measured: list[tuple[Workload, Series]] = dataclasses.field(default_factory=list)
+    peaks: list[Entry] = dataclasses.field(default_factory=list)
+    tables: list[report.Table] = dataclasses.field(default_factory=list)
+
+    def show(self, table: report.Table) -> None:
+        table.show()
+        self.tables.append(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs what was asked for, prints tables, and writes RESULTS.md with ``--write``."""
+    """Runs what was asked for, prints tables, and writes RESULTS.md and results.json with ``--write``."""
     options = _options(arguments)
     _be_quiet()
-    chosen = [one for one in workloads(quick=options.quick) if not options.only or one.name in options.only]
-    tables: list[report.Table] = []
-
-    def show(table: report.Table) -> None:
-        table.show()
-        tables.append(table)
-
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
-        facts = disk.machine_facts(workdir)
-        print("; ".join(f"{name} {fact}" for name, fact in facts.items()))
-        for workload in chosen:
-            for table in report.tables(workload, rounds.run(workload, options.rounds, workdir, _say)):
-                show(table)
-        if not options.no_memory:
-            show(report.memory_table(_peaks(chosen, workdir, quick=options.quick)))
-    if not options.only:
-        show(extras.import_table(1 if options.quick else 5))
-        show(extras.matching_table((100,) if options.quick else (5000, 50000), 1 if options.quick else 3))
+        run = _measure(options, workdir)
+    goals = report.goals_table(run.measured, run.peaks)
+    goals.show()
     if options.write:
+        data = results.collect(run.facts, run.measured, run.peaks)
+        DATA.write_text(results.as_text(data), encoding="utf-8")
         others = team.kept(RESULTS.read_text(encoding="utf-8"))
-        RESULTS.write_text(_page(facts, options.rounds, tables) + others, encoding="utf-8")
+        page = results.page(run.facts, options.rounds, [goals, *run.tables])
+        RESULTS.write_text(page + others, encoding="utf-8")
+
+
+def _measure(options: argparse.Namespace, workdir: str) -> _Run:
+    run = _Run(disk.machine_facts(workdir))
+    print("; ".join(f"{name} {fact}" for name, fact in run.facts.items()))
+    chosen = [one for one in workloads(quick=options.quick) if not options.only or one.name in options.only]
+    for workload in chosen:
+        series = rounds.run(workload, options.rounds, workdir, _say, quick=options.quick)
+        run.measured.append((workload, series))
+        for table in report.tables(workload, series):
+            run.show(table)
+    if not options.no_memory:
+        run.peaks = peak.peaks(chosen, workdir, _say, quick=options.quick)
+        run.show(report.memory_table(run.peaks))
+    if not options.only:
+        run.show(extras.import_table(1 if options.quick else 5))
+        run.show(extras.matching_table((100,) if options.quick else (5000, 50000), 1 if options.quick else 3))
+    return run
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -53,7 +83,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, a process for each figure")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and {DATA.name}")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 5)
     if options.write and (options.quick or options.only):
@@ -70,34 +100,6 @@ def _be_quiet() -> None:
 def _say(progress: str) -> None:
     if sys.stderr.isatty():
         print(progress, file=sys.stderr)
-
-
-def _peaks(chosen: list[Workload], workdir: str, *, quick: bool) -> dict[tuple[str, str, str], int | None]:
-    peaks: dict[tuple[str, str, str], int | None] = {}
-    for workload in chosen:
-        for operation in peak.OPERATIONS:
-            for system in SYSTEMS:
-                _say(f"{workload.name}: memory, {operation}, {system.name}")
-                figure = peak.above_tree(workload, system, operation, workdir, quick=quick)
-                peaks[workload.name, system.name, operation] = figure
-    return peaks
-
-
-def _page(facts: dict[str, str], count: int, tables: list[report.Table]) -> str:
-    lines = [
-        "# Benchmark results",
-        "",
-        f"`python -m tests.benchmarks --rounds {count} --write`. Peers are real Flax and Orbax of the versions below,",
-        "in the same process and the same rounds. Every restored leaf was compared bit by bit. Restores read from a",
-        "warm page cache. *peer* is Flax with the same position of the flag; *raw* is the faster of one and two",
-        "threads that write and sync, or read into fresh memory, the same bytes as one file; for *blocked* it is one",
-        "copy in memory. *synced* is what the kernel says of the files right after the save returned.",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {fact} |" for name, fact in facts.items()),
-    ]
-    return "\n".join([*lines, *(f"\n{table.markdown()}" for table in tables)]) + "\n"
 
 
 if __name__ == "__main__":

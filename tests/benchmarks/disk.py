@@ -1,6 +1,7 @@
-"""Whether what was written has reached the disk, asked of the kernel."""
+"""Whether what was written has reached the disk, taking it out of the page cache, and facts of the machine."""
 
 import ctypes
+import datetime
 import os
 import platform
 import sys
@@ -27,17 +28,37 @@ def unsynced(directory: str) -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            pages = _dirty_pages(os.path.join(folder, name))
-            if pages is None:
-                return None
-            total += pages * os.sysconf("SC_PAGE_SIZE")
-    return total
+    found = [_pages(path) for path in _files(directory)]
+    if None in found:
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * sum(int(pages.dirty + pages.in_writeback) for pages in found if pages)
 
 
-def _dirty_pages(path: str) -> int | None:
+def drop_cache(directory: str) -> bool:
+    """Takes the files under a directory out of the page cache, so that the next read comes from the disk.
+
+    The names of files and their places on the disk stay in memory, and a virtual machine's host may keep the data.
+
+    Returns:
+        Whether the kernel says that nothing of them is cached any more; False where it cannot say.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    for path in _files(directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # what is not on the disk yet cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return all((pages := _pages(path)) and not pages.cached for path in _files(directory))
+
+
+def _files(directory: str) -> list[str]:
+    return [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
+
+
+def _pages(path: str) -> _Pages | None:
     whole, pages = _Range(0, 0), _Pages()
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -45,7 +66,7 @@ def _dirty_pages(path: str) -> int | None:
         failed = system.syscall(_CACHESTAT, descriptor, ctypes.byref(whole), ctypes.byref(pages), 0)
     finally:
         os.close(descriptor)
-    return None if failed else int(pages.dirty + pages.in_writeback)
+    return None if failed else pages
 
 
 def file_system(path: str) -> str:
@@ -74,8 +95,9 @@ def machine_facts(workdir: str) -> dict[str, str]:
     """What of the machine matters for the figures, without names or paths."""
     from importlib.metadata import version
 
-    libraries = ("flax", "orbax-checkpoint", "jax", "jaxlib", "tensorstore", "msgpack", "numpy")
+    libraries = ("flax", "orbax-checkpoint", "jax", "jaxlib", "tensorstore", "msgpack", "numpy", "optax", "safetensors")
     return {
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         "CPUs": f"{os.cpu_count()} ({platform.machine()})",
         "memory": f"{memory_gib():.0f} GiB",
         "file system": file_system(workdir),

@@ -6,17 +6,43 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.systems import RESTORE, SAVE, SYSTEMS, Checkpoints
+from tests.benchmarks.lineup import FILES, ORBAX
+from tests.benchmarks.series import Entry
+from tests.benchmarks.systems import FLAX, OURS, RESTORE, SAVE, System
 from tests.benchmarks.workloads import Workload, workloads
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = (SAVE, RESTORE)
+_SYSTEMS: tuple[System, ...] = (*OURS, FLAX[0], *ORBAX, *FILES)
+# Each figure is a process of its own: all systems on one large and one small tree, ours on the rest.
+MEASURED: dict[str, tuple[System, ...]] = {
+    "gpt2-jax": _SYSTEMS,
+    "gpt2-numpy": (*OURS, *FLAX),
+    "gpt2+adamw": OURS,
+    "array": OURS,
+    "leaves-jax": _SYSTEMS,
+}
 
 
-def above_tree(workload: Workload, system: Checkpoints, operation: str, workdir: str, *, quick: bool) -> int | None:
+def peaks(chosen: list[Workload], workdir: str, say: Callable[[str], None], *, quick: bool) -> list[Entry]:
+    """The peaks of all systems and operations on some workloads: workload, operation, system, bytes (None: unknown)."""
+    entries = []
+    for workload in chosen:
+        for operation in OPERATIONS:
+            for system in MEASURED.get(workload.name, ()):
+                say(f"{workload.name}: memory, {operation}, {system.name}")
+                peak = above_tree(workload, system, operation, workdir, quick=quick)
+                entries.append(
+                    {"workload": workload.name, "operation": operation, "system": system.name, "bytes": peak}
+                )
+    return entries
+
+
+def above_tree(workload: Workload, system: System, operation: str, workdir: str, *, quick: bool) -> int | None:
     """Bytes by which memory rose above all that is alive afterwards.
 
     Args:
@@ -45,8 +71,8 @@ def above_tree(workload: Workload, system: Checkpoints, operation: str, workdir:
     return int(json.loads(done.stdout.rpartition("PEAK ")[2]))
 
 
-def _measure(workload: Workload, system: Checkpoints, operation: str, folder: str) -> int:
-    _warm_up(system, folder)
+def _measure(workload: Workload, system: System, operation: str, folder: str) -> int:
+    _warm_up(workload, system)
     tree = workload.tree() if operation == SAVE else workload.target()
     gc.collect()
     before = _reset_high_water()
@@ -59,12 +85,12 @@ def _measure(workload: Workload, system: Checkpoints, operation: str, folder: st
     return grown - (workload.nbytes if restored else 0)
 
 
-def _warm_up(system: Checkpoints, folder: str) -> None:
+def _warm_up(workload: Workload, system: System) -> None:
     """Loads whatever the system loads at its first call."""
-    first, *_ = workloads(quick=True)
-    with tempfile.TemporaryDirectory(dir=folder) as warm:
-        system.save(warm, first.tree())
-        system.restore(warm, first.target())
+    (small,) = [one for one in workloads(quick=True) if one.name == workload.name]
+    with tempfile.TemporaryDirectory() as warm:
+        system.save(warm, small.tree())
+        system.restore(warm, small.target())
 
 
 def _reset_high_water() -> int:
@@ -83,7 +109,7 @@ def main(arguments: list[str]) -> None:
     """The fresh process: measures, prints ``PEAK`` and the number of bytes."""
     workload_name, system_name, operation, folder, size = arguments
     (workload,) = [one for one in workloads(quick=size == "quick") if one.name == workload_name]
-    (system,) = [one for one in SYSTEMS if one.name == system_name]
+    (system,) = [one for one in _SYSTEMS if one.name == system_name]
     result: Any = _measure(workload, system, operation, folder)
     print(f"PEAK {json.dumps(result)}")
 

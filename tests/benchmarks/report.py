@@ -8,13 +8,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from tests.benchmarks import goals
-from tests.benchmarks.rounds import Series
-from tests.benchmarks.systems import BLOCKED, COPY, RAW, RESTORE, RESTORE_NONE, SAVE, SYSTEMS, peer_of
+from tests.benchmarks import goals, lineup
+from tests.benchmarks.series import Entry, Series
+from tests.benchmarks.systems import BLOCKED, COLD, COPY, OTHER_MESH, OURS, RAW, RESTORE, RESTORE_NONE, SAVE, TOUCHED
 from tests.benchmarks.workloads import Workload
 
-_OURS = [system.name for system in SYSTEMS if system.ours]
-_ALL = [system.name for system in (*SYSTEMS, *RAW)]
+OPERATIONS = (SAVE, RESTORE, OTHER_MESH, RESTORE_NONE, COLD, TOUCHED, BLOCKED)
+_COPY_ROW = "raw: one copy in memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,69 +39,145 @@ class Table:
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="right" if number else "left", no_wrap=not terminal)
         for row in self.rows:
-            table.add_row(*row, style="bold" if row[0] in _OURS else None)
+            table.add_row(*row, style="bold" if row[0].startswith("ours") else None)
         console.print(table)
 
 
 def tables(workload: Workload, series: Series) -> list[Table]:
     """One table for each operation on a workload, and one that compares the two positions of the flag."""
-    columns = ("system", "median s", "min to max s", "peer ÷ ours", "ours ÷ raw", "goal", "later goal", "synced")
+    columns = ("system", "median s", "min to max s", "peer ÷ ours", "÷ limit", "goal", "met", "synced")
     made = []
-    for operation in (SAVE, RESTORE, RESTORE_NONE, BLOCKED):
-        rows = [_row(workload, series, system, operation) for system in _ALL if (system, operation) in series.seconds]
+    for operation in OPERATIONS:
+        rows = [_row(figures) for figures in _all_figures(workload, series, operation)]
         if rows:
-            rows += _copy_row(series) if operation == BLOCKED else []
+            rows += [_copy_row(series)] if operation == BLOCKED else []
             shown = columns if operation == SAVE else columns[:-1]
             title = f"{workload.name}, {operation} ({workload.summary})"
             made.append(Table(title, shown, [row[: len(shown)] for row in rows]))
-    return [*made, _flag_table(workload, series)]
+    flag = _flag_rows(workload, series)
+    return [*made, Table(f"{workload.name}, flag on ÷ flag off (ours)", _FLAG_COLUMNS, flag)] if flag else made
 
 
-def memory_table(peaks: dict[tuple[str, str, str], int | None]) -> Table:
-    """Peak memory above the live tree: (workload, system, operation) → bytes."""
+def goals_table(measured: list[tuple[Workload, Series]], peaks: list[Entry]) -> Table:
+    """Every goal, what came of it, and whether it was met."""
     rows = []
-    for (workload, system, operation), peak in peaks.items():
-        goal = goals.MEMORY if system in _OURS else ""
-        rows.append((f"{workload}, {operation}, {system}", "unknown" if peak is None else f"{peak / 2**20:.0f}", goal))
-    return Table("Peak memory above the live tree", ("what", "MiB", "later goal"), rows)
+    for workload, series in measured:
+        for operation in OPERATIONS:
+            for one in _all_figures(workload, series, operation):
+                if one.goal:
+                    cells = (_seconds(one.median), one.beside_peer, one.beside_limit, str(one.goal), _yes(one.met))
+                    rows.append((f"{workload.name}, {operation}, {one.system}", *cells))
+        for operation, ratio, goal, met in _flag_rows(workload, series):
+            rows.append((f"{workload.name}, {operation}, flag on ÷ off", "", "", "", f"{goal} (is {ratio})", met))
+    for what, mebibytes, goal, met in memory_table(peaks).rows:
+        if goal:
+            rows.append((f"memory: {what}", "", "", "", f"{goal} (is {mebibytes})", met))
+    met = sum(row[-1] == "yes" for row in rows)
+    columns = ("what", "median s", "peer ÷ ours", "÷ limit", "goal", "met")
+    return Table(f"Goals: {met} of {len(rows)} met", columns, rows)
 
 
-def _row(workload: Workload, series: Series, system: str, operation: str) -> tuple[str, ...]:
-    seconds = series.seconds[system, operation]
-    ours = statistics.median(seconds)
-    peer = series.median(peer_of(system), operation) if system in _OURS else None
-    least = series.median(RAW[0].name, COPY) if operation == BLOCKED else series.raw(_raw_operation(operation))
-    first, later = goals.GOALS.get((workload.kind, operation, system), ("", ""))
-    ratios = (f"{peer / ours:.2f}" if peer else "", f"{ours / least:.2f}" if least else "")
-    spread = f"{_seconds(min(seconds))} to {_seconds(max(seconds))}"
-    return (system, _seconds(ours), spread, *ratios, first, later, _synced(series, system))
+def memory_table(peaks: list[Entry]) -> Table:
+    """Peak memory above the live tree, or above the result of a restore."""
+    rows, ours = [], [system.name for system in OURS]
+    for entry in peaks:
+        peak, has_goal = entry["bytes"], entry["system"] in ours
+        goal = f"≤ {goals.MEMORY / 2**20:.0f} MiB" if has_goal else ""
+        met = _yes(None if peak is None else peak <= goals.MEMORY) if has_goal else ""
+        shown = "unknown" if peak is None else str(round(peak / 2**20))
+        rows.append((f"{entry['workload']}, {entry['operation']}, {entry['system']}", shown, goal, met))
+    return Table("Peak memory above the live tree", ("what", "MiB", "goal", "met"), rows)
 
 
-def _raw_operation(operation: str) -> str:
-    return SAVE if operation == SAVE else RESTORE
+_FLAG_COLUMNS = ("operation", "ratio", "goal", "met")
 
 
-def _copy_row(series: Series) -> list[tuple[str, ...]]:
+@dataclasses.dataclass(frozen=True)
+class _Figures:
+    """One row of a table: what a system took, beside its fastest peer and the machine's limit."""
+
+    system: str
+    seconds: list[float]
+    peer: tuple[float, str] | None
+    limit: float | None
+    goal: goals.Goal | None
+    other: float | None
+    unsynced: int | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def beside_peer(self) -> str:
+        return f"{self.peer[0] / self.median:.2f} ({self.peer[1]})" if self.peer else ""
+
+    @property
+    def beside_limit(self) -> str:
+        return f"{self.median / self.limit:.2f}" if self.limit else ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.goal is None:
+            return None
+        peer = self.peer[0] / self.median if self.peer else None
+        return self.goal.met(peer, *(self.median / one if one else None for one in (self.limit, self.other)))
+
+
+def _all_figures(workload: Workload, series: Series, operation: str) -> list[_Figures]:
+    names = [one.name for one in (*lineup.SYSTEMS[workload.name], *lineup.BACKGROUND.get(workload.name, ()))]
+    systems = [name for name in dict.fromkeys(names) if (name, operation) in series.seconds]
+    return [_figures(workload, series, operation, system) for system in systems]
+
+
+def _figures(workload: Workload, series: Series, operation: str, system: str) -> _Figures:
+    goal = goals.GOALS.get((workload.kind, operation, system))
+    raw = {BLOCKED: COPY, SAVE: SAVE, COLD: COLD}.get(operation, RESTORE)
+    return _Figures(
+        system,
+        series.seconds[system, operation],
+        series.fastest(lineup.peers_of(system, operation), operation),
+        series.raw(raw),
+        goal,
+        series.median(goal.other[1], operation) if goal and goal.other else None,
+        series.unsynced.get(system),
+    )
+
+
+def _row(one: _Figures) -> tuple[str, ...]:
+    goal = (str(one.goal), _yes(one.met)) if one.goal else ("", "")
+    measured = (_seconds(one.median), _spread(one.seconds))
+    return (one.system, *measured, one.beside_peer, one.beside_limit, *goal, _synced(one.unsynced))
+
+
+def _copy_row(series: Series) -> tuple[str, ...]:
     seconds = series.seconds[RAW[0].name, COPY]
-    spread = f"{_seconds(min(seconds))} to {_seconds(max(seconds))}"
-    return [("raw: one copy in memory", _seconds(statistics.median(seconds)), spread, "", "1.00", "", "", "")]
+    return (_COPY_ROW, _seconds(statistics.median(seconds)), _spread(seconds), "", "1.00", "", "", "")
 
 
-def _flag_table(workload: Workload, series: Series) -> Table:
+def _flag_rows(workload: Workload, series: Series) -> list[tuple[str, ...]]:
     rows = []
     for operation in (SAVE, RESTORE):
-        off, on = (series.median(system, operation) for system in _OURS)
-        if off and on:
-            rows.append((operation, f"{on / off:.2f}", goals.FLAG[workload.kind]))
-    return Table(f"{workload.name}, flag on ÷ flag off (ours)", ("operation", "ratio", "later goal"), rows)
+        off, on = (series.median(system.name, operation) for system in OURS)
+        goal = goals.FLAG.get(workload.kind)
+        if off and on and goal:
+            rows.append((operation, f"{on / off:.2f}", f"≤ {goal:g}", _yes(on / off <= goal)))
+    return rows
 
 
-def _synced(series: Series, system: str) -> str:
-    dirty = series.unsynced.get(system)
+def _yes(met: bool | None) -> str:
+    return "not measured" if met is None else "yes" if met else "no"
+
+
+def _synced(dirty: int | None) -> str:
     if dirty is None:
         return "unknown"
     return "yes" if dirty == 0 else f"no, {dirty / 1e6:.3g} MB only in memory"
 
 
+def _spread(seconds: list[float]) -> str:
+    return f"{_seconds(min(seconds))} to {_seconds(max(seconds))}"
+
+
 def _seconds(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+    return f"{value:.2g}" if value < 0.01 else f"{value:.3f}" if value < 10 else f"{value:.1f}"

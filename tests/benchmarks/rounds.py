@@ -1,153 +1,156 @@
 """The timed rounds: every system in turn, each save in a fresh directory, every result compared."""
 
 import gc
+import json
 import os
-import random
-import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from tests.benchmarks.disk import unsynced
-from tests.benchmarks.systems import (
-    BLOCKED,
-    COPY,
-    RAW,
-    RESTORE,
-    RESTORE_NONE,
-    SAVE,
-    SYSTEMS,
-    Checkpoints,
-    Raw,
-    timed,
-)
-from tests.benchmarks.workloads import Tree, Workload, assert_same
+from tests.benchmarks import disk, lineup
+from tests.benchmarks.series import Series
+from tests.benchmarks.systems import BLOCKED, COLD, COPY, OTHER_MESH, RESTORE_NONE, SAVE, TOUCHED, Raw, timed
+from tests.benchmarks.workloads import Tree, Workload, assert_same, workloads
 
-# One save of the small leaves takes it ten seconds.
-SLOW_ROUNDS = 3
+ROOT = Path(__file__).parents[2]
 
 
-class Series:
-    """Everything measured on one workload.
-
-    Attributes:
-        seconds: (system, operation) → seconds of each round.
-        unsynced: system → the most bytes that were not on the disk when a save returned, or None if unknown.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[tuple[str, str], list[float]] = {}
-        self.unsynced: dict[str, int | None] = {}
-
-    def add(self, system: str, operation: str, seconds: float) -> None:
-        """Notes one round."""
-        self.seconds.setdefault((system, operation), []).append(seconds)
-
-    def median(self, system: str, operation: str) -> float | None:
-        """Median seconds, or None where it was not measured."""
-        seconds = self.seconds.get((system, operation))
-        return statistics.median(seconds) if seconds else None
-
-    def raw(self, operation: str) -> float | None:
-        """Median of the fastest raw system, or None where raw has no such operation."""
-        medians = [self.median(system.name, operation) for system in RAW]
-        return min((median for median in medians if median is not None), default=None)
-
-
-def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None]) -> Series:
-    """Measures one workload.
+def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None], *, quick: bool) -> Series:
+    """Measures one workload, in a process of its own if it needs more devices than there are.
 
     Args:
         workload: the tree.
-        rounds: how many; Flax on Orbax runs fewer on small leaves.
+        rounds: how many; Orbax runs fewer on small leaves.
         workdir: where the fresh directories go.
         say: told about progress.
+        quick: whether the workload is one of the quick ones.
 
     Returns:
         All figures.
 
     Raises:
         AssertionError: something came back otherwise than it was saved.
+        RuntimeError: the process of its own failed; what it wrote is in the message.
     """
-    series, tree, target = Series(), workload.tree(), workload.target()
-    data = memoryview(np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)]).view(np.uint8))
-    _warm_up(workdir)
+    if workload.devices > jax.device_count():
+        say(f"{workload.name}: {rounds} rounds in a process of its own")
+        return _in_new_process(workload, rounds, workdir, quick=quick)
+    _warm_up(workload, workdir)
+    bench = _Bench(workload, workdir)
     for number in range(rounds):
         say(f"{workload.name}: round {number + 1} of {rounds}")
-        for system in _in_turn(workload, number):
-            with _settled_directory(workdir, workload.nbytes) as directory:
-                if isinstance(system, Raw):
-                    _raw_round(series, system, data, directory)
-                else:
-                    _round(series, system, tree, target, directory)
-        for system in _in_turn(workload, number) if workload.kind == "large" else ():
-            if isinstance(system, Checkpoints):
-                with _settled_directory(workdir, workload.nbytes) as directory:
-                    _background_round(series, system, tree, target, directory)
-    return series
+        for system in lineup.in_turn(workload, number):
+            bench.round(system)
+        for system in lineup.in_turn(workload, number, background=True):
+            bench.background_round(system)
+    return bench.series
 
 
-def _warm_up(workdir: str) -> None:
-    """Loads what each system loads at its first call, untimed."""
-    tree = {"a": jax.numpy.arange(4.0), "b": np.arange(4.0)}
-    for system in SYSTEMS:
-        with tempfile.TemporaryDirectory(dir=workdir) as directory:
-            system.save(directory, tree)
-            system.restore(directory, tree)
+class _Bench:
+    """One workload's trees, and the rounds on them."""
+
+    def __init__(self, workload: Workload, workdir: str) -> None:
+        self.series = Series()
+        self._workload, self._workdir = workload, workdir
+        self._tree, self._target = workload.tree(), workload.target()
+        self._other = workload.target(other_mesh=True) if workload.devices > 1 else None
+        leaves = (np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._tree))
+        self._data = memoryview(np.concatenate(list(leaves)))
+
+    def round(self, system: Any) -> None:
+        """Saves, and restores in every way that the lineup names; a system that is raw has bytes for a tree."""
+        raw = isinstance(system, Raw)
+        with self._settled_directory() as directory:
+            saved = self._data if raw else self._tree
+            self.series.add(system.name, SAVE, timed(lambda: system.save(directory, saved)))
+            self.series.add_unsynced(system.name, disk.unsynced(directory))
+            for operation in lineup.restores(self._workload, system):
+                if operation != COLD or disk.drop_cache(directory):
+                    self._restore(system, operation, directory)
+        if raw:
+            self.series.add(system.name, COPY, timed(lambda: np.array(self._data)))
+
+    def background_round(self, system: Any) -> None:
+        """Saves in the background; the restore that checks it is not timed."""
+        with self._settled_directory() as directory:
+            self.series.add(system.name, BLOCKED, system.save_in_background(directory, self._tree))
+            self._check(system, BLOCKED, system.restore(directory, self._target), self._target)
+
+    def _restore(self, system: Any, operation: str, directory: str) -> None:
+        target = {RESTORE_NONE: None, OTHER_MESH: self._other}.get(operation, self._target)
+        restored: list[Any] = []
+
+        def restore() -> None:
+            restored.append(system.restore(directory, target))
+            if operation == TOUCHED:
+                _touch(restored[0])
+
+        self.series.add(system.name, operation, timed(restore))
+        self._check(system, operation, restored.pop(), target)
+
+    def _check(self, system: Any, operation: str, restored: Any, target: Tree | None) -> None:
+        if isinstance(system, Raw):
+            assert np.array_equal(restored, self._data), f"{system.name}, {operation}: other bytes"
+        else:
+            placed = target if self._workload.devices > 1 else None
+            assert_same(restored, self._tree, f"{system.name}, {operation}", placed)
+
+    def _settled_directory(self) -> tempfile.TemporaryDirectory[str]:
+        """A fresh directory, and the machine as every system finds it: no garbage, no unwritten pages, memory."""
+        gc.collect()
+        os.sync()
+        # A virtual machine gets memory from its host when it first touches it, which would be up to whoever is first.
+        np.ones(3 * self._workload.nbytes, np.uint8)
+        return tempfile.TemporaryDirectory(dir=self._workdir)
 
 
-def _in_turn(workload: Workload, number: int) -> Iterator[Checkpoints | Raw]:
-    """All systems in an order of this round's own, so that nobody always follows the same one."""
-    systems = [*SYSTEMS, *RAW]
-    random.Random(number).shuffle(systems)
-    for system in systems:
-        slow = isinstance(system, Checkpoints) and system.orbax and not system.ours and workload.kind == "small"
-        if not slow or number < SLOW_ROUNDS:
-            yield system
+def _touch(tree: Any) -> int:
+    """Reads a byte of every page, which is when a mapping is filled."""
+    step = os.sysconf("SC_PAGE_SIZE")
+    arrays = (np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree))
+    return sum(int(array[::step].sum()) for array in arrays)
 
 
-def _settled_directory(workdir: str, nbytes: int) -> tempfile.TemporaryDirectory[str]:
-    """A fresh directory, and the machine as every system finds it: no garbage, no unwritten pages, memory at hand."""
-    gc.collect()
-    os.sync()
-    # A virtual machine gets memory from its host when it first touches it, which would be up to whoever comes first.
-    np.ones(3 * nbytes, np.uint8)
-    return tempfile.TemporaryDirectory(dir=workdir)
+def _warm_up(workload: Workload, workdir: str) -> None:
+    """Loads and compiles what each system loads at its first call, untimed."""
+    (small,) = [one for one in workloads(quick=True) if one.name == workload.name]
+    bench = _Bench(small, workdir)
+    for system in lineup.in_turn(small, 0):
+        bench.round(system)
+    for system in lineup.in_turn(small, 0, background=True):
+        bench.background_round(system)
 
 
-def _round(series: Series, system: Checkpoints, tree: Tree, target: Tree, directory: str) -> None:
-    series.add(system.name, SAVE, timed(lambda: system.save(directory, tree)))
-    _note_unsynced(series, system.name, directory)
-    for operation, wanted in ((RESTORE, target), (RESTORE_NONE, None)):
-        if wanted is None and system.orbax:
-            continue
-        assert_same(_timed_restore(series, system, operation, directory, wanted), tree, f"{system.name}, {operation}")
+def _in_new_process(workload: Workload, rounds: int, workdir: str, *, quick: bool) -> Series:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={workload.devices}".strip()
+    arguments = [workload.name, str(rounds), workdir, "quick" if quick else "full"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.rounds", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{workload.name}, measured in a process of its own, failed:\n{done.stderr}")
+    return Series.of(json.loads(done.stdout.rpartition("SERIES ")[2]))
 
 
-def _timed_restore(series: Series, system: Checkpoints, operation: str, directory: str, target: Tree | None) -> Any:
-    restored: list[Any] = []
-    series.add(system.name, operation, timed(lambda: restored.append(system.restore(directory, target))))
-    return restored[0]
+def main(arguments: list[str]) -> None:
+    """The process of its own: measures, prints ``SERIES`` and the entries of results.json."""
+    name, rounds, workdir, size = arguments
+    quick = size == "quick"
+    (workload,) = [one for one in workloads(quick=quick) if one.name == name]
+    series = run(workload, int(rounds), workdir, lambda progress: print(progress, file=sys.stderr), quick=quick)
+    print(f"SERIES {json.dumps(series.entries(name))}")
 
 
-def _raw_round(series: Series, system: Raw, data: memoryview, directory: str) -> None:
-    path = os.path.join(directory, "raw")
-    series.add(system.name, SAVE, timed(lambda: system.save(path, data)))
-    _note_unsynced(series, system.name, directory)
-    restored: list[Any] = []
-    series.add(system.name, RESTORE, timed(lambda: restored.append(system.restore(path))))
-    assert np.array_equal(restored.pop(), data), f"{system.name}: other bytes"
-    series.add(system.name, COPY, timed(lambda: restored.append(np.array(data))))
-
-
-def _background_round(series: Series, system: Checkpoints, tree: Tree, target: Tree, directory: str) -> None:
-    series.add(system.name, BLOCKED, system.save_in_background(directory, tree))
-    assert_same(system.restore(directory, target), tree, f"{system.name}, {BLOCKED}")
-
-
-def _note_unsynced(series: Series, system: str, directory: str) -> None:
-    dirty, before = unsynced(directory), series.unsynced.get(system, 0)
-    series.unsynced[system] = None if dirty is None or before is None else max(dirty, before)
+if __name__ == "__main__":
+    main(sys.argv[1:])

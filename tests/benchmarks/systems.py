@@ -1,4 +1,4 @@
-"""What is compared: our two formats, Flax's two backends, and the bare file system."""
+"""What saves and restores as `flax.training.checkpoints` does, ours and Flax's own, and the bare file system."""
 
 import dataclasses
 import itertools
@@ -6,8 +6,8 @@ import os
 import threading
 import time
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import flax
 import jax
@@ -16,9 +16,41 @@ import orbax.checkpoint as ocp
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as our_checkpoints
+from flax_ckpt_compat import config
 
-SAVE, RESTORE, RESTORE_NONE, BLOCKED, COPY = "save", "restore", "restore, target None", "async save: blocked", "copy"
+SAVE, RESTORE, RESTORE_NONE = "save", "restore", "restore, target None"
+COLD, TOUCHED, OTHER_MESH = "restore, cold", "restore, one byte of every page read", "restore, another mesh"
+BLOCKED, COPY = "async save: blocked", "copy"
 _AT_ONCE = 2**24  # bytes per write or read of the raw systems
+
+
+class System(Protocol):
+    """Something that saves and restores a tree."""
+
+    @property
+    def name(self) -> str:
+        """For the tables."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether the code is ours."""
+
+    def save(self, directory: str, tree: Any) -> None:
+        """Saves into a fresh directory and returns once it is committed."""
+
+    def restore(self, directory: str, target: Any) -> Any:
+        """Restores what is in a directory into a target, on whatever devices that names."""
+
+
+class Background(System, Protocol):
+    """A system that can also save in the background."""
+
+    def save_in_background(self, directory: str, tree: Any) -> float:
+        """Saves into a fresh directory.
+
+        Returns:
+            Seconds until the caller could go on; the save itself has ended when this returns.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +61,13 @@ class Checkpoints:
         name: for the tables.
         module: the module with the functions.
         orbax: the position of ``flax_use_orbax_checkpointing``.
+        settings: of our library, by name; what is not named is as by default.
     """
 
     name: str
     module: types.ModuleType
     orbax: bool
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
@@ -43,12 +77,14 @@ class Checkpoints:
     def save(self, directory: str, tree: Any) -> None:
         """Saves step 0 and waits until it is committed."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
-        self.module.save_checkpoint(directory, tree, 0)
+        with config.override(**self.settings):
+            self.module.save_checkpoint(directory, tree, 0)
 
     def restore(self, directory: str, target: Any) -> Any:
         """Restores step 0 and waits for devices."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
-        return jax.block_until_ready(self.module.restore_checkpoint(directory, target))
+        with config.override(**self.settings):
+            return jax.block_until_ready(self.module.restore_checkpoint(directory, target))
 
     def save_in_background(self, directory: str, tree: Any) -> float:
         """Saves step 0 in the background.
@@ -84,22 +120,28 @@ class Raw:
         """For the tables."""
         return f"raw, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
-    def save(self, path: str, data: memoryview) -> None:
+    @property
+    def ours(self) -> bool:
+        """It is not."""
+        return False
+
+    def save(self, directory: str, tree: memoryview) -> None:
         """Writes and syncs a file and its directory."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(os.path.join(directory, "raw"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            self._each_part(data, lambda part, start: os.pwrite(descriptor, part, start))
+            self._each_part(tree, lambda part, start: os.pwrite(descriptor, part, start))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        directory = os.open(os.path.dirname(path), os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
-            os.fsync(directory)
+            os.fsync(descriptor)
         finally:
-            os.close(directory)
+            os.close(descriptor)
 
-    def restore(self, path: str) -> memoryview:
-        """Reads a file into memory that no one has touched yet."""
+    def restore(self, directory: str, target: Any) -> memoryview:
+        """Reads a file into memory that no one has touched yet; a target says nothing to it."""
+        path = os.path.join(directory, "raw")
         data = memoryview(np.empty(os.path.getsize(path), np.uint8))
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -122,18 +164,21 @@ class Raw:
             worker.join()
 
 
-SYSTEMS = (
+OURS = (
     Checkpoints("ours, msgpack", our_checkpoints, False),
     Checkpoints("ours, orbax format", our_checkpoints, True),
+)
+FLAX = (
     Checkpoints("flax, msgpack", flax_checkpoints, False),
     Checkpoints("flax on orbax", flax_checkpoints, True),
 )
-RAW = (Raw(1), Raw(2))
-
-
-def peer_of(system: str) -> str:
-    """The system of Flax that one of ours replaces."""
-    return {"ours, msgpack": "flax, msgpack", "ours, orbax format": "flax on orbax"}[system]
+COMPRESSED = Checkpoints("ours, orbax format, zstd", our_checkpoints, True, {"compression": "zstd"})
+MAPPED = tuple(
+    Checkpoints(f"{system.name}, mapped", our_checkpoints, system.orbax, {"mapped": True})
+    for system in OURS
+    if any(setting.name == "mapped" for setting in dataclasses.fields(config.Settings))
+)
+RAW = (Raw(1), Raw(max(2, os.cpu_count() or 2)))
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -1,12 +1,20 @@
 """The benchmark runs from end to end on tiny trees; what it measures is not judged here."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import pytest
+
+from tests.benchmarks import disk, lineup, results
+from tests.benchmarks.goals import Goal
 from tests.benchmarks.peak import above_tree
-from tests.benchmarks.systems import SAVE, SYSTEMS
-from tests.benchmarks.workloads import gpt2_shapes, workloads
+from tests.benchmarks.series import Series
+from tests.benchmarks.systems import OURS, RESTORE, SAVE
+from tests.benchmarks.workloads import Workload, gpt2_shapes, workloads
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,19 +24,93 @@ def test_command_prints_every_system(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--no-memory", "--only", "gpt2-jax"]
     done = subprocess.run([*command, "--workdir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for system in [*(system.name for system in SYSTEMS), "raw, 1 thread", "raw, 2 threads"]:
-        assert f" {system} " in done.stdout
+    for system in (*lineup.SYSTEMS["gpt2-jax"], *lineup.BACKGROUND["gpt2-jax"]):
+        assert f" {system.name} " in done.stdout
     assert not list(tmp_path.iterdir())
 
 
 def test_peak_memory_of_a_fresh_process(tmp_path: Path) -> None:
     """A fresh process tells how far memory rose during one save."""
     first, *_ = workloads(quick=True)
-    peak = above_tree(first, SYSTEMS[0], SAVE, str(tmp_path), quick=True)
+    peak = above_tree(first, OURS[0], SAVE, str(tmp_path), quick=True)
     assert peak is None or 0 <= peak < 2**30
 
 
 def test_gpt2_has_its_published_size() -> None:
-    """The large tree has the 124,439,808 parameters that GPT-2 small is published with."""
-    sizes = (shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in gpt2_shapes().values())
-    assert sum(sizes) == 124_439_808
+    """The large tree has the 124,439,808 parameters that GPT-2 small is published with, in 12 x 12 + 4 arrays."""
+    sizes = [shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in gpt2_shapes().values()]
+    assert (sum(sizes), len(sizes)) == (124_439_808, 148)
+
+
+@pytest.mark.parametrize(
+    "workload", [one for one in workloads(quick=True) if one.devices == 1], ids=lambda one: one.name
+)
+def test_workloads_are_as_they_say(workload: Workload) -> None:
+    """The tree has the leaves and bytes that the tables show, and the target its structure."""
+    tree, target = workload.tree(), workload.target()
+    leaves = jax.tree.leaves(tree)
+    assert (len(leaves), sum(leaf.nbytes for leaf in leaves)) == (workload.leaves, workload.nbytes)
+    assert jax.tree.structure(tree) == jax.tree.structure(target)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(target))
+
+
+def test_everyone_has_a_place() -> None:
+    """Every workload has systems, and whoever ours are compared with runs on it too."""
+    for workload in workloads(quick=True):
+        names = {system.name for system in lineup.SYSTEMS[workload.name]}
+        assert {system.name for system in OURS} <= names
+        for system in OURS:
+            assert names & set(lineup.peers_of(system.name, SAVE))
+
+
+@pytest.mark.parametrize(
+    ("goal", "ratios", "met"),
+    [
+        (Goal(3, 1.3, either=True), (2.9, 1.2, None), True),
+        (Goal(3, 1.3, either=True), (3.0, 9.0, None), True),
+        (Goal(3, 1.3, either=True), (2.9, 1.4, None), False),
+        (Goal(3, 1.3, either=True), (None, 1.2, None), True),
+        (Goal(3, 1.3, either=True), (None, 1.4, None), None),
+        (Goal(1, 1.2), (1.0, 1.2, None), True),
+        (Goal(1, 1.2), (0.9, 1.0, None), False),
+        (Goal(1, 1.2), (0.9, None, None), False),
+        (Goal(1, 1.2), (1.1, None, None), None),
+        (Goal(40, other=(3, "ours")), (50.0, None, 2.9), True),
+        (Goal(40, other=(3, "ours")), (50.0, None, 3.1), False),
+    ],
+)
+def test_whether_a_goal_is_met(goal: Goal, ratios: tuple[float | None, ...], met: bool | None) -> None:
+    """Either ratio suffices or all have to be reached, and what was not measured is never taken as reached."""
+    assert goal.met(*ratios) is met
+
+
+def test_results_are_kept_as_data() -> None:
+    """What results.json holds makes the same figures again."""
+    first, *_ = workloads(quick=True)
+    series = Series()
+    for operation, seconds in ((SAVE, 1.5), (SAVE, 2.5), (RESTORE, 0.25)):
+        series.add("ours, msgpack", operation, seconds)
+    series.add_unsynced("ours, msgpack", 4096)
+    data = json.loads(results.as_text(results.collect({"CPUs": "2"}, [(first, series)], [])))
+    assert data["machine"] == {"CPUs": "2"}
+    assert data["workloads"]["gpt2-jax"]["leaves"] == first.leaves
+    assert data["seconds"][0] == {
+        "workload": "gpt2-jax",
+        "operation": "save",
+        "system": "ours, msgpack",
+        "seconds": [1.5, 2.5],
+        "unsynced": 4096,
+    }
+    again = Series.of(data["seconds"])
+    assert (again.seconds, again.unsynced) == (series.seconds, series.unsynced)
+
+
+def test_files_leave_the_page_cache(tmp_path: Path) -> None:
+    """What was dropped is not cached, by the kernel's own count, and reads as before."""
+    data = os.urandom(2**20)
+    (tmp_path / "file").write_bytes(data)
+    if not disk.drop_cache(str(tmp_path)):
+        pytest.skip("this system cannot drop a file's pages, or does not say so")
+    assert disk._pages(str(tmp_path / "file")).cached == 0
+    assert (tmp_path / "file").read_bytes() == data
+    assert disk._pages(str(tmp_path / "file")).cached > 0

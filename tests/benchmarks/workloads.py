@@ -1,13 +1,18 @@
 """The trees that are saved and restored, and how their leaves are compared."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tree = dict[str, Any]
+# Nested dicts, or a TrainState.
+Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,39 +21,52 @@ class Workload:
 
     Attributes:
         name: for ``--only`` and the tables.
-        kind: ``large`` or ``small``; goals differ.
+        kind: ``large``, ``small`` or ``sharded``; goals differ.
         title: what it is, for the tables.
         shapes: key path joined with ``/`` → shape.
         on_device: jax arrays; else numpy.
+        adamw: the tree is a Flax TrainState after one step of Optax's adamw, with these arrays as its parameters.
+        devices: over how many each matrix is split.
     """
 
     name: str
     kind: str
     title: str
     shapes: Mapping[str, tuple[int, ...]]
-    on_device: bool
+    on_device: bool = True
+    adamw: bool = False
+    devices: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
-        return 4 * sum(int(np.prod(shape)) for shape in self.shapes.values())
+        parameters = 4 * sum(math.prod(shape) for shape in self.shapes.values())
+        return 3 * parameters + 8 if self.adamw else parameters
+
+    @property
+    def leaves(self) -> int:
+        """How many arrays; adamw adds two moments of each, and two counters."""
+        return 3 * len(self.shapes) + 2 if self.adamw else len(self.shapes)
 
     @property
     def summary(self) -> str:
         """One line for the tables."""
         kind = "jax" if self.on_device else "numpy"
-        return f"{self.title}: {len(self.shapes)} {kind} arrays, {self.nbytes / 1e6:.1f} MB float32"
+        arrays = f"{self.leaves:,} {kind} array{'s' if self.leaves > 1 else ''}"
+        return f"{self.title}: {arrays}, {self.nbytes / 1e6:,.1f} MB float32"
 
     def tree(self) -> Tree:
         """The tree to save: random numbers, which no compressor makes smaller by much, as in trained weights."""
         random = np.random.default_rng(0)
-        return self._build(lambda shape: random.standard_normal(shape, np.float32))
+        tree = self._build(lambda shape: random.standard_normal(shape, np.float32))
+        return _trained(tree) if self.adamw else tree
 
-    def target(self) -> Tree:
+    def target(self, *, other_mesh: bool = False) -> Tree:
         """A tree to restore into: zeros, so that no value of it can pass for a restored one."""
-        return self._build(lambda shape: np.zeros(shape, np.float32))
+        tree = self._build(lambda shape: np.zeros(shape, np.float32), other_mesh=other_mesh)
+        return jax.tree.map(jax.numpy.zeros_like, _state(tree)) if self.adamw else tree
 
-    def _build(self, make: Callable[[tuple[int, ...]], np.ndarray[Any, Any]]) -> Tree:
+    def _build(self, make: Callable[[tuple[int, ...]], np.ndarray[Any, Any]], *, other_mesh: bool = False) -> Tree:
         tree: Tree = {}
         for path, shape in self.shapes.items():
             *parents, last = path.split("/")
@@ -57,8 +75,31 @@ class Workload:
                 node = node.setdefault(parent, {})
             array = make(shape)
             # A copy: on the CPU jax would else share numpy's memory, as no array on a device does.
-            node[last] = jax.device_put(array, may_alias=False) if self.on_device else array
+            where = self._sharding(shape, other_mesh=other_mesh)
+            node[last] = jax.device_put(array, where, may_alias=False) if self.on_device else array
         return jax.block_until_ready(tree)
+
+    def _sharding(self, shape: tuple[int, ...], *, other_mesh: bool) -> NamedSharding | None:
+        """Matrices are split along both axes, all else is on every device."""
+        if self.devices == 1:
+            return None
+        rows, columns = (2, self.devices // 2) if other_mesh else (self.devices // 2, 2)
+        mesh = Mesh(np.array(jax.devices()[: self.devices]).reshape(rows, columns), ("x", "y"))
+        return NamedSharding(mesh, PartitionSpec("x", "y") if len(shape) == 2 else PartitionSpec())
+
+
+# One for all: a TrainState holds its optimizer, and two of them are equal only if that is the same.
+_ADAMW = optax.adamw(1e-3)
+
+
+def _state(parameters: Tree) -> TrainState:
+    return TrainState.create(apply_fn=None, params=parameters, tx=_ADAMW)
+
+
+def _trained(parameters: Tree) -> TrainState:
+    """After a step, so that the moments are not zeros."""
+    step = jax.jit(lambda state, gradients: state.apply_gradients(grads=gradients))
+    return jax.block_until_ready(step(_state(parameters), parameters))
 
 
 def gpt2_shapes(layers: int = 12, width: int = 768, vocabulary: int = 50257, positions: int = 1024) -> Any:
@@ -90,20 +131,32 @@ def workloads(*, quick: bool) -> list[Workload]:
     """All workloads; quick ones are for trying the program, their times mean nothing."""
     gpt2 = gpt2_shapes(2, 64, 500, 32) if quick else gpt2_shapes()
     leaves = leaf_shapes(40 if quick else 5000)
+    # 16 layers as wide as GPT-2 medium's; the vocabulary is the one people pad to, since 8 does not divide 50257.
+    split = gpt2_shapes(2, 64, 512, 32) if quick else gpt2_shapes(16, 1024, 50304)
     title = "GPT-2 in small" if quick else "GPT-2 small"
+    one = {"array": (64, 1024) if quick else (2**14, 2**14)}
     return [
-        Workload("gpt2-jax", "large", title, gpt2, True),
-        Workload("gpt2-numpy", "large", title, gpt2, False),
-        Workload("leaves-jax", "small", "Small leaves", leaves, True),
-        Workload("leaves-numpy", "small", "Small leaves", leaves, False),
+        Workload("gpt2-jax", "large", title, gpt2),
+        Workload("gpt2-numpy", "large", title, gpt2, on_device=False),
+        Workload("gpt2+adamw", "large", f"{title} with adamw", gpt2, adamw=True),
+        Workload("array", "large", "One array", one),
+        Workload("leaves-jax", "small", "Small leaves", leaves),
+        Workload("leaves-numpy", "small", "Small leaves", leaves, on_device=False),
+        Workload("sharded", "sharded", "Decoder over 8 host devices", split, devices=8),
     ]
 
 
-def assert_same(restored: Any, saved: Tree, what: str) -> None:
+def assert_same(restored: Tree, saved: Tree, what: str, placed: Tree | None = None) -> None:
     """Compares every leaf bit by bit.
 
+    Args:
+        restored: what came back.
+        saved: what it has to be.
+        what: for the message.
+        placed: a tree with the shardings that restored jax arrays have to have; left out, any will do.
+
     Raises:
-        AssertionError: another structure, dtype, shape or byte.
+        AssertionError: another structure, dtype, shape, byte or sharding.
     """
     paths, saved_leaves = _leaves(saved)
     restored_paths, restored_leaves = _leaves(restored)
@@ -111,6 +164,9 @@ def assert_same(restored: Any, saved: Tree, what: str) -> None:
     for path, old, new in zip(paths, saved_leaves, restored_leaves, strict=True):
         same = old.dtype == new.dtype and old.shape == new.shape and np.array_equal(_bits(old), _bits(new))
         assert same, f"{what}: {path} differs from what was saved"
+    for path, wanted, new in zip(paths, _leaves(placed)[1], restored_leaves, strict=False):
+        there = not isinstance(new, jax.Array) or new.sharding.is_equivalent_to(wanted.sharding, new.ndim)
+        assert there, f"{what}: {path} is on other devices than the target's"
 
 
 def _bits(array: Any) -> np.ndarray[Any, Any]:

@@ -1,0 +1,76 @@
+"""Who runs on which workload, how often, and who is compared with whom."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from tests.benchmarks import peers
+from tests.benchmarks.systems import (
+    BLOCKED,
+    COLD,
+    COMPRESSED,
+    FLAX,
+    MAPPED,
+    OTHER_MESH,
+    OURS,
+    RAW,
+    RESTORE,
+    RESTORE_NONE,
+    TOUCHED,
+    Raw,
+)
+from tests.benchmarks.workloads import Workload
+
+ORBAX = (FLAX[1], peers.PYTREE, peers.STANDARD, *peers.V1)
+FILES = (peers.SAFETENSORS, peers.SAVEZ)
+_FLAX_ONLY: tuple[Any, ...] = (*OURS, *FLAX)
+_ALL_PEERS: tuple[Any, ...] = (*OURS, FLAX[0], *ORBAX)
+SYSTEMS: dict[str, tuple[Any, ...]] = {
+    "gpt2-jax": (*_ALL_PEERS, COMPRESSED, *FILES, *RAW),
+    "gpt2-numpy": (*_FLAX_ONLY, *MAPPED, *RAW),
+    "gpt2+adamw": (*_ALL_PEERS, *RAW),
+    "array": (*_ALL_PEERS, *FILES, *RAW),
+    "leaves-jax": (*_ALL_PEERS, *FILES, *RAW),
+    "leaves-numpy": (*_FLAX_ONLY, *FILES, *RAW),
+    "sharded": (*_ALL_PEERS, *RAW),
+}
+BACKGROUND: dict[str, tuple[Any, ...]] = {
+    "gpt2-jax": (*_FLAX_ONLY, peers.ASYNC, *peers.V1),
+    "gpt2-numpy": _FLAX_ONLY,
+    "gpt2+adamw": (*OURS, FLAX[1], peers.ASYNC, *peers.V1),
+}
+# One save of the small leaves takes Orbax seconds.
+SLOW_ROUNDS = 3
+
+
+def in_turn(workload: Workload, number: int, *, background: bool = False) -> Iterator[Any]:
+    """The systems of one round, in an order of its own, so that nobody always follows the same one."""
+    systems = list((BACKGROUND if background else SYSTEMS).get(workload.name, ()))
+    random.Random(number).shuffle(systems)
+    return (one for one in systems if number < SLOW_ROUNDS or not (workload.kind == "small" and one in ORBAX))
+
+
+def restores(workload: Workload, system: Any) -> list[str]:
+    """The operations that follow a save: restores from the warm page cache, and the last one perhaps from the disk."""
+    if isinstance(system, Raw):
+        return [RESTORE, COLD] if workload.name == "gpt2-jax" else [RESTORE]
+    found = [RESTORE]
+    # Without a target a TrainState comes back as the dicts that hold it, and what is split as before in one piece.
+    if system in (OURS[0], FLAX[0]) and not workload.adamw and workload.devices == 1:
+        found.append(RESTORE_NONE)
+    if workload.name == "gpt2-numpy":
+        found.append(TOUCHED)
+    # What comes out of msgpack is in numpy arrays, whatever the mesh.
+    if workload.devices > 1 and system not in (OURS[0], FLAX[0]):
+        found.append(OTHER_MESH)
+    return [*found, COLD] if workload.name == "gpt2-jax" else found
+
+
+def peers_of(system: str, operation: str) -> list[str]:
+    """The systems that one of ours is compared with, by the fastest of them; none for systems of others."""
+    ours = {one.name: one.orbax for one in (*OURS, COMPRESSED, *MAPPED)}
+    if system not in ours:
+        return []
+    if operation == BLOCKED:
+        return [one.name for one in (FLAX[1], peers.ASYNC, *peers.V1)]
+    return [one.name for one in ORBAX] if ours[system] else [FLAX[0].name]

@@ -1,0 +1,148 @@
+"""The peers that are not `flax.training.checkpoints`: Orbax's own interfaces, safetensors, and NumPy's archives."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import safetensors.flax
+import safetensors.numpy
+
+from tests.benchmarks.systems import timed
+
+try:
+    import orbax.checkpoint.experimental.v1 as ocp_v1
+except ImportError:  # older than Orbax 0.11
+    ocp_v1 = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Another library's way to save and restore.
+
+    Attributes:
+        name: for the tables.
+        into: of (path, tree); saves to a path that does not exist yet.
+        out_of: of (path, target); restores.
+    """
+
+    name: str
+    into: Callable[[str, Any], Any]
+    out_of: Callable[[str, Any], Any]
+
+    @property
+    def ours(self) -> bool:
+        """It is not."""
+        return False
+
+    def save(self, directory: str, tree: Any) -> None:
+        """Saves and waits until it is committed."""
+        self.into(os.path.join(directory, "checkpoint"), tree)
+
+    def restore(self, directory: str, target: Any) -> Any:
+        """Restores and waits for devices."""
+        return jax.block_until_ready(self.out_of(os.path.join(directory, "checkpoint"), target))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackgroundPeer(Peer):
+    """A peer that can also save in the background.
+
+    Attributes:
+        begin: of (path, tree); returns what waits for the save to end.
+    """
+
+    begin: Callable[[str, Any], Callable[[], Any]]
+
+    def save_in_background(self, directory: str, tree: Any) -> float:
+        """Saves in the background; returns the seconds until the caller could go on, once the save has ended."""
+        waits: list[Callable[[], Any]] = []
+        seconds = timed(lambda: waits.append(self.begin(os.path.join(directory, "checkpoint"), tree)))
+        waits.pop()()
+        return seconds
+
+
+def _restore_pytree(path: str, target: Any) -> Any:
+    arguments = ocp.checkpoint_utils.construct_restore_args(target)
+    return ocp.PyTreeCheckpointer().restore(path, item=target, restore_args=arguments)
+
+
+def _save_standard(path: str, tree: Any) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+def _restore_standard(path: str, target: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, target)
+
+
+class _KeptCheckpointer:
+    """One AsyncCheckpointer for all saves, as a training keeps it, so that no save pays for making it."""
+
+    def __init__(self) -> None:
+        self._made: ocp.AsyncCheckpointer | None = None
+
+    def begin(self, path: str, tree: Any) -> Callable[[], Any]:
+        self._made = self._made or ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._made.save(path, args=ocp.args.PyTreeSave(tree))
+        return self._made.wait_until_finished
+
+    def save(self, path: str, tree: Any) -> None:
+        self.begin(path, tree)()
+
+
+def _begin_v1(path: str, tree: Any) -> Callable[[], Any]:
+    response = ocp_v1.save_async(path, tree)
+    return lambda: response.result()
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _like(target: Any, arrays: Any) -> Any:
+    """The arrays, by name, in the target's structure; on a device where the target's are."""
+    entries, structure = jax.tree_util.tree_flatten_with_path(target)
+    leaves = [
+        jax.device_put(arrays[jax.tree_util.keystr(path)], leaf.sharding)
+        if isinstance(leaf, jax.Array)
+        else arrays[jax.tree_util.keystr(path)]
+        for path, leaf in entries
+    ]
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def _save_tensors(path: str, tree: Any) -> None:
+    arrays = _flat(tree)
+    on_device = isinstance(next(iter(arrays.values())), jax.Array)
+    (safetensors.flax if on_device else safetensors.numpy).save_file(arrays, path)
+
+
+def _restore_tensors(path: str, target: Any) -> Any:
+    on_device = isinstance(jax.tree.leaves(target)[0], jax.Array)
+    return _like(target, (safetensors.flax if on_device else safetensors.numpy).load_file(path))
+
+
+def _save_archive(path: str, tree: Any) -> None:
+    with open(path, "xb") as file:
+        np.savez(file, **{name: np.asarray(leaf) for name, leaf in _flat(tree).items()})
+
+
+def _restore_archive(path: str, target: Any) -> Any:
+    with np.load(path) as archive:
+        return _like(target, archive)
+
+
+_async = _KeptCheckpointer()
+PYTREE = Peer("orbax PyTreeCheckpointer", lambda path, tree: ocp.PyTreeCheckpointer().save(path, tree), _restore_pytree)
+STANDARD = Peer("orbax StandardCheckpointer", _save_standard, _restore_standard)
+ASYNC = BackgroundPeer("orbax AsyncCheckpointer", _async.save, _restore_pytree, _async.begin)
+# Earlier releases of v1 have other names for these.
+_HAS_V1 = ocp_v1 is not None and hasattr(ocp_v1, "save") and hasattr(ocp_v1, "load")
+V1 = (BackgroundPeer("orbax v1", ocp_v1.save, ocp_v1.load, _begin_v1),) if _HAS_V1 else ()
+SAFETENSORS = Peer("safetensors", _save_tensors, _restore_tensors)
+SAVEZ = Peer("np.savez", _save_archive, _restore_archive)
