@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat import placing, state
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.tree import Branch, Path, is_jax_array, iter_branches, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
@@ -36,7 +37,8 @@ def execute(sources: Any, reader: Any, *, cast: bool, lists: bool) -> tuple[Any,
     run = _Run(reader, cast)
     layout = _Layout(run)
     root: dict[str, Any] = {}
-    layout.put(sources, root, "", ())
+    with memory.collection_paused():
+        layout.put(sources, root, "", ())
     run.read()
     layout.fill(lists)
     run.tell_narrowed()

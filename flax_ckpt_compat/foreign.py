@@ -231,7 +231,7 @@ def _example(leaf: Any) -> Any:
 def _own(value: Any, handle: LeafHandle) -> Any:
     """The value as our own readers give it: arrays in memory that the caller may write to, keys taken apart."""
     if state.is_prng_key(value):
-        return state.take_keys_apart(value)
+        return state.key_apart(value)
     if handle.kind is not LeafKind.ARRAY:
         return value
     array = np.asarray(value)

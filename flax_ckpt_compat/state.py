@@ -15,9 +15,11 @@ import numpy as np
 from flax import core, serialization
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, show_path
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
+# Types of leaves that were met; asking whether something is one of jax's arrays takes longest.
+_LEAF_TYPES: set[type] = {type(None)}
 # Up to jax 0.4.30, key_impl gives these short names as text, and wrap_key_data does not know them.
 _IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
 
@@ -100,18 +102,31 @@ def _describe(original: Any, state: Any, path: Path) -> Node:
     entries = _entries(original, state, path)
     if entries is None:
         return state
-    children = {name: _describe(child, value, (*path, name)) for name, child, value in entries}
+    children = {
+        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name))
+        for name, child, value in entries
+    }
     if type(state) is not dict:
         container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
         return Branch(children, container, _int_keys(state, children))
     return Branch(children, _container(original, children), _int_keys(original, children))
 
 
+def _is_leaf(state: Any) -> bool:
+    """Whether a state is a leaf for certain; asks jax once for each type."""
+    if type(state) in _LEAF_TYPES:
+        return True
+    if state is not None and not isinstance(state, _LEAVES):
+        return False
+    _LEAF_TYPES.add(type(state))
+    return True
+
+
 def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, Any]] | None:
     """(name, the user's own child, its state) of a node; None for a leaf."""
     if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
         return zip(state, _originals(original, state), state.values(), strict=True)
-    if state is None or isinstance(state, _LEAVES) or not _is_node(state):
+    if _is_leaf(state) or not _is_node(state):
         return None
     entries = _one_level(state)
     children = [child for _, child in entries]
@@ -182,8 +197,11 @@ def _unexpand(original_state: Any, state: Any) -> Any:
     if type(original_state) is dict:
         if not isinstance(state, dict) or original_state.keys() != state.keys():
             return state
-        return {name: _unexpand(value, state[name]) for name, value in original_state.items()}
-    if original_state is None or isinstance(original_state, _LEAVES) or not _is_node(original_state):
+        return {
+            name: state[name] if type(value) in _LEAF_TYPES else _unexpand(value, state[name])
+            for name, value in original_state.items()
+        }
+    if _is_leaf(original_state) or not _is_node(original_state):
         return state
     entries = _one_level(original_state)
     names = _child_names(entries, ())
@@ -194,11 +212,6 @@ def _unexpand(original_state: Any, state: Any) -> Any:
     return jax.tree_util.tree_unflatten(structure, children)
 
 
-def take_keys_apart(tree: Node) -> Node:
-    """Replaces typed PRNG key arrays by their data and the name of their implementation."""
-    return map_leaves(lambda _, leaf: _key_data(leaf) if is_prng_key(leaf) else leaf, tree)
-
-
 def is_prng_key(leaf: Any) -> bool:
     """True for typed PRNG key arrays (and abstract ones), false for raw uint32 keys."""
     arrays = (jax.Array, jax.ShapeDtypeStruct)
@@ -207,7 +220,10 @@ def is_prng_key(leaf: Any) -> bool:
     return is_special and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _key_data(leaf: Any) -> KeyData:
+def key_apart(leaf: Any) -> Any:
+    """The data of a typed PRNG key array and the name of its implementation; any other leaf as it is."""
+    if not is_prng_key(leaf):
+        return leaf
     name = str(jax.random.key_impl(leaf))
     return KeyData(_IMPLEMENTATIONS.get(name, name), jax.random.key_data(leaf))
 

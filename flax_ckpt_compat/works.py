@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat import _detect, matching, opening, state
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, Part
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
@@ -82,8 +83,9 @@ def _decide(reader: Any, tree: Node, target: state.Described | None, adaptation:
     if target is None:
         match = matching.Match(sources=map_leaves(lambda _, leaf: Stored(leaf, None), tree))
         return Work(path, reader, target, tree, match, frozenset(), adaptation)
-    own_rules = frozenset(target.nodes_with_own_rules())
-    match = _match(tree, target.node, adaptation, own_rules)
+    with memory.collection_paused():
+        own_rules = frozenset(target.nodes_with_own_rules())
+        match = _match(tree, target.node, adaptation, own_rules)
     return Work(path, reader, target, tree, match, own_rules, adaptation)
 
 

@@ -19,14 +19,45 @@ _MAX_LENGTH = 2**32 - 1
 
 def check_tree(tree: Node) -> None:
     """Raises for the first leaf or name that a msgpack file cannot hold."""
+    look = _Usual()
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if isinstance(node, Branch):
-            _check_branch(path, node)
-            stack.extend(((*path, name), child) for name, child in node.children.items())
-        else:
+        if not isinstance(node, Branch):
             _check_leaf(path, node)
+            continue
+        _check_branch(path, node)
+        for name, child in node.children.items():
+            if not look.is_usual(child):
+                stack.append(((*path, name), child))
+
+
+class _Usual:
+    """Knows plain arrays, as almost all leaves are, by what was found out about others: dtypes and shardings."""
+
+    def __init__(self) -> None:
+        self._dtypes: dict[Any, bool] = {}
+        self._shardings: dict[Any, bool] = {}
+        self._jax: dict[type, bool] = {}
+
+    def is_usual(self, leaf: Any) -> bool:
+        """Whether there is nothing against a leaf; False where it has to be looked at."""
+        kind = type(leaf)
+        if kind is np.ndarray:
+            return self._takes(leaf.dtype)
+        if kind not in self._jax:
+            self._jax[kind] = is_jax_array(leaf)
+        return self._jax[kind] and self._takes(leaf.dtype) and self._sees(leaf.sharding) and not leaf.is_deleted()
+
+    def _takes(self, dtype: Any) -> bool:
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = isinstance(dtype, np.dtype) and dtypes.is_storable(dtype) and dtype.itemsize > 0
+        return self._dtypes[dtype]
+
+    def _sees(self, sharding: Any) -> bool:
+        if sharding not in self._shardings:
+            self._shardings[sharding] = sharding.is_fully_addressable
+        return self._shardings[sharding]
 
 
 def _refuse(path: Path, found: str, remedy: str) -> UnsupportedLeafError:
@@ -43,7 +74,8 @@ def _check_branch(path: Path, branch: Branch) -> None:
     for name in branch.children:
         if type(name) is not str:
             raise _refuse((*path, str(name)), f"a key of type {type(name).__name__}", "use str keys")
-        _check_text((*path, name), name)
+        if not name.isascii() or len(name) > _MAX_LENGTH:
+            _check_text((*path, name), name)
 
 
 def _check_text(path: Path, text: str) -> None:

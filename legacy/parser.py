@@ -103,33 +103,27 @@ class _Parser:
     def _fill(self, frame: _Frame) -> None:
         """Reads children until one of them is a container, or there are no more."""
         children, keyed, stack, window = frame.branch.children, frame.keyed, self._stack, self._window
-        depth, parent = len(stack), frame.path
+        depth, parent, headers = len(stack), frame.path, self._headers
         while frame.left:
             frame.left -= 1
             if window.at > window.fresh_until:
                 window.refill()
             name = self._key(frame) if keyed else str(len(children))
             path = (*parent, name)
-            children[name] = self._known_array(path) or self._value(path, frame.in_list)
+            # An array whose header was seen before: most arrays of a checkpoint share few headers.
+            data, at = window.data, window.at
+            header = headers.get(data[at : at + _PREFIX])
+            if (
+                header is not None
+                and data.startswith(header.text, at)
+                and window.base + at + len(header.text) + header.nbytes <= window.size
+            ):
+                children[name] = self._handle(header, at, path)
+                continue
+            children[name] = self._value(path, frame.in_list)
             if len(stack) != depth:
                 stack[-1].home, stack[-1].name = children, name
                 return
-
-    def _known_array(self, path: Path) -> LeafHandle | None:
-        """The array at hand if its header was seen before: most arrays of a checkpoint share few headers."""
-        window = self._window
-        data, at = window.data, window.at
-        header = self._headers.get(data[at : at + _PREFIX])
-        if header is None or not data.startswith(header.text, at):
-            return None
-        start = at + len(header.text)
-        end = start + header.nbytes
-        if window.base + end > window.size:
-            return None
-        window.at = end
-        where = window.base + start
-        name = "/".join(path)
-        return LeafHandle(path, header.kind, header.shape, header.dtype, header.nbytes, name, self._reader, where)
 
     def _close(self, frame: _Frame) -> None:
         branch = frame.branch
@@ -205,10 +199,15 @@ class _Parser:
         window.claim(length)
         header = parse_array_header(window, start, code, length, path)
         self._headers[header.text[:_PREFIX]] = header
-        window.at = start
-        leaf = self._known_array(path)
-        assert leaf is not None
-        return leaf
+        return self._handle(header, start, path)
+
+    def _handle(self, header: ArrayHeader, start: int, path: Path) -> LeafHandle:
+        """The array whose header begins at ``start``; goes on behind its data."""
+        window = self._window
+        where = start + len(header.text)
+        window.at = where + header.nbytes
+        kind, shape, dtype, nbytes = header.kind, header.shape, header.dtype, header.nbytes
+        return LeafHandle(path, kind, shape, dtype, nbytes, "/".join(path), self._reader, window.base + where)
 
     def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
         window = self._window

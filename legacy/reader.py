@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,12 +38,17 @@ class MsgpackReader:
         self.path = path
         self._source = open_source(path)
         try:
-            self.tree: Node = parse(Window(self._source), self, of_orbax=of_orbax)
+            self.tree: Node = self._parse(of_orbax)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
                 raise storage_error(path, error) from error
             raise
+
+    def _parse(self, of_orbax: bool) -> Node:
+        # Waiting for a store without a collector would be no short stretch.
+        with memory.collection_paused() if self._source.is_near else contextlib.nullcontext():
+            return parse(Window(self._source), self, of_orbax=of_orbax)
 
     def close(self) -> None:
         """Closes the file; values read before stay valid."""
@@ -60,19 +66,20 @@ class MsgpackReader:
         values: list[Any] = [None] * len(handles)
         small: list[Small] = []
         spans: list[Span] = []
+        unfinished: list[int] = []
         folders = gda.Reads()
         for index, handle in enumerate(handles):
-            if handle.nbytes < SMALL and handle.dtype is not None and type(handle.where) is int:
+            if handle.nbytes < SMALL and type(handle.where) is int and handle.dtype is not None:
                 small.append((handle.where, index, handle))
             else:
                 values[index] = self._begin(handle, spans, folders)
+            if handle.kind is not LeafKind.ARRAY:
+                unfinished.append(index)
         self._fetch(small, spans, values)
         folders.finish()
-        array = LeafKind.ARRAY
-        return [
-            value if handle.kind is array else _finish(handle, value)
-            for handle, value in zip(handles, values, strict=True)
-        ]
+        for index in unfinished:
+            values[index] = _finish(handles[index], values[index])
+        return values
 
     def _fetch(self, small: list[Small], spans: list[Span], values: list[Any]) -> None:
         if self._source.is_closed and (small or spans):

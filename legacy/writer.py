@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,7 @@ def write_tree(path: str, tree: Node) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             stream = _Stream(fd)
-            for node in _flatten(tree):
-                _write_leaf(stream, node)
+            _write_node(stream, tree)
             stream.flush()
             os.fsync(fd)
         finally:
@@ -50,10 +48,6 @@ def write_tree(path: str, tree: Node) -> None:
             f"{path}: writing the checkpoint failed: {error.strerror or error}; free space or choose another place"
         )
         raise StorageError(message, path=path, errno=error.errno) from error
-
-
-class _Raw(bytes):
-    """Bytes that are msgpack already."""
 
 
 class _Stream:
@@ -116,30 +110,23 @@ def _write_all(fd: int, pieces: list[memoryview]) -> None:
             pieces[0] = pieces[0][written:]
 
 
-def _flatten(tree: Node) -> Iterator[Any]:
-    """Headers and names as `_Raw`, leaves as they are; a loop, so that depth costs no Python stack."""
-    stack: list[Iterator[Any]] = [iter((tree,))]
-    while stack:
-        for node in stack[-1]:
-            if isinstance(node, Branch):
-                stack.append(_entries(node))
-                break
-            yield node
+def _write_node(stream: _Stream, node: Node) -> None:
+    if not isinstance(node, Branch):
+        _write_leaf(stream, node)
+        return
+    stream.put(encoder.map_header(len(node.children)))
+    for name, child in node.children.items():
+        stream.put(encoder.scalar(name))
+        if type(child) is np.ndarray:
+            _write_array(stream, child)
         else:
-            stack.pop()
-
-
-def _entries(branch: Branch) -> Iterator[Any]:
-    yield _Raw(encoder.map_header(len(branch.children)))
-    for name, child in branch.children.items():
-        yield _Raw(encoder.scalar(name))
-        yield child
+            _write_node(stream, child)
 
 
 def _write_leaf(stream: _Stream, leaf: Any) -> None:
     kind = type(leaf)
-    if kind is _Raw:
-        stream.put(leaf)
+    if is_jax_array(leaf):
+        _write_array(stream, to_host(leaf))
     elif isinstance(leaf, np.ndarray):
         _write_array(stream, np.asarray(leaf))
     elif isinstance(leaf, np.generic):
@@ -154,7 +141,7 @@ def _write_leaf(stream: _Stream, leaf: Any) -> None:
         stream.put(encoder.scalar(leaf.text))
     elif isinstance(leaf, complex):
         stream.put(encoder.complex_value(leaf))
-    elif kind is HostCopy or is_jax_array(leaf):
+    elif kind is HostCopy:
         _write_array(stream, to_host(leaf))
     else:
         stream.put(encoder.scalar(leaf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
@@ -91,7 +93,9 @@ class OrbaxReader:
         self._aggregate = structure.aggregate
         self._known: dict[Any, _Where] = {}
         try:
-            self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
+            # Waiting for a store without a collector would be no short stretch.
+            with contextlib.nullcontext() if paths.is_url(path) else memory.collection_paused():
+                self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
         except RecursionError as error:
             raise self._corrupt("<root>", "the tree is nested too deeply") from error
 

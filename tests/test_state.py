@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import placing, state
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves, map_leaves
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS
 from tests.support.samples import SAMPLES, Fields, Keyed, Pair, Registered, Serialized, fingerprint, train_state_sample
 from tests.support.trees import keys, leaves
@@ -148,12 +148,12 @@ def test_work_does_not_grow_with_depth() -> None:
 def test_keys_are_taken_apart_and_put_together(impl: str) -> None:
     """Typed PRNG keys and batches of them survive being taken apart; raw uint32 keys are plain arrays."""
     keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), (2, 3))}
-    apart = state.take_keys_apart(state.describe(keys))
+    apart = map_leaves(lambda _, leaf: state.key_apart(leaf), state.describe(keys))
     assert all(isinstance(leaf, KeyData) and leaf.impl == impl for _, leaf in iter_leaves(apart))
     for name, key in keys.items():
         assert fingerprint(state.put_key_together(apart.children[name])) == fingerprint(key)
     raw = jax.random.PRNGKey(0)
-    assert state.take_keys_apart(raw) is raw
+    assert state.key_apart(raw) is raw
 
 
 def test_abstract_targets_are_described() -> None:
