@@ -105,11 +105,13 @@ class Opened:
     """
 
     def __init__(self, path: str):
-        with paths.snapshot(path):
-            found = _detect.detect(path)
-        self.path, self.items, self.trees = path, found.items, found.trees
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
+        with paths.snapshot(path):
+            found = _detect.detect(path)
+            self.path, self.items, self.trees = path, found.items, found.trees
+            if paths.is_url(path) and len(found.items) == 1:
+                self.reader(*found.items)  # now, while what was listed is known
         if found.unknown:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from typing import Any
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import paths, stores
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from .files import storage_errors
@@ -31,6 +32,14 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
     return value
+
+
+def read_ahead(path: str, names: Collection[str]) -> None:
+    """Asks a store for several files at once that `read_json` is going to ask for; on a disk it does nothing."""
+    if paths.is_url(path):
+        files = [os.path.join(path, name) for name in names]
+        with storage_errors(path, "read"):
+            stores.know_contents([file for file in files if paths.isfile(file)])
 
 
 def corrupt(file: str, what: str) -> CorruptCheckpointError:

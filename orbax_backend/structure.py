@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 from .aggregate import AGGREGATE, Aggregate, Keys
 from .index import MANIFEST, holds_array, process_databases, stays_inside
 from .items import ARRAY, holds_array_folder, is_single_array, is_typed_key
-from .json_files import corrupt, read_json
+from .json_files import corrupt, read_ahead, read_json
 from .leaves import JAX_ARRAY, STRING
 from .marks import Marks, parse_marks
 from .metadata import ARRAY_METADATAS, DICT_KEY, METADATA, SEQUENCE_KEY, SHARDING, STEP_METADATA, STRINGS
@@ -123,6 +123,7 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: nothing holds the structure.
         CorruptCheckpointError: a file does not decode.
     """
+    read_ahead(path, (METADATA, STRINGS))
     metadata = read_json(path, METADATA)
     file = os.path.join(path, METADATA)
     use_ocdbt = (metadata or {}).get("use_ocdbt")

@@ -37,7 +37,7 @@ def kind(asked: Asked) -> str:
     """What the page calls a request."""
     if asked.is_listing:
         return "LIST"
-    return "HEAD" if asked.method == "GET" and asked.status == 416 else asked.method
+    return "HEAD" if asked.method == "GET" and asked.status in (404, 416) else asked.method
 
 
 ROWS = [line.strip("| \n").split(" | ") for line in PAGE.splitlines() if " LIST" in line]
