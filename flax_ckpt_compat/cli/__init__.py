@@ -13,6 +13,7 @@ from ._program import Program
 
 _COMMANDS = {
     "demo": "flax_ckpt_compat.cli.demo",
+    "ls": "flax_ckpt_compat.cli.ls",
     "run": "flax_ckpt_compat.cli.run",
 }
 

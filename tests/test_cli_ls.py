@@ -1,0 +1,181 @@
+"""``flax-ckpt ls``: what it shows of a directory, into a pipe, onto a terminal and as JSON, and what it refuses."""
+
+import datetime
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import flax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner, Result
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat.cli import main
+
+ROOT = Path(__file__).parents[1]
+NOVEMBER = 1_700_000_000  # 2023-11-14 22:13:20 UTC
+TREE = {"w": np.arange(1000.0, dtype=np.float32)}
+
+
+def ls(*arguments: object) -> Result:
+    """Runs the command in this process."""
+    return CliRunner().invoke(main, ["ls", *map(str, arguments)])
+
+
+def run_of_flax(directory: Path) -> None:
+    """Steps 1 and 3 and ``best`` as Flax itself saves them, 2 as Orbax does, and two that were never finished."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        for step in (1, 3, "best"):
+            flax_checkpoints.save_checkpoint(directory, TREE, step, keep=9)
+    ocp.PyTreeCheckpointer().save(directory / "checkpoint_2", TREE)
+    (directory / "checkpoint_4").mkdir()
+    (directory / "checkpoint_5").touch()
+    for path in directory.iterdir():
+        os.utime(path, (NOVEMBER, NOVEMBER))
+
+
+def test_plain_text_into_a_pipe(tmp_path: Path) -> None:
+    """One line for each checkpoint, in the order of steps, with format, size, time, and why it is incomplete."""
+    run_of_flax(tmp_path)
+    size = (tmp_path / "checkpoint_1").stat().st_size
+    assert 4000 < size < 4100
+    result = ls(tmp_path)
+    assert result.exit_code == 0
+    heading, *lines = result.stdout.splitlines()
+    assert heading.split() == ["step", "format", "size", "saved", "state", "name"]
+    assert "\x1b" not in result.stdout
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOVEMBER))
+    first = f"1 msgpack {size / 1000:.2f} kB {saved} complete checkpoint_1"
+    assert lines[0].split() == first.split()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "-"]
+    assert [line.split()[1] for line in lines] == ["msgpack", "orbax", "msgpack", "orbax", "msgpack", "msgpack"]
+    assert "incomplete: the directory is empty" in lines[3]
+    assert "incomplete: the file is empty" in lines[4]
+    assert lines[5].split()[-2:] == ["complete", "checkpoint_best"]
+
+
+def test_json(tmp_path: Path) -> None:
+    """``--json`` gives exact bytes, as ``find`` counts them, and times with their zone."""
+    run_of_flax(tmp_path)
+    records = {record["name"]: record for record in json.loads(ls(tmp_path, "--json").stdout)}
+    assert [(record["step"], record["complete"]) for record in records.values()] == [
+        (1, True),
+        (2, True),
+        (3, True),
+        (4, False),
+        (5, False),
+        (None, True),
+    ]
+    command = ["find", str(tmp_path / "checkpoint_2"), "-type", "f", "-printf", "%s\n"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    orbax = records["checkpoint_2"]
+    assert orbax["nbytes"] == sum(map(int, found.stdout.split()))
+    assert datetime.datetime.fromisoformat(orbax["saved"]).timestamp() == NOVEMBER
+    assert (orbax["format"], orbax["path"], orbax["why"]) == ("orbax", str(tmp_path / "checkpoint_2"), None)
+    assert records["checkpoint_5"]["why"] == "the file is empty"
+
+
+def test_prefix(tmp_path: Path) -> None:
+    """Another prefix is listed when it is named; without it the message names what there is."""
+    with pytest.warns(DeprecationWarning):
+        flax_checkpoints.save_checkpoint(tmp_path, TREE, 7, prefix="gan_")
+    assert "gan_7" in ls(tmp_path, "--prefix", "gan_").stdout
+    result = ls(tmp_path)
+    assert result.exit_code == 0
+    assert "there are gan_7" in result.stdout
+    assert json.loads(ls(tmp_path, "--json").stdout) == []
+
+
+def test_empty_directory(tmp_path: Path) -> None:
+    """A directory with nothing in it is said to be empty, which is no error."""
+    result = ls(tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path} is empty\n")
+
+
+def test_typo_in_the_path(tmp_path: Path) -> None:
+    """A directory that does not exist is a named error with exit code 2 and the directory that was meant."""
+    (tmp_path / "runs_large").mkdir()
+    result = ls(tmp_path / "runs_lagre")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "CheckpointNotFoundError" in result.stderr
+    assert f"did you mean {tmp_path / 'runs_large'}?" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["checkpoint_1", "checkpoint_2"])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_checkpoint_instead_of_its_directory(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """A checkpoint's own path is refused with the directory to list instead, in either format."""
+    run_of_flax(tmp_path)
+    result = ls(tmp_path / name, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert str(tmp_path) in result.stderr.replace(str(tmp_path / name), "")
+
+
+def test_unknown_scheme() -> None:
+    """A URL that cannot be reached is refused with exit code 2, with or without anything there."""
+    result = ls("ftp://host/run")
+    assert result.exit_code == 2
+    assert "StorageError" in result.stderr
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """A name that is not UTF-8 is shown with a replacement, and is exact in JSON."""
+    (tmp_path / os.fsdecode(b"checkpoint_be\xffst")).write_bytes(b"\x80")
+    assert "checkpoint_be\N{REPLACEMENT CHARACTER}st" in ls(tmp_path).stdout
+    (record,) = json.loads(ls(tmp_path, "--json").stdout)
+    assert os.fsencode(record["name"]) == b"checkpoint_be\xffst"
+
+
+def test_table_on_a_terminal(tmp_path: Path) -> None:
+    """On a terminal of 80 columns the same facts come as a table that does not break names, times or sizes."""
+    run_of_flax(tmp_path)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm", "TZ": "UTC", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "flax_ckpt_compat", "ls", str(tmp_path)]
+    try:
+        subprocess.run(command, stdout=theirs, env=environment, cwd=ROOT, check=True)
+    finally:
+        os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:  # how Linux tells that the other end of a terminal is closed
+        pass
+    finally:
+        os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
+    assert any("─" in line for line in lines)
+    (row,) = (line for line in lines if "checkpoint_2" in line)
+    assert "orbax" in row
+    assert "2023-11-14 22:13:20" in row
+    assert max(map(len, lines)) <= 80
+
+
+def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
+    """Listing a local directory loads neither jax, flax, TensorStore nor Orbax, nor rich into a pipe."""
+    run_of_flax(tmp_path)
+    command = [sys.executable, "-X", "importtime", "-m", "flax_ckpt_compat", "ls", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "flax_ckpt_compat" in loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "tensorstore", "orbax", "msgpack", "etils", "rich"}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345, "12.3 kB"), (999_600, "1.00 MB"), (5 * 10**11, "500 GB")],
+)
+def test_sizes(nbytes: int, text: str, tmp_path: Path) -> None:
+    """Sizes have three digits and decimal units."""
+    with open(tmp_path / "checkpoint_1", "wb") as file:
+        file.truncate(nbytes)
+    assert f" {text} " in ls(tmp_path).stdout
