@@ -10,7 +10,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat import background, config, foreign, snapshot
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import files, sites
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, iter_leaves
 from flax_ckpt_compat._routing import backend_for
@@ -39,10 +39,10 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
     begin = functools.partial(_begin, request, backend, prepared, options, team)
-    temporary = team.gather(failed=failed, agree=agree, lead=begin)
+    told = team.gather(failed=failed, agree=agree, lead=begin)
 
     def task() -> None:
-        _write_and_commit(request, backend, prepared, options, team, temporary)
+        _write_and_commit(request, backend, prepared, options, team, told)
 
     if async_manager:
         background.start(async_manager, request.where.directory, task)
@@ -64,45 +64,48 @@ def _spread(tree: Node) -> str:
 
 def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team) -> str:
     """Process 0 chooses the temporary, and makes what the others write into."""
-    request.refuse_store("several processes together", "save to a shared directory, or gather to one process first")
     request.check()
     request.prepare_directory()
-    temporary = files.temporary_path(request.path)
+    site = sites.begin(request.path, beside=backend.format is Format.MSGPACK)
     try:
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
-            backend.begin_shared(temporary, prepared, options, team.share)
+            backend.begin_shared(site.path, prepared, options, team.share, site.shares)
     except BaseException:
-        files.forget(temporary)
+        site.give_up(leads=True)
         raise
-    return temporary
+    return site.told()
 
 
 def _write_and_commit(
-    request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team, temporary: str
+    request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team, told: str
 ) -> None:
-    failed = None
+    site, failed, leads = None, None, team.share.index == 0
     try:
+        site = sites.join(told, leads)
         with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
-            backend.write_share(temporary, prepared, options, team.share)
+            backend.write_share(site.path, prepared, options, team.share, site.shares)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
 
     def commit() -> str:
+        assert site is not None
         if backend.format is Format.MSGPACK:
             monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
         with files.translated(request.path):
-            backend.end_shared(temporary, prepared, options, team.share)
+            backend.end_shared(site.path, prepared, options, team.share, site.shares)
         request.check_again()
-        files.publish(temporary, request.path)
+        site.publish(request.path, new=not request.overwrite)
         request.committed()
         return ""
 
     try:
         team.meet("commit", failed=failed, lead=commit)
     except BaseException:
-        if team.share.index == 0:
-            files.forget(temporary)
+        if site is not None:
+            site.give_up(leads)
         raise
+    if not leads and site is not None:
+        site.leave()
 
 
 def save_through(checkpointer: Any, request: Request, target: Any) -> None:
@@ -115,7 +118,7 @@ def save_through(checkpointer: Any, request: Request, target: Any) -> None:
         failed = error
 
     def begin() -> str:
-        request.refuse_store("an orbax_checkpointer", "save to a shared directory")
+        request.refuse_store("an orbax_checkpointer", "leave it out: the format is the same")
         request.check()
         request.prepare_directory()
         return foreign.written_path(request.path)

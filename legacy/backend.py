@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
+from flax_ckpt_compat._core.store_shares import Shares
 from flax_ckpt_compat._core.tree import Node
 
 from . import shared
@@ -36,17 +37,38 @@ class MsgpackBackend:
 
     # Arrays of several processes go into a folder beside ``path``, each as a zarr array, as in Flax.
 
-    def begin_shared(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+    def begin_shared(
+        self,
+        path: str,
+        prepared: SharedTree,
+        options: WriteOptions,  # noqa: ARG002
+        share: Share,  # noqa: ARG002
+        shares: Shares | None = None,
+    ) -> None:
         """Makes the folder of arrays; see `Backend.begin_shared`."""
-        shared.begin(path, prepared)
+        shared.begin(path, prepared, shares)
 
-    def write_share(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+    def write_share(
+        self,
+        path: str,
+        prepared: SharedTree,
+        options: WriteOptions,  # noqa: ARG002
+        share: Share,
+        shares: Shares | None = None,
+    ) -> None:
         """Writes this process's shards, and in process 0 the file ``path``; see `Backend.write_share`."""
-        shared.write_share(path, prepared, share)
+        shared.write_share(path, prepared, share, shares)
 
-    def end_shared(self, path: str, prepared: SharedTree, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+    def end_shared(
+        self,
+        path: str,
+        prepared: SharedTree,
+        options: WriteOptions,  # noqa: ARG002
+        share: Share,  # noqa: ARG002
+        shares: Shares | None = None,
+    ) -> None:
         """Checks that nothing is missing; see `Backend.end_shared`."""
-        shared.end(path, prepared)
+        shared.end(path, prepared, shares)
 
     def open(self, path: str) -> Reader:
         """Opens a msgpack checkpoint; reads its structure and skips over array data."""

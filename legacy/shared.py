@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -11,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core import arrays, files
+from flax_ckpt_compat._core import arrays, files, store_shares, stores
 from flax_ckpt_compat._core.backend import Share
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.store_shares import Shares
 
+from . import uploads
 from .spread import SharedTree, SpreadArray
 from .writer import write_tree
 
@@ -25,9 +26,15 @@ _THREADS = 16
 _IN_FLIGHT = 2**30
 
 
-def begin(path: str, prepared: SharedTree) -> None:
+def begin(path: str, prepared: SharedTree, shares: Shares | None = None) -> None:
     """Makes the folder of arrays and all in it but the data; no folder where there are no arrays."""
     if not prepared.arrays:
+        return
+    if shares is not None:
+        base, described = _base(path, shares), {array.subpath: array.metadata for array in prepared.arrays}
+        stores.in_parallel(
+            lambda subpath: stores.write(f"{os.path.join(base, subpath, _METADATA)}", described[subpath]), described
+        )
         return
     base = os.path.join(arrays.folder_of(path), arrays.begin(path))
     for array in prepared.arrays:
@@ -37,15 +44,25 @@ def begin(path: str, prepared: SharedTree) -> None:
             file.write(array.metadata)
 
 
-def write_share(path: str, prepared: SharedTree, share: Share) -> None:
-    """Writes this process's shards, and in process 0 the file."""
-    before = arrays.nest_in(path)
-    _write_shards(os.path.join(arrays.folder_of(path), before), prepared.arrays)
+def _base(path: str, shares: Shares | None) -> str:
+    """The folder that the paths of the arrays are relative to."""
+    if shares is not None:
+        return f"{shares.folder}/{shares.tag}"
+    return os.path.join(arrays.folder_of(path), arrays.nest_in(path))
+
+
+def write_share(path: str, prepared: SharedTree, share: Share, shares: Shares | None = None) -> None:
+    """Writes this process's shards, and in process 0 the file, which is local also of a save to a store."""
+    base = _base(path, shares)
+    if shares is None:
+        _write_shards(base, prepared.arrays)
+    else:
+        store_shares.check_goes_on(shares, uploads.write_shards(base, prepared.arrays, shares))
     if share.index == 0:
-        write_tree(path, prepared.document(before))
+        write_tree(path, prepared.document(arrays.nest_in(path) if shares is None else f"{shares.tag}/"))
 
 
-def end(path: str, prepared: SharedTree) -> None:
+def end(path: str, prepared: SharedTree, shares: Shares | None = None) -> None:
     """Checks that all chunks of all arrays are there, and syncs what `begin` made and all names.
 
     Raises:
@@ -53,7 +70,10 @@ def end(path: str, prepared: SharedTree) -> None:
     """
     if not prepared.arrays:
         return
-    base = os.path.join(arrays.folder_of(path), arrays.nest_in(path))
+    base = _base(path, shares)
+    if shares is not None:
+        uploads.check(base, prepared.arrays, shares)
+        return
     folders = {folder for folder, _, _ in os.walk(arrays.folder_of(path))}
     with _threads() as pool:
         _drain(pool.map(lambda array: _check(base, array), prepared.arrays))
@@ -130,8 +150,7 @@ def _begin_writes(tensorstore: Any, base: str, array: SpreadArray, context: Any)
         with _translated(base, array):
             store = store or _open(tensorstore, os.path.join(base, array.subpath), array, context)
             future = store[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
-        at = (side.start // chunk for side, chunk in zip(shard.index, array.chunks, strict=True))
-        yield _Write(base, array, future, shard.data.nbytes, _name(at))
+        yield _Write(base, array, future, shard.data.nbytes, array.name_of(shard))
 
 
 @contextmanager
@@ -150,10 +169,7 @@ def _translated(base: str, array: SpreadArray) -> Iterator[None]:
 def _open(tensorstore: Any, folder: str, array: SpreadArray, context: Any) -> Any:
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder}}
     store = tensorstore.open(spec, open=True, context=context).result()
-    if (tuple(store.shape), store.dtype.numpy_dtype) != (array.shape, array.dtype):
-        found = f"{store.dtype.name}{tuple(store.shape)} by process 0 and {array.dtype}{array.shape} by this one"
-        message = f"{folder}: {array.subpath or 'the array'} is saved as {found}; all processes have to save one tree"
-        raise StorageError(message, path=folder)
+    array.check_same(folder, tuple(store.shape), store.dtype.numpy_dtype)
     return store
 
 
@@ -161,22 +177,6 @@ def _check(base: str, array: SpreadArray) -> None:
     folder = os.path.join(base, array.subpath)
     there = set(os.listdir(folder))
     # Asked for by its name as well: over a network, a list of names may be older than the file.
-    lost = [name for name in _names(array) if name not in there and not os.path.exists(os.path.join(folder, name))]
+    lost = [name for name in array.names() if name not in there and not os.path.exists(os.path.join(folder, name))]
     if lost:
-        some = ", ".join(lost[:3])
-        message = f"{folder}: {len(lost)} of the chunks of {array.subpath or 'the array'} were not written ({some}"
-        raise StorageError(
-            f"{message}, …); do all processes save the same tree, and into a directory that they share?", path=folder
-        )
-
-
-def _names(array: SpreadArray) -> Iterator[str]:
-    """The names of an array's chunks; none where it has no elements."""
-    counts = [math.ceil(size / chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
-    for index in itertools.product(*map(range, counts)):
-        yield _name(index)
-
-
-def _name(index: Iterable[int]) -> str:
-    """The name of a chunk."""
-    return ".".join(map(str, index)) or "0"
+        raise array.incomplete(folder, lost)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
 
 from flax_ckpt_compat._core.backend import Share
-from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.tree import (
     Branch,
     HostCopy,
@@ -65,6 +67,35 @@ class SpreadArray:
         for shard in self.value.addressable_shards:
             if shard.replica_id == 0:
                 yield Shard(box_of(shard.index, self.shape), np.asarray(shard.data))
+
+    def names(self) -> Iterator[str]:
+        """The names of its chunks; none where it has no elements."""
+        counts = [math.ceil(size / chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+        return map(_name, itertools.product(*map(range, counts)))
+
+    def name_of(self, shard: Shard) -> str:
+        """The name of the chunk that a shard is."""
+        return _name(side.start // chunk for side, chunk in zip(shard.index, self.chunks, strict=True))
+
+    def check_same(self, folder: str, shape: tuple[int, ...], dtype: Any) -> None:
+        """Raises if process 0 has described it as something else."""
+        if (shape, dtype) != (self.shape, self.dtype):
+            found = f"{dtype}{shape} by process 0 and {self.dtype}{self.shape} by this one"
+            message = f"{folder}: {self.subpath or 'the array'} is saved as {found}; all processes have to save one"
+            raise StorageError(f"{message} tree", path=folder)
+
+    def incomplete(self, folder: str, lost: list[str]) -> StorageError:
+        """The error for chunks that were not written."""
+        message = f"{folder}: {len(lost)} of the chunks of {self.subpath or 'the array'} were not written"
+        return StorageError(
+            f"{message} ({', '.join(lost[:3])}, …); do all processes save the same tree, and into a directory that "
+            "they share?",
+            path=folder,
+        )
+
+
+def _name(index: Iterable[int]) -> str:
+    return ".".join(map(str, index)) or "0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
 from flax_ckpt_compat._core.memory import collection_paused
+from flax_ckpt_compat._core.store_shares import Shares
 from flax_ckpt_compat._core.tree import Node
 
 from . import shared
@@ -48,7 +49,14 @@ class OrbaxBackend:
         """
         write_plan(path, prepared, options)
 
-    def begin_shared(self, path: str, prepared: Plan, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+    def begin_shared(
+        self,
+        path: str,
+        prepared: Plan,
+        options: WriteOptions,
+        share: Share,  # noqa: ARG002
+        shares: Shares | None = None,  # noqa: ARG002
+    ) -> None:
         """Makes the directory of a save by several processes, and those in it that all need.
 
         Raises:
@@ -57,22 +65,36 @@ class OrbaxBackend:
         """
         shared.begin(path, prepared, options)
 
-    def write_share(self, path: str, prepared: Plan, options: WriteOptions, share: Share) -> None:
+    def write_share(
+        self,
+        path: str,
+        prepared: Plan,
+        options: WriteOptions,
+        share: Share,
+        shares: Shares | None = None,
+    ) -> None:
         """Writes the shards of this process as a database of its own and syncs it to disk.
 
         Raises:
             StorageError: the file system refused, or this process does not see the directory that process 0 made.
         """
-        shared.write(path, prepared, options, share)
+        shared.write(path, prepared, options, share, shares)
 
-    def end_shared(self, path: str, prepared: Plan, options: WriteOptions, share: Share) -> None:  # noqa: ARG002
+    def end_shared(
+        self,
+        path: str,
+        prepared: Plan,
+        options: WriteOptions,  # noqa: ARG002
+        share: Share,
+        shares: Shares | None = None,
+    ) -> None:
         """Merges the databases of all processes, checks that no chunk is missing and syncs all to disk.
 
         Raises:
             TeamError: a process wrote something else than this one.
             StorageError: a part of a share is missing, or the file system refused.
         """
-        shared.end(path, prepared, share)
+        shared.end(path, prepared, share, shares)
 
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from flax_ckpt_compat._core import store_specs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.tree import Shard
 
-from .index import ocdbt_spec
+from .layered import layered
 from .leaves import Stored
 from .names import key_prefix
+from .sources import wait
 from .zarr import dump_zarray
 
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
@@ -37,29 +39,44 @@ _FILE_THREADS = 8
 _DRIVER_FROM_BYTES = 64 << 10
 # Values up to this size lie inline in the B-tree, whose nodes are compressed anyway.
 _COMPRESS_FROM_BYTES = 1025
+# As much as one process's index may have, for how long to wait for a store.
+_INDEX_BYTES = 256 << 20
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
 
 
 class Database:
     """A new database, on which all is one transaction."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, url: str | None = None) -> None:
+        """Begins it.
+
+        Args:
+            path: of its directory.
+            url: of the folder of a store that has the databases that it takes over; None where they are in ``path``.
+        """
+        self._path, self._url = path, url
         self._spec = {
             "driver": "ocdbt",
-            "base": {"driver": "file", "path": os.path.join(path, "")},
+            "base": self._base(),
             "config": _DATABASE,
             "assume_config": True,
             "target_data_file_size": _DATA_FILE_BYTES,
         }
         # Without a cache: nodes are cached by path, and this path will be another directory's one day.
         self._context = ts.Context(
-            {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}}
+            {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}},
+            parent=None if url is None else store_specs.context(),
         )
         self._transaction = ts.Transaction(atomic=True)
         store = ts.KvStore.open(self._spec, context=self._context).result()
         self._store = store.with_transaction(self._transaction)
         self._pending: list[tuple[Any, Any]] = []
         self._committed: Any = None
+
+    def _base(self, inside: str = "") -> dict[str, Any]:
+        if self._url is not None:
+            return layered(self._path, self._url, inside)
+        return {"driver": "file", "path": os.path.join(self._path, inside, "")}
 
     def put(self, name: str, stored: Stored, compressor: dict[str, Any] | None, leads: bool = True) -> None:
         """Adds one array; its memory must not change before the commit has ended.
@@ -111,12 +128,15 @@ class Database:
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
         self._pending.append((opened, shards))
 
-    def take_over(self, paths: Sequence[str]) -> None:
-        """Adds references to all values of these databases, which lie below this one and have ended."""
-        children = [ts.KvStore.open(ocdbt_spec(path, ""), context=self._context) for path in paths]
-        for path, child in zip(paths, children, strict=True):
-            with storage_errors(path, "merged with those of the other processes"):
-                child.result().experimental_copy_range_to(self._store).result()
+    def take_over(self, names: Sequence[str]) -> None:
+        """Adds references to all values of these databases, which lie in this one's directory and have ended."""
+        children = {name: {"driver": "ocdbt", "base": self._base(name)} for name in names}
+        opened = {name: ts.KvStore.open(spec, context=self._context) for name, spec in children.items()}
+        for name, child in opened.items():
+            where = os.path.join(self._url or self._path, name)
+            with storage_errors(where, "merged with those of the other processes"):
+                store = wait(where, child)
+                wait(where, store.experimental_copy_range_to(self._store), _INDEX_BYTES)
 
     def begin_commit(self) -> None:
         """Hands everything to TensorStore, which goes on by itself."""

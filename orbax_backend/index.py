@@ -29,18 +29,23 @@ MANIFEST = "manifest.ocdbt"
 _MAX_METADATA_BYTES = 1 << 20
 
 
-def open_index(path: str, use_ocdbt: bool) -> Index:
+def open_index(path: str, use_ocdbt: bool, base: dict[str, Any] | None = None) -> Index:
     """The index of a checkpoint's directory.
+
+    Args:
+        path: of the directory.
+        use_ocdbt: it has a database.
+        base: how TensorStore opens the directory, where its files are not all in one place.
 
     Raises:
         CorruptCheckpointError: the database does not decode.
     """
     if not use_ocdbt:
         return Objects(path) if paths.is_url(path) else Files(path)
-    if not paths.isfile(os.path.join(path, MANIFEST)):
+    if base is None and not paths.isfile(os.path.join(path, MANIFEST)):
         raise _without_manifest(path)
     dump = getattr(getattr(ts, "ocdbt", None), "dump", None)
-    return _Dumped(path, _dump_entries(path, dump)) if dump is not None else _Listed(path)
+    return _Dumped(path, _dump_entries(path, dump, base)) if dump is not None else _Listed(path)
 
 
 def holds_array(path: str) -> bool:
@@ -138,10 +143,10 @@ def _read_small(path: str, extent: Extent) -> bytes:
     return data
 
 
-def _dump_entries(path: str, dump: Any) -> dict[bytes, bytes | Extent]:
+def _dump_entries(path: str, dump: Any, spec: dict[str, Any] | None = None) -> dict[bytes, bytes | Extent]:
     """Walks the B-tree of the newest version, one batch of nodes per level."""
     try:
-        base = wait(path, ts.KvStore.open(directory_spec(path), context=new_context(path, 0)))
+        base = wait(path, ts.KvStore.open(spec or directory_spec(path), context=new_context(path, 0)))
         newest = wait(path, dump(base))["versions"][-1]
         entries: dict[bytes, bytes | Extent] = {}
         level, seen = [(newest["root"]["location"], b"")], set[str]()

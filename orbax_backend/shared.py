@@ -6,21 +6,21 @@ import hashlib
 import json
 import os
 
+from flax_ckpt_compat._core import paths, store_shares, store_uploads, stores
 from flax_ckpt_compat._core.backend import Share, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError, TeamError
-from flax_ckpt_compat._core.tree import box_of, show_path
+from flax_ckpt_compat._core.store_shares import Shares
 
 from . import metadata
+from .completeness import check_complete
 from .database import Database, storage_errors
 from .files import make_directory, sync_directory, write_file
 from .files import storage_errors as file_errors
-from .grid import Shape
-from .index import MANIFEST, Extent, Index, open_index
-from .jobs import Job
-from .leaves import STRING, Stored
-from .names import key_prefix
+from .index import MANIFEST, open_index
+from .layered import layered
 from .plan import Plan
 from .sharding import ShardingTexts
+from .sources import sizes_of
 from .writer import (
     begin_arrays,
     compressor,
@@ -30,7 +30,6 @@ from .writer import (
     write_array_metadatas,
     write_tree,
 )
-from .zarr import parse_array_metadata
 
 # In the directory of a process's database until the end: what it took the tree for, written when all else is.
 _ENDED = "ended"
@@ -49,83 +48,140 @@ def begin(path: str, plan: Plan, options: WriteOptions) -> None:
         make_directory(os.path.join(path, metadata.ARRAY_METADATAS))
 
 
-def write(path: str, plan: Plan, options: WriteOptions, share: Share) -> None:
+def write(path: str, plan: Plan, options: WriteOptions, share: Share, shares: Shares | None = None) -> None:
     """Writes this process's shards, and in process 0 all that is not spread.
 
+    Args:
+        path: of the directory that all see, or, with ``shares``, of a local one of this process's own.
+        plan: this process's.
+        options: see `WriteOptions`.
+        share: this process's.
+        shares: of a save to a store, to which the database goes then.
+
     Raises:
-        StorageError: the file system refused, or is not the one that process 0 sees.
+        StorageError: the file system, or the store, refused, or it is not the one that process 0 sees.
     """
+    leads = share.index == 0
+    if shares is not None and not leads:
+        begin(path, plan, options)
     if not os.path.isdir(path):
         raise StorageError(
             f"process {share.index} does not find {path}, which process 0 made: all processes must save to one "
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    used, leads = compressor(options.compression), share.index == 0
-    own = _database_of(path, share.index)
+    used, own = compressor(options.compression), _database_of(path, share.index, shares)
     make_directory(own)
     arrays = [(name, stored) for name, stored in metadata.arrays(plan) if leads or stored.spread]
     database = begin_arrays(own, arrays, used, leads)
     try:
-        write_array_metadatas(path, plan, used is not None, share.index)
+        # In a store one list for all does: every process's is the same.
+        if leads or shares is None:
+            write_array_metadatas(path, plan, used is not None, share.index)
         if leads:
             write_tree(path, plan)
     finally:
         end_arrays(own, database)
     write_file(os.path.join(own, _ENDED), _digest(plan).encode())
     sync_directory(own)
+    if shares is not None:
+        sent = [os.path.relpath(os.path.join(own, name), path) for name in store_uploads.names_in(own)]
+        store_shares.upload(shares, path, sent, os.path.relpath(os.path.join(own, _ENDED), path))
 
 
-def end(path: str, plan: Plan, share: Share) -> None:
+def end(path: str, plan: Plan, share: Share, shares: Shares | None = None) -> None:
     """Process 0 makes one checkpoint of all shares, once it has seen that nothing is missing.
+
+    Args:
+        path: as for `write`; what all processes have in common is then in it.
+        plan: this process's.
+        share: this process's.
+        shares: of a save to a store.
 
     Raises:
         TeamError: a process wrote something else than this one.
-        StorageError: a part of a share is missing, or the file system refused.
+        StorageError: a part of a share is missing, or the file system, or the store, refused.
     """
-    digest = _digest(plan)
-    for process in range(share.count):
-        _check_ended(path, process, digest)
-    arrays = metadata.arrays(plan)
-    if arrays:
-        databases = [_database_of(path, process) for process in range(share.count)]
-        with storage_errors(path):
-            top = Database(path)
-            # A process that holds the first replica of nothing has written nothing.
-            top.take_over([own for own in databases if os.path.exists(os.path.join(own, MANIFEST))])
-            top.begin_commit()
-            top.end_commit()
-        sync_database(path)
-        _check_complete(path, plan)
-    for process in range(share.count):
-        _forget_ended(path, process)
+    digest, base = _digest(plan), path if shares is None else shares.url
+    databases = [_database_of(base, process, shares) for process in range(share.count)]
+    stores.in_parallel(lambda number: _check_ended(base, int(number), databases[int(number)], digest), _numbers(share))
+    if metadata.arrays(plan):
+        _merge(path, databases, shares)
+        _check(path, plan, shares)
+    stores.in_parallel(_forget_ended, databases if shares is None else [*databases, _database_of(path, 0, shares)])
     finish(path, plan)
 
 
-def _database_of(path: str, process: int) -> str:
-    return os.path.join(path, f"ocdbt.process_{process}")
+def _merge(path: str, databases: list[str], shares: Shares | None) -> None:
+    """Writes a database with references to the values of all others; no value is read."""
+    with storage_errors(path):
+        top = Database(path, None if shares is None else shares.folder)
+        # A process that holds the first replica of nothing has written nothing.
+        there = _manifests(databases, shares)
+        top.take_over([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
+        top.begin_commit()
+        top.end_commit()
+    sync_database(path)
+
+
+def _manifests(databases: list[str], shares: Shares | None) -> set[str]:
+    if shares is not None:
+        return set(shares.written())
+    files = (os.path.join(own, MANIFEST) for own in databases)
+    return {os.path.join(*file.split(os.sep)[-2:]) for file in files if os.path.exists(file)}
+
+
+def _check(path: str, plan: Plan, shares: Shares | None) -> None:
+    if shares is None:
+        index, known = open_index(path, use_ocdbt=True), dict[str, int]()
+        check_complete(path, plan, index, lambda file: _size(path, file, known))
+        return
+    index = open_index(shares.url, use_ocdbt=True, base=layered(path, shares.folder))
+    files = [key for key in shares.written() if not key.endswith((MANIFEST, _ENDED))]
+    found = sizes_of([f"{shares.folder}/{key}" for key in files])
+    sizes = {key: size for key, size in zip(files, found, strict=True) if isinstance(size, int)}
+    check_complete(shares.url, plan, index, lambda file: sizes.get(file, -1))
+
+
+def _size(path: str, file: str, sizes: dict[str, int]) -> int:
+    if file not in sizes:
+        full = os.path.join(path, file)
+        sizes[file] = os.path.getsize(full) if os.path.isfile(full) else -1
+    return sizes[file]
+
+
+def _numbers(share: Share) -> list[str]:
+    return [str(process) for process in range(share.count)]
+
+
+def _database_of(path: str, process: int, shares: Shares | None) -> str:
+    return os.path.join(path, f"ocdbt.process_{process}{'' if shares is None else shares.tag}")
 
 
 def _digest(plan: Plan) -> str:
     """What has to be the same in all processes, for their shards to fit together."""
-    texts = ShardingTexts()
-    spread = [
-        (name, stored.dtype.name, stored.shape, stored.part, str(stored.mark), texts.of(stored.sharding))
-        for name, stored in metadata.arrays(plan)
-        if stored.spread
-    ]
-    return hashlib.sha256(json.dumps(spread).encode()).hexdigest()
+    texts, numbers = ShardingTexts(), dict[str | None, int]()
+    spread = []
+    for name, stored in metadata.arrays(plan):
+        if stored.spread:
+            # The text has the ids of all devices, and few arrays differ in it.
+            number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
+            spread.append((name, stored.dtype.name, stored.shape, stored.part, str(stored.mark), number))
+    return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
 
 
-def _check_ended(path: str, process: int, digest: str) -> None:
-    file = os.path.join(_database_of(path, process), _ENDED)
+def _check_ended(path: str, process: int, database: str, digest: str) -> None:
+    file = os.path.join(database, _ENDED)
     try:
-        with file_errors(file, "read"), open(file, encoding="ascii") as opened:
-            found = opened.read()
+        with file_errors(file, "read"):
+            found = paths.read(file).decode("ascii", "replace")
     except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
+        where = "directory that they share" if os.path.isabs(path) else "URL of one store"
         raise StorageError(
             f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "
-            f"save to one directory that they share. Nothing was saved",
+            f"save to one {where}. Nothing was saved",
             path=path,
             errno=error.errno,
         ) from error
@@ -138,61 +194,10 @@ def _check_ended(path: str, process: int, digest: str) -> None:
         )
 
 
-def _forget_ended(path: str, process: int) -> None:
-    file = os.path.join(_database_of(path, process), _ENDED)
+def _forget_ended(database: str) -> None:
+    file = os.path.join(database, _ENDED)
+    if paths.is_url(file):
+        stores.delete(file)
+        return
     with file_errors(file, "removed"):
         os.remove(file)
-
-
-def _check_complete(path: str, plan: Plan) -> None:
-    """Looks for every chunk of every array, because a shard that is missing is best missed now."""
-    index, sizes = open_index(path, use_ocdbt=True), dict[str, int]()
-    for entry in plan.entries:
-        if entry.stored is None or entry.stored.value_type == STRING:
-            continue
-        shown = show_path(tuple(name for name, _ in entry.keys))
-        _check_array(path, index, entry.name, entry.stored, shown, sizes)
-
-
-def _check_array(path: str, index: Index, name: str, stored: Stored, shown: str, sizes: dict[str, int]) -> None:
-    prefix = key_prefix(name)
-    text = index.get(prefix + ".zarray")
-    if text is None:
-        raise _incomplete(path, shown, "its metadata is missing, which process 0 writes")
-    info = parse_array_metadata(text, zarr3=False)
-    for cell, _ in Job(name, info, ()).cells():
-        place = index.find(prefix + info.chunk_key(cell))
-        if place is None:
-            raise _incomplete(path, shown, f"{_whose(stored, cell, info.chunks)} is missing")
-        if isinstance(place, Extent) and place.offset + place.length > _size(path, place.file, sizes):
-            whose = _whose(stored, cell, info.chunks)
-            raise _incomplete(path, shown, f"{whose} should be in {place.file}, which is missing or too short")
-
-
-def _incomplete(path: str, shown: str, what: str) -> StorageError:
-    error = StorageError(
-        f"{path}: the leaf {shown!r} is not complete: {what}. All processes must save to one directory that they "
-        f"share, and nothing else may change it. Nothing was saved",
-        path=path,
-    )
-    error.leaf = shown
-    return error
-
-
-def _whose(stored: Stored, cell: Shape, chunks: Shape) -> str:
-    """A chunk and the process that holds the first replica of it."""
-    at = [number * length for number, length in zip(cell, chunks, strict=True)]
-    devices = stored.sharding.devices_indices_map(stored.shape) if stored.spread else {}
-    holders = (
-        device.process_index
-        for device, index in devices.items()
-        if all(side.start <= start < side.stop for side, start in zip(box_of(index, stored.shape), at, strict=True))
-    )
-    return f"the chunk {list(cell)} of process {next(holders, 0)}"
-
-
-def _size(path: str, file: str, sizes: dict[str, int]) -> int:
-    if file not in sizes:
-        full = os.path.join(path, file)
-        sizes[file] = os.path.getsize(full) if os.path.isfile(full) else -1
-    return sizes[file]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.store_shares import Shares
 from flax_ckpt_compat._core.tree import Node, Path
 
 
@@ -195,22 +196,33 @@ class Backend(Protocol):
         """
         ...
 
-    def begin_shared(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
+    def begin_shared(
+        self, path: str, prepared: Any, options: WriteOptions, share: Share, shares: Shares | None = None
+    ) -> None:
         """Process 0 makes what the others need to have before they write, such as directories.
 
         Args:
             path: absolute path of the temporary, which does not exist yet; the parent exists and all processes see it.
+                Of a save to a store it is a local one, and each process has its own.
             prepared: of this backend's `prepare`, with this share.
             options: see `WriteOptions`.
             share: this process's.
+            shares: of a save to a store, which is where all see what the others write.
         """
         ...
 
-    def write_share(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
-        """Writes the arrays' shards of this process (process 0: and whatever is not spread) and syncs them to disk."""
+    def write_share(
+        self, path: str, prepared: Any, options: WriteOptions, share: Share, shares: Shares | None = None
+    ) -> None:
+        """Writes the arrays' shards of this process (process 0: and whatever is not spread) and syncs them to disk.
+
+        To a store all is uploaded but what process 0 alone has, which stays at ``path`` until it is published.
+        """
         ...
 
-    def end_shared(self, path: str, prepared: Any, options: WriteOptions, share: Share) -> None:
+    def end_shared(
+        self, path: str, prepared: Any, options: WriteOptions, share: Share, shares: Shares | None = None
+    ) -> None:
         """Process 0 makes one checkpoint of all shares and syncs it to disk."""
         ...
 

@@ -14,15 +14,17 @@ import posixpath
 import re
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from flax_ckpt_compat._core import files, store_uploads, stores
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, is_old
+from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, is_old, tag_of
 from flax_ckpt_compat._core.store_turns import is_mark as is_mark
 
 _RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
+_ARRAY, _CHUNK = ".zarray", re.compile(r"\d+(\.\d+)*")
 _ROUNDS = 5
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -77,13 +79,16 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
         StorageError: the store refused.
     """
     if os.path.isdir(staged):
-        _publish_folder(staged, url, new)
+        publish_folder(staged, Turn(url), new=new)
     else:
-        _publish_object(staged, url, new)
+        publish_object(staged, url, new=new)
+    if not new:
+        remove_arrays_beside(url)
     files.discard(staged)
 
 
-def _publish_object(staged: str, url: str, new: bool) -> None:
+def publish_object(staged: str, url: str, *, new: bool) -> None:
+    """Uploads a msgpack file, and removes a folder of its name; see `publish`."""
     if not store_uploads.upload_file(staged, url, new=new):
         message = f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True"
         raise LostTurnError(f"{message} to replace it", path=url)
@@ -91,18 +96,42 @@ def _publish_object(staged: str, url: str, new: bool) -> None:
         _remove_folder(url)
 
 
-def _publish_folder(staged: str, url: str, new: bool) -> None:
-    turn = Turn(url)
-    replaces = turn.clear(spare=new)
-    names = [name for name in store_uploads.names_in(staged) if name != COMMIT_FILE]
+def publish_folder(staged: str, turn: Turn, *, new: bool, there: Collection[str] = ()) -> None:
+    """Uploads a directory, and removes an object of its name; see `publish`.
+
+    Args:
+        staged: local path.
+        turn: of its folder.
+        new: as for `publish`.
+        there: names of objects that are part of the checkpoint and in their place.
+    """
+    replaces = turn.clear(spare=new, but=there)
+    names = [name for name in store_uploads.names_in(staged) if name not in {COMMIT_FILE, *there}]
     try:
-        _fill(turn, staged, names, replaces)
-        turn.commit(names)
+        _fill(turn, staged, names, replaces, there)
+        turn.commit([*names, *there])
     except LostTurnError:
-        stores.delete_all(f"{url}/{name}" for name in names if not _is_shared(name))
+        stores.delete_all(f"{turn.url}/{name}" for name in names if not _is_shared(name))
         raise
-    if stores.is_object(url):
-        stores.delete(url)
+    if stores.is_object(turn.url):
+        stores.delete(turn.url)
+
+
+def remove_arrays_beside(url: str) -> None:
+    """Removes the folder of arrays of the msgpack checkpoint that was replaced, unless several processes fill it."""
+    folder = url + ARRAYS_POSTFIX
+    there = stores.fresh_keys(folder)
+    doomed = arrays_among(there)
+    if doomed and not any(is_mark(name) and not is_old(name) for name in there):
+        stores.delete_all(f"{folder}/{name}" for name in doomed)
+        stores.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_mark(name))
+
+
+def arrays_among(keys: Collection[str]) -> list[str]:
+    """Those objects that are parts of zarr arrays."""
+    folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == _ARRAY}
+    parts = ((key, *posixpath.split(key)) for key in keys)
+    return [key for key, folder, name in parts if folder in folders and (name == _ARRAY or _CHUNK.fullmatch(name))]
 
 
 def _is_shared(name: str) -> bool:
@@ -110,12 +139,12 @@ def _is_shared(name: str) -> bool:
     return _RANDOM.search(name) is None
 
 
-def _fill(turn: Turn, staged: str, names: list[str], replaces: bool) -> None:
+def _fill(turn: Turn, staged: str, names: list[str], replaces: bool, kept: Collection[str]) -> None:
     """Uploads until just these files are there, whatever a writer who has lost its turn still does."""
     left = names
     for _ in range(_ROUNDS):
         taken = store_uploads.upload(staged, turn.url, left, _is_shared)
-        there = turn.others()
+        there = turn.others().difference(kept)
         left = [name for name in names if name in taken or name not in there]
         # One of two that replaced the same files may have removed the other's late.
         if replaces and not left:
@@ -147,14 +176,30 @@ def reclaim(directory: str) -> list[str]:
     """Removes what dead writers left below a folder of checkpoints, and returns the names."""
     removed = []
     with stores.snapshot(directory):
-        there = {name: stores.names(f"{directory}/{name}") for name in stores.names(directory)}
+        there = {name: stores.keys(f"{directory}/{name}") for name in stores.names(directory)}
     for name, inside in there.items():
-        if not any(is_mark(mark) and is_old(mark) for mark in inside):
+        marks = [mark for mark in inside if is_mark(mark) and is_old(mark)]
+        main = name.removesuffix(ARRAYS_POSTFIX)
+        # Which of the arrays beside a file it refers to, only the file tells: the rest goes when it does.
+        if not marks or (main != name and main in there):
             continue
         _log.info("Removing what an interrupted save left at %s/%s", directory, name)
-        if is_unfinished(inside):
+        if main != name or is_unfinished(inside):
             _remove_folder(f"{directory}/{name}")
             removed.append(name)
         else:
-            stores.delete_all(f"{directory}/{name}/{mark}" for mark in inside if is_mark(mark))
+            _remove_strays(f"{directory}/{name}", inside, marks)
     return removed
+
+
+def _remove_strays(url: str, inside: Collection[str], marks: Collection[str]) -> None:
+    """Frees a committed checkpoint from what was to replace it and never did, or from the mark of its own writer."""
+    try:
+        committed = stores.read(f"{url}/{COMMIT_FILE}")
+    except FileNotFoundError:  # another process has just begun to remove it
+        return
+    for mark in marks:
+        if mark.encode() not in committed:
+            end = tag_of(mark) + "/"
+            stores.delete_all(f"{url}/{key}" for key in inside if end in key[: key.find("/") + 1])
+    stores.delete_all(f"{url}/{mark}" for mark in marks)

@@ -38,6 +38,11 @@ def is_old(mark: str) -> bool:
     return time.time() - _order(mark)[0] > _PATIENCE
 
 
+def tag_of(mark: str) -> str:
+    """What names end in that are of the same save alone, and no others."""
+    return "." + mark.rpartition(".")[2]
+
+
 def _order(mark: str) -> tuple[int, str]:
     match = _BEGUN.fullmatch(mark)
     return (int(match[1]), match[2]) if match else (0, "")
@@ -51,9 +56,11 @@ class Turn:
         mark: name of the object that tells of it.
     """
 
-    def __init__(self, url: str):
-        """Marks the folder."""
-        self.url = url
+    def __init__(self, url: str, mark: str = ""):
+        """Marks the folder, or goes on with the turn of a mark that this writer has made before."""
+        self.url, self.mark = url, mark
+        if mark:
+            return
         last = max((_order(name)[0] for name in stores.fresh_keys(url)), default=0)
         self.mark = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
         stores.write(f"{url}/{self.mark}", b"")
@@ -65,18 +72,20 @@ class Turn:
             LostTurnError: another writer goes on.
         """
         there = set(stores.fresh_keys(self.url))
-        if self.mark not in there or self._is_behind(there):
+        if self.mark not in there or self.is_behind(there):
             self.give_up()
         return there - {self.mark}
 
-    def _is_behind(self, there: Collection[str]) -> bool:
+    def is_behind(self, there: Collection[str]) -> bool:
+        """Whether a writer that began later has marked the folder, which has these names in it."""
         return any(_order(name) > _order(self.mark) for name in there)
 
-    def clear(self, *, spare: bool = False) -> bool:
+    def clear(self, *, spare: bool = False, but: Collection[str] = ()) -> bool:
         """Removes all that is in the folder but the mark, the sign of completeness before all else.
 
         Args:
             spare: give up where there is a committed checkpoint.
+            but: names of objects that stay.
 
         Returns:
             Whether there was anything.
@@ -84,7 +93,7 @@ class Turn:
         Raises:
             LostTurnError: another writer goes on, or has finished.
         """
-        there = self.others()
+        there = self.others().difference(but)
         if spare and COMMIT_FILE in there:
             self.give_up()
         self.remove(there)
@@ -112,7 +121,7 @@ class Turn:
             there = set(stores.fresh_keys(self.url))
             if not needed <= there:
                 self.give_up()
-            if not self._is_behind(there):
+            if not self.is_behind(there):
                 break
             time.sleep(_PAUSE)
         self.end()

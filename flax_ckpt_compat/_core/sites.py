@@ -1,0 +1,81 @@
+"""Where several processes write one checkpoint: into what all of them see, or into a store, and each beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from flax_ckpt_compat._core import files, paths, store_commits, store_shares
+from flax_ckpt_compat._core.store_shares import Shares
+
+
+@dataclasses.dataclass(slots=True)
+class Site:
+    """The place of one save, as one of its processes knows it.
+
+    Attributes:
+        path: local temporary; of a save to a store, what this process alone sees.
+        shares: of a save to a store.
+        begun: process 0 has begun to publish.
+    """
+
+    path: str
+    shares: Shares | None = None
+    begun: bool = False
+
+    def told(self) -> str:
+        """Text from which the other processes `join`."""
+        shares = None if self.shares is None else dataclasses.asdict(self.shares)
+        return json.dumps({"path": self.path, "shares": shares})
+
+    def publish(self, path: str, *, new: bool) -> None:
+        """Process 0 gives what all have written its final name; see `paths.publish`."""
+        self.begun = True
+        if self.shares is None:
+            paths.publish(self.path, path, new=new)
+        else:
+            store_shares.publish(self.shares, self.path, new=new)
+
+    def give_up(self, leads: bool) -> None:
+        """Removes what this process wrote, and process 0 what all did, of a save that failed.
+
+        What a store may already count as a checkpoint stays.
+        """
+        if leads or self.shares is not None:
+            files.forget(self.path)
+        if leads and self.shares is not None and not self.begun:
+            store_shares.withdraw(self.shares)
+
+    def leave(self) -> None:
+        """Removes what only a process that does not publish still has of a save that is committed."""
+        if self.shares is not None:
+            files.forget(self.path)
+
+
+def begin(path: str, *, beside: bool) -> Site:
+    """Process 0 chooses the place.
+
+    Args:
+        path: of the checkpoint, or its URL.
+        beside: arrays go into a folder beside it.
+
+    Raises:
+        StorageError: the store refused.
+    """
+    if not paths.is_url(path):
+        return Site(files.temporary_path(path))
+    return Site(store_commits.staging_path(path), store_shares.begin(path, beside=beside))
+
+
+def join(told: str, leads: bool) -> Site:
+    """The place that process 0 chose.
+
+    Args:
+        told: by `Site.told`.
+        leads: in process 0 itself.
+    """
+    found = json.loads(told)
+    if found["shares"] is None:
+        return Site(found["path"])
+    shares = Shares(**found["shares"])
+    return Site(found["path"] if leads else store_commits.staging_path(shares.url), shares)

@@ -1,0 +1,135 @@
+"""What several processes write into a store for one checkpoint: below names of this save alone, until it is committed.
+
+Process 0 marks the folder that takes it. All processes then write below names that end in the mark's number, which no
+other save writes to, and which the checkpoint that is to be replaced does not have: that one stays whole until process
+0 has seen that all of the new one is there. The commit is that of a save by one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import posixpath
+from collections.abc import Collection
+
+from flax_ckpt_compat._core import files, store_commits, store_uploads, stores
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, is_mark, tag_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shares:
+    """A save by several processes to a store.
+
+    Attributes:
+        url: of the checkpoint.
+        folder: the URL that they write below: the checkpoint's, or that of the arrays beside it.
+        mark: name of the object in it that tells of this save.
+    """
+
+    url: str
+    folder: str
+    mark: str
+
+    @property
+    def tag(self) -> str:
+        """What the names of directories end in that are this save's alone."""
+        return tag_of(self.mark)
+
+    def is_ours(self, key: str) -> bool:
+        """Whether an object in the folder is one that this save's processes wrote together."""
+        return key.partition("/")[0].endswith(self.tag) and "/" in key
+
+    def written(self) -> list[str]:
+        """What the processes have written so far, relative to the folder."""
+        return [key for key in stores.fresh_keys(self.folder) if self.is_ours(key)]
+
+
+def begin(url: str, *, beside: bool) -> Shares:
+    """Process 0 marks the folder; nothing is removed.
+
+    Args:
+        url: of the checkpoint.
+        beside: the arrays go into a folder beside it.
+    """
+    folder = url + ARRAYS_POSTFIX if beside else url
+    return Shares(url, folder, Turn(folder).mark)
+
+
+def upload(shares: Shares, directory: str, names: Collection[str], last: str) -> None:
+    """Writes a process's files as objects of the same names in the folder.
+
+    Args:
+        shares: the save.
+        directory: local path that the names are relative to.
+        names: of files that are `is_ours`.
+        last: of the file that says that all others are there.
+
+    Raises:
+        StorageError: the store refused, or process 0 has given the save up.
+    """
+    store_uploads.upload(directory, shares.folder, [name for name in names if name != last], lambda _: False)
+    store_uploads.upload_file(posixpath.join(directory, last), f"{shares.folder}/{last}")
+    check_goes_on(shares, names)
+
+
+def check_goes_on(shares: Shares, written: Collection[str]) -> None:
+    """Removes what this process wrote if nobody waits for it any more.
+
+    Raises:
+        StorageError: it is so.
+    """
+    if stores.is_object(f"{shares.folder}/{shares.mark}"):
+        return
+    stores.delete_all(f"{shares.folder}/{name}" for name in written)
+    message = f"{shares.url}: process 0 has given up this save, or another one replaced it, so nothing was saved"
+    raise LostTurnError(message, path=shares.url)
+
+
+def publish(shares: Shares, staged: str, *, new: bool) -> None:
+    """Makes a checkpoint of what all processes wrote and of what process 0 has beside that, replacing what is there.
+
+    Args:
+        shares: the save.
+        staged: local path of what is still to be uploaded: the msgpack file, or the directory.
+        new: replace no other checkpoint.
+
+    Raises:
+        LostTurnError: another process writes, or has just written, the same checkpoint.
+        StorageError: the store refused.
+    """
+    turn = Turn(shares.folder, shares.mark)
+    try:
+        if shares.folder == shares.url:
+            store_commits.publish_folder(staged, turn, new=new, there=shares.written())
+            if not new:
+                store_commits.remove_arrays_beside(shares.url)
+        else:
+            _publish_beside(shares, turn, staged, new)
+    except LostTurnError:
+        withdraw(shares)
+        raise
+    files.discard(staged)
+
+
+def _publish_beside(shares: Shares, turn: Turn, staged: str, new: bool) -> None:
+    replaced = [key for key in turn.others() if not shares.is_ours(key)]
+    store_commits.publish_object(staged, shares.url, new=new)
+    there = set(stores.fresh_keys(shares.folder))
+    if shares.mark not in there:  # another save ended in this moment, and has removed the arrays
+        turn.give_up()
+    if not turn.is_behind(there):  # else they are for that writer to remove
+        stores.delete_all(f"{shares.folder}/{key}" for key in store_commits.arrays_among(replaced))
+        stores.delete_all(f"{shares.folder}/{key}" for key in replaced if is_mark(key))
+    turn.end()
+
+
+def withdraw(shares: Shares) -> None:
+    """Removes what a save that failed has written, as far as the store lets us; a checkpoint that counts stays."""
+    with contextlib.suppress(StorageError):
+        there = set(stores.fresh_keys(shares.folder))
+        if COMMIT_FILE in there and shares.mark.encode() in stores.read(f"{shares.folder}/{COMMIT_FILE}"):
+            return
+        stores.delete_all(f"{shares.folder}/{key}" for key in there if shares.is_ours(key))
+        stores.delete(f"{shares.folder}/{shares.mark}")
