@@ -54,6 +54,7 @@ class Asked:
         status: of the answer; 0 where none was sent.
         sent: bytes of the answer's body.
         fault: what was done to it, or "".
+        received: bytes of the request's body.
     """
 
     method: str
@@ -62,6 +63,7 @@ class Asked:
     status: int
     sent: int
     fault: str
+    received: int = 0
 
     @property
     def is_listing(self) -> bool:
@@ -135,9 +137,11 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
         wbufsize = -1  # an answer is one write
 
         fault: Fault = ""
+        received = 0
 
         def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.received = len(body)
             self.fault = proxy.rule(self.command, self.path)
             with suppress(ConnectionError):  # the client has gone
                 self._answer(body)
@@ -181,7 +185,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
 
         def _note(self, status: int, sent: int) -> None:
             """Before the client knows of the answer, which may look at the log next."""
-            asked = Asked(self.command, self.path, self.headers.get("Range", ""), status, sent, self.fault)
+            span = self.headers.get("Range", "")
+            asked = Asked(self.command, self.path, span, status, sent, self.fault, self.received)
             proxy.log.append(asked)
 
         def _hang_up(self) -> None:

@@ -1,0 +1,181 @@
+"""Saves by several processes straight to a store: all of it or nothing, and no array passes through process 0."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat._core import store_commits
+from tests.multiprocess import jobs, real_jobs, store_jobs
+from tests.support import s3
+from tests.support.s3 import Bucket, Proxy
+from tests.support.saves import use_flag
+from tests.support.team import Team, team_of
+
+WAIT = 1.0
+
+
+@pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
+def orbax(request: pytest.FixtureRequest) -> bool:
+    """What Flax's flag shall be in the processes of a team."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def proxies(s3_server: tuple[int, Proxy], bucket: Bucket) -> Iterator[list[Proxy]]:
+    """A proxy for each of two processes."""
+    second = Proxy(s3_server[0])
+    yield [bucket.proxy, second]
+    second.close()
+
+
+def led(team: Team, *proxies: Proxy) -> Team:
+    """The team, led to the server through these proxies."""
+    every = [s3.environment(proxies[min(index, len(proxies) - 1)]) for index in range(team.count)]
+    team.call(store_jobs.lead_to, every)
+    return team
+
+
+def folders(bucket: Bucket) -> set[str]:
+    """The folders of the arrays that are there; each save has names of its own."""
+    return {key.split("/")[2] for key in bucket.keys("run/") if "/ocdbt.process_" in key or "_gda/" in key}
+
+
+def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
+    """Two processes save; two on another mesh, and one alone, find all that was saved, and nothing is left over."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    assert team.call(jobs.save_mixed, root, orbax, "plain") == [f"{root}/checkpoint_1"] * 2
+    team.call(jobs.restore_mixed, root, orbax, "turned", True)
+    led(team_of(1), bucket.proxy).call(jobs.restore_mixed, root, orbax, "plain")
+    assert not re.search("_begun|/ended", " ".join(bucket.keys()))
+    assert team.call(store_jobs.left_over) == [[], []]
+
+
+def test_a_network_that_fails(orbax: bool, bucket: Bucket) -> None:
+    """One of ten requests fails, of a save and of one that replaces it; both are there bit for bit."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    with bucket.proxy.failing(s3.sometimes(0.1, seed=8)):
+        team.call(jobs.save_small, root, orbax, 1)
+        team.call(store_jobs.overwrite, root, orbax, 1, 7, 60.0)
+        assert team.call(jobs.restore_small, root) == [7, 7]
+    assert any(asked.fault for asked in bucket.proxy.log)
+
+
+def test_overwriting_and_other_formats(bucket: Bucket) -> None:
+    """A step replaces itself in its own format and in the other one, and only the arrays of the last one stay."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    for value, orbax in enumerate([False, False, True, True, False]):
+        team.call(store_jobs.overwrite, root, orbax, 4, value, 60.0)
+        assert team.call(jobs.restore_small, root) == [value, value]
+        assert len({name.rpartition(".")[2] for name in folders(bucket)}) == 1
+    with use_flag(False):
+        ours.save_checkpoint(root, {"n": 9}, 4, overwrite=True)
+    assert bucket.keys("run/") == ["run/checkpoint_4"]
+
+
+def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
+    """Saves in the background commit in order, hold what was there when they were called, and retention follows."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    assert team.call(store_jobs.save_in_background, root, orbax) == [[2, 3], [2, 3]]
+    assert "checkpoint_1" not in " ".join(bucket.keys())
+
+
+@pytest.mark.parametrize(("orbax", "reader"), [(True, "orbax"), (True, "flax"), (False, "flax")])
+def test_real_readers(orbax: bool, reader: str, bucket: Bucket, tmp_path: Path) -> None:
+    """Real Orbax and real Flax, in two processes and on another mesh, read a copy of what was saved."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    team.call(store_jobs.save_what_flax_can_hold, root, orbax)
+    bucket.download("run", tmp_path)
+    team.call(real_jobs.restore, str(tmp_path), orbax, "turned", reader, 1)
+
+
+def test_no_array_passes_through_process_0(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
+    """Of 16 MB over two processes, each sends its half; process 0 receives less than a hundredth of that."""
+    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
+    team.call(jobs.save_large, root, orbax)
+    for proxy in proxies:
+        sent = sum(asked.received for asked in proxy.log)
+        assert 2**23 * 0.85 < sent < 2**23 * 1.05
+        assert sum(asked.sent for asked in proxy.log) < 2**23 / 100
+    team.call(jobs.restore_large, root)
+
+
+@pytest.mark.parametrize(("orbax", "victim"), [(True, 0), (True, 1), (False, 0)])
+def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: list[Proxy]) -> None:
+    """The step that was to be replaced stays whole until the commit, the others hear of it, and the next save works."""
+    team, root = Team(2, outside=True), f"{bucket.url}/run"
+    try:
+        led(team, *proxies).call(jobs.save_small, root, orbax, 1)
+
+        def rule(method: str, path: str) -> str:
+            # Process 1 dies when it sends, process 0 when all have sent.
+            at = {1: method == "PUT", 0: path.endswith("/ended") and method == "GET"}[victim]
+            if at or (not orbax and method == "PUT" and path.endswith("checkpoint_1")):
+                team.kill(victim)
+                return "refuse"
+            return ""
+
+        with proxies[victim].failing(rule):
+            outcomes = team.run(store_jobs.overwrite, root, orbax, 1, 5, WAIT, timeout=30)
+        assert outcomes[victim].died is not None
+        assert outcomes[1 - victim].kinds[0] == "AbsentProcessesError"
+    finally:
+        team.close()
+    assert ours.available_steps(root) == [1]
+    team = led(team_of(2), *proxies)
+    assert team.call(jobs.restore_small, root) == [1, 1]
+    team.call(store_jobs.overwrite, root, orbax, 1, 6, 60.0)
+    assert team.call(jobs.restore_small, root) == [6, 6]
+    assert len({name.rpartition(".")[2] for name in folders(bucket)}) == 1
+    assert "_begun" not in " ".join(bucket.keys())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies: list[Proxy]) -> None:
+    """All hear why, what was there stays whole, and what was sent is removed."""
+    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
+    team.call(jobs.save_small, root, orbax, 1)
+    before = bucket.keys()
+    with proxies[failing].failing(lambda method, path: "403" if method == "PUT" and "_begun" not in path else ""):
+        outcomes = team.run(store_jobs.overwrite, root, orbax, 1, 5, 20.0, timeout=30)
+    for outcome in outcomes:
+        assert "CheckpointError" in outcome.kinds, outcome
+        assert "could not be written" in outcome.error, outcome
+        assert "credentials" in outcome.error, outcome
+    assert bucket.keys() == before
+    assert team.call(jobs.restore_small, root) == [1, 1]
+
+
+def test_what_dead_processes_left_is_removed_after_a_day(bucket: Bucket) -> None:
+    """From a committed checkpoint only what another save's mark stands for, and none of what its own one does."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    team.call(jobs.save_small, root, True, 1)
+    whole = bucket.keys()
+    (tag,) = {name.rpartition(".")[2] for name in folders(bucket)}
+    old = int(time.time()) - 25 * 3600
+    text = bucket.get("run/checkpoint_1/commit_success.txt").decode()
+    bucket.put("run/checkpoint_1/commit_success.txt", text.replace(text.split(".")[-2], str(old)).encode())
+    bucket.put(f"run/checkpoint_1/_begun.{old}.{tag}", b"")
+    bucket.put(f"run/checkpoint_1/_begun.{old}.{'0' * 32}", b"")
+    bucket.put(f"run/checkpoint_1/ocdbt.process_0.{'0' * 32}/d/1", b"stray")
+    store_commits.reclaim(root)
+    assert bucket.keys() == whole
+    assert team.call(jobs.restore_small, root) == [1, 1]
+
+
+def test_arrays_without_a_file_are_removed_after_a_day(bucket: Bucket) -> None:
+    """Those beside a file stay, because only the file tells which of them are its own."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    team.call(jobs.save_small, root, False, 1)
+    bucket.put(f"run/checkpoint_1_gda/_begun.{int(time.time()) - 25 * 3600}.{'0' * 32}", b"")
+    before = bucket.keys()
+    assert store_commits.reclaim(root) == []
+    assert bucket.keys() == before
+    bucket.delete("run/checkpoint_1")
+    assert store_commits.reclaim(root) == ["checkpoint_1_gda"]
+    assert bucket.keys() == []
