@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Self
 
 from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.errors import StorageError
+
+_WRITES_AT_ONCE = 4
 
 
 @contextlib.contextmanager
@@ -41,9 +43,22 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_json(path: str, value: Any) -> None:
-    """Writes a value as JSON to a new file and syncs it."""
-    write_file(path, json.dumps(value).encode())
+class Writes:
+    """New files that are written and synced side by side; leaving the block waits for all of them."""
+
+    def __enter__(self) -> Self:
+        self._pool = concurrent.futures.ThreadPoolExecutor(_WRITES_AT_ONCE, thread_name_prefix="flax-ckpt-write")
+        self._waiting: list[concurrent.futures.Future[None]] = []
+        return self
+
+    def add(self, path: str, data: bytes) -> None:
+        """Begins to write a file."""
+        self._waiting.append(self._pool.submit(write_file, path, data))
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._pool.shutdown()
+        for write in self._waiting if kind is None else ():
+            write.result()
 
 
 def sync_directory(path: str) -> None:

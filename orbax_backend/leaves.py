@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of, is_jax_array
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, box_of, is_jax_array, show_path
 
 from .marks import LeafMark
 from .sharding import everywhere, is_spread, shard_shape
@@ -21,6 +21,8 @@ from .zarr import typestr
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
+# The part that the sharding says, which takes its time to find out.
+_OF_SHARDING = (-1,)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,7 +35,8 @@ class Stored:
         source: the array as the user has it (numpy or jax), or the text of a string leaf.
         mark: what the format does not keep, or None.
         sharding: the jax sharding that it had, or None.
-        part: shape of what is written at once: of one shard, or of the whole array.
+        part: shape of what is written at once: of one shard, or of the whole array; that of the sharding, like
+            ``spread``, unless given.
         spread: several processes hold it, each some of its shards.
     """
 
@@ -43,12 +46,13 @@ class Stored:
     source: Any
     mark: LeafMark | None = None
     sharding: Any = None
-    part: tuple[int, ...] = dataclasses.field(init=False)
-    spread: bool = dataclasses.field(init=False)
+    part: tuple[int, ...] = _OF_SHARDING
+    spread: bool = False
 
     def __post_init__(self) -> None:
-        self.part = shard_shape(self.shape, self.sharding)
-        self.spread = is_spread(self.sharding)
+        if self.part is _OF_SHARDING:
+            self.part = shard_shape(self.shape, self.sharding)
+            self.spread = is_spread(self.sharding)
 
     def whole(self) -> np.ndarray[Any, Any]:
         """What to store as one array, in host memory and C order, with the stored dtype."""
@@ -89,6 +93,37 @@ def _whole(source: Any) -> np.ndarray[Any, Any]:
     return np.asarray(source.data if isinstance(source, HostCopy) else source, order="C")
 
 
+class Encoder:
+    """Encodes the leaves of one tree, and asks once for each type, dtype and sharding: most leaves have few of them."""
+
+    def __init__(self, together: bool) -> None:
+        self._together = together
+        self._is_plain: dict[Any, bool] = {}
+        self._jax_types: set[type] = set()
+        self._parts: dict[Any, tuple[tuple[int, ...], bool]] = {}
+
+    def encode(self, leaf: Any, path: Path) -> Stored:
+        """What to store for a leaf; see `encode`."""
+        kind = type(leaf)
+        if kind is np.ndarray and self._plain(leaf.dtype):
+            return Stored(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
+        if kind in self._jax_types and self._plain(leaf.dtype) and not leaf.is_deleted():
+            shape, sharding = leaf.shape, leaf.sharding
+            known = self._parts.get((shape, sharding))
+            if known is not None:
+                return Stored(JAX_ARRAY, leaf.dtype, shape, leaf, None, sharding, *known)
+        stored = encode(leaf, show_path(path), self._together)
+        if is_jax_array(leaf) and not self._together:
+            self._jax_types.add(kind)
+            self._parts[stored.shape, stored.sharding] = stored.part, stored.spread
+        return stored
+
+    def _plain(self, dtype: Any) -> bool:
+        if dtype not in self._is_plain:
+            self._is_plain[dtype] = isinstance(dtype, np.dtype) and typestr(dtype) is not None
+        return self._is_plain[dtype]
+
+
 def encode(leaf: Any, shown: str, together: bool = False) -> Stored:
     """What to store for a leaf.
 
@@ -111,7 +146,7 @@ def encode(leaf: Any, shown: str, together: bool = False) -> Stored:
         sharding = everywhere() if together and stored.sharding is None else stored.sharding
         mark = LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl)
         # Orbax turns only jax.Array leaves back into typed keys.
-        return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=mark, sharding=sharding)
+        return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=mark, sharding=sharding, part=_OF_SHARDING)
     if isinstance(leaf, HostCopy):
         return _placed(leaf, shown, together)
     if is_jax_array(leaf):

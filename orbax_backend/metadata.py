@@ -3,64 +3,105 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .leaves import JAX_ARRAY, STRING, Stored
-from .plan import Entry, Plan
+from .plan import Plan
 from .sharding import ShardingTexts
 from .zarr import chunk_shape
 
 METADATA, SHARDING, STRINGS = "_METADATA", "_sharding", "_strings.json"
 STEP_METADATA, COMMITTED, ARRAY_METADATAS = "_CHECKPOINT_METADATA", "commit_success.txt", "array_metadatas"
 SEQUENCE_KEY, DICT_KEY = 1, 2
+# A text as JSON.
+_text = json.JSONEncoder().encode
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def tree_metadata(plan: Plan, use_ocdbt: bool = True) -> dict[str, Any]:
+def tree_metadata(plan: Plan) -> str:
     """The content of ``_METADATA``."""
-    return {
-        "tree_metadata": {str(tuple(name for name, _ in e.keys)): _tree_entry(e) for e in plan.entries},
-        "use_ocdbt": use_ocdbt,
+    rest = {
+        "use_ocdbt": True,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": plan.marks.to_json(),
     }
+    keys, values = _Known(_key), _Known(_value)
+    entries = []
+    for entry in plan.entries:
+        name = str(tuple([name for name, _ in entry.keys]))
+        found = ", ".join([keys[key] for key in entry.keys])
+        stored = entry.stored
+        part = stored.part if stored is not None and stored.value_type == JAX_ARRAY else None
+        value = values[entry.marker, None if stored is None else stored.value_type, part]
+        entries.append(f'{_text(name)}: {{"key_metadata": [{found}], "value_metadata": {value}}}')
+    return f'{{"tree_metadata": {{{", ".join(entries)}}}, {json.dumps(rest)[1:]}'
 
 
-def _tree_entry(entry: Entry) -> dict[str, Any]:
-    keys = [{"key": name, "key_type": SEQUENCE_KEY if is_index else DICT_KEY} for name, is_index in entry.keys]
-    stored = entry.stored
-    if stored is None:
-        return {"key_metadata": keys, "value_metadata": {"value_type": entry.marker, "skip_deserialize": True}}
-    value: dict[str, Any] = {"value_type": stored.value_type, "skip_deserialize": False}
-    if stored.value_type == JAX_ARRAY:
-        value["write_shape"] = stored.part
-    return {"key_metadata": keys, "value_metadata": value}
+class _Known(dict[Any, str]):
+    """JSON texts that many leaves share, each made once: thousands of leaves took most of a save's time."""
+
+    def __init__(self, make: Callable[[Any], str]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> str:
+        return self.setdefault(key, self._make(key))
 
 
-def shardings(plan: Plan) -> dict[str, str]:
+def _key(key: tuple[str, bool]) -> str:
+    name, is_index = key
+    return json.dumps({"key": name, "key_type": SEQUENCE_KEY if is_index else DICT_KEY})
+
+
+def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> str:
+    marker, value_type, part = described
+    if value_type is None:
+        return json.dumps({"value_type": marker, "skip_deserialize": True})
+    value: dict[str, Any] = {"value_type": value_type, "skip_deserialize": False}
+    return json.dumps(value if part is None else {**value, "write_shape": part})
+
+
+def shardings(plan: Plan) -> str:
     """The content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    texts = ShardingTexts()
-    found = ((name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan))
-    return {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in found if text is not None}
+    texts, quoted = ShardingTexts(), _Known(_text)
+    found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
+    # Base64 needs no quoting.
+    entries = [
+        f'"{base64.urlsafe_b64encode(name.encode()).decode()}": {quoted[text]}'
+        for name, text in found
+        if text is not None
+    ]
+    return f"{{{', '.join(entries)}}}"
 
 
-def array_metadatas(plan: Plan, compressed: bool) -> dict[str, Any]:
+def _base64(name: str) -> str:
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def array_metadatas(plan: Plan, compressed: bool) -> str:
     """The content of ``array_metadatas/process_N``, which is where Orbax keeps the types of PRNG keys."""
-    return {"array_metadatas": [_array_metadata(name, stored, compressed) for name, stored in _jax_arrays(plan)]}
+    rests = _Known(_array_metadata)
+    entries = []
+    for name, stored in _jax_arrays(plan):
+        impl = stored.mark.impl if stored.mark else None
+        rest = rests[stored.shape, stored.part, stored.dtype.itemsize, compressed, impl]
+        entries.append(f'{{"array_metadata": {{"param_name": {_text(name)}, {rest}}}')
+    return f'{{"array_metadatas": [{", ".join(entries)}]}}'
 
 
-def _array_metadata(name: str, stored: Stored, compressed: bool) -> dict[str, Any]:
-    impl = stored.mark.impl if stored.mark else None
-    return {
-        "array_metadata": {
-            "param_name": name,
-            "write_shape": stored.part,
-            "chunk_shape": chunk_shape(stored.shape, stored.part, stored.dtype.itemsize, compressed),
-            "ext_metadata": {"random_key_impl": impl} if impl else None,
-        }
+def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool, str | None]) -> str:
+    """All but the name, and the brace that ends the object."""
+    shape, part, itemsize, compressed, impl = described
+    rest = {
+        "write_shape": part,
+        "chunk_shape": chunk_shape(shape, part, itemsize, compressed),
+        "ext_metadata": {"random_key_impl": impl} if impl else None,
     }
+    return json.dumps(rest)[1:]
 
 
 def has_jax_arrays(plan: Plan) -> bool:

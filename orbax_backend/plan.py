@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
-from .leaves import STRING, Stored, encode, encode_text_as_bytes
+from .leaves import STRING, Encoder, Stored, encode_text_as_bytes
 from .marks import Marks
 from .names import NameRegister, pointer_tokens, stored_name
 
@@ -64,34 +64,44 @@ def make_plan(tree: Node, together: bool = False) -> Plan:
     Raises:
         UnsupportedLeafError, NameCollisionError: with the key path in the message.
     """
-    plan, names = Plan(), NameRegister()
-    for keys, node in _walk(tree, (), (), plan.marks):
-        path = tuple(name for name, _ in keys)
+    plan = Plan()
+    with memory.collection_paused():
+        _Planner(plan, together).add(tree, (), ())
+    return plan
+
+
+class _Planner:
+    """Adds the entries of a tree to a plan."""
+
+    def __init__(self, plan: Plan, together: bool) -> None:
+        self._plan, self._names, self._encoder = plan, NameRegister(), Encoder(together)
+
+    def add(self, node: Node, keys: Keys, path: Path) -> None:
+        """Adds a node and all below it, in stored order."""
+        if not isinstance(node, Branch):
+            self._add_entry(node, keys, path)
+            return
+        self._plan.marks.add_branch(path, node)
+        if not node.children:
+            self._add_entry(node, keys, path)
+        sequence = node.container.is_sequence
+        for name in _stored_order(node):
+            self.add(node.children[name], (*keys, (name, sequence)), (*path, name))
+
+    def _add_entry(self, node: Node, keys: Keys, path: Path) -> None:
+        plan = self._plan
         if node is None or isinstance(node, Branch):
-            names.check(path)
+            self._names.check(path)
             marker = _EMPTY_MARKERS[node.container] if isinstance(node, Branch) else "None"
             plan.entries.append(Entry(keys, stored_name(path), marker=marker))
-            continue
-        name = names.add(path)
-        stored = encode(node, show_path(path), together)
+            return
+        name = self._names.add(path)
+        stored = self._encoder.encode(node, path)
         if stored.value_type == STRING and not _put_string(plan.strings, name, stored.source):
             stored = encode_text_as_bytes(stored.source)
         if stored.mark is not None:
             plan.marks.leaves[name] = stored.mark
         plan.entries.append(Entry(keys, name, stored=stored))
-    return plan
-
-
-def _walk(node: Node, keys: Keys, path: Path, marks: Marks) -> Iterator[tuple[Keys, Node]]:
-    if not isinstance(node, Branch):
-        yield keys, node
-        return
-    marks.add_branch(path, node)
-    if not node.children:
-        yield keys, node
-    sequence = node.container.is_sequence
-    for name in _stored_order(node):
-        yield from _walk(node.children[name], (*keys, (name, sequence)), (*path, name), marks)
 
 
 def _stored_order(branch: Branch) -> list[str]:

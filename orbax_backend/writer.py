@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -12,10 +14,11 @@ from flax_ckpt_compat._core.memory import collection_paused
 
 from . import metadata
 from .database import Database, storage_errors
-from .files import make_directory, sync_directory, write_file, write_json
+from .files import Writes, make_directory, sync_directory, write_file
 from .leaves import Stored
 from .plan import Plan
 
+Write = Callable[[str, bytes], None]
 _COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"id": "zstd", "level": 1},  # what Orbax 0.12.8 writes
     "gzip": {"id": "gzip", "level": 1},
@@ -37,8 +40,11 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
     try:
         if metadata.has_jax_arrays(plan):
             make_directory(os.path.join(path, metadata.ARRAY_METADATAS))
-        write_array_metadatas(path, plan, used is not None, 0)
-        write_tree(path, plan)
+        with Writes() as writes:
+            _put_array_metadatas(path, plan, used is not None, 0, writes.add)
+            write_tree(path, plan, writes.add)
+        if metadata.has_jax_arrays(plan):
+            sync_directory(os.path.join(path, metadata.ARRAY_METADATAS))
     finally:
         end_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
     finish(path, plan)
@@ -59,24 +65,30 @@ def compressor(name: str | None) -> dict[str, Any] | None:
 
 def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int) -> None:
     """Writes the list of all jax arrays that each process leaves; its directory exists unless there are none."""
-    if not metadata.has_jax_arrays(plan):
-        return
-    directory = os.path.join(path, metadata.ARRAY_METADATAS)
-    with collection_paused():
-        content = metadata.array_metadatas(plan, compressed)
-    write_json(os.path.join(directory, f"process_{process}"), content)
-    sync_directory(directory)
-
-
-def write_tree(path: str, plan: Plan) -> None:
-    """Writes the JSON files that one process writes for all."""
-    with collection_paused():
-        shardings, tree = metadata.shardings(plan), metadata.tree_metadata(plan)
     if metadata.has_jax_arrays(plan):
-        write_json(os.path.join(path, metadata.SHARDING), shardings)
+        _put_array_metadatas(path, plan, compressed, process, write_file)
+        sync_directory(os.path.join(path, metadata.ARRAY_METADATAS))
+
+
+def _put_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write) -> None:
+    if metadata.has_jax_arrays(plan):
+        content = metadata.array_metadatas(plan, compressed)
+        write(os.path.join(path, metadata.ARRAY_METADATAS, f"process_{process}"), content.encode())
+
+
+def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
+    """Writes the JSON files that one process writes for all.
+
+    Args:
+        path: of the directory.
+        plan: what is saved.
+        write: takes the path of a new file and its content.
+    """
+    write(os.path.join(path, metadata.METADATA), metadata.tree_metadata(plan).encode())
+    if metadata.has_jax_arrays(plan):
+        write(os.path.join(path, metadata.SHARDING), metadata.shardings(plan).encode())
     if plan.strings:
-        write_json(os.path.join(path, metadata.STRINGS), plan.strings)
-    write_json(os.path.join(path, metadata.METADATA), tree)
+        write(os.path.join(path, metadata.STRINGS), json.dumps(plan.strings).encode())
 
 
 def begin_arrays(
@@ -119,7 +131,8 @@ def sync_database(path: str) -> None:
 
 def finish(path: str, plan: Plan) -> None:
     """Writes what says that the checkpoint in ``path`` is whole."""
-    write_json(os.path.join(path, metadata.STEP_METADATA), metadata.step_metadata(plan.started_ns))
+    step = json.dumps(metadata.step_metadata(plan.started_ns))
+    write_file(os.path.join(path, metadata.STEP_METADATA), step.encode())
     sync_directory(path)
     # Last, because it says that everything else is there.
     write_file(os.path.join(path, metadata.COMMITTED), b"Checkpoint commit was successful")

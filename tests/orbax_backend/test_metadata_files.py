@@ -1,0 +1,58 @@
+"""The JSON files, of which texts are put together: whatever the names are, they decode to what the plan says."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax_ckpt_compat.orbax_backend import metadata
+from flax_ckpt_compat.orbax_backend.plan import make_plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import state
+from flax_ckpt_compat._core.tree import map_leaves
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(lambda name: "." not in name)
+LEAVES = st.sampled_from(
+    [np.zeros(3, np.float32), np.int16(4), 2.5, True, None, {}, [], (), jnp.ones((2, 3)), jax.random.key(0), b"x", 1j]
+)
+TREES = st.dictionaries(
+    NAMES.map(lambda name: name.replace("/", "-")),
+    st.recursive(LEAVES, lambda inner: st.lists(inner, min_size=1, max_size=3) | st.tuples(inner, inner), max_leaves=6),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(TREES)
+def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
+    """Every leaf is listed once, with its key path, type, part and sharding, in each file that lists it."""
+    plan = make_plan(map_leaves(lambda _, leaf: state.key_apart(leaf), state.describe(tree)))
+    entries = json.loads(metadata.tree_metadata(plan))["tree_metadata"]
+    assert list(entries) == [str(tuple(name for name, _ in entry.keys)) for entry in plan.entries]
+    arrays = {}
+    for entry, found in zip(plan.entries, entries.values(), strict=True):
+        kinds = [(part["key"], part["key_type"] == metadata.SEQUENCE_KEY) for part in found["key_metadata"]]
+        assert kinds == list(entry.keys)
+        value = found["value_metadata"]
+        assert value["value_type"] == (entry.marker if entry.stored is None else entry.stored.value_type)
+        assert value["skip_deserialize"] is (entry.stored is None)
+        if value["value_type"] == "jax.Array":
+            arrays[entry.name] = entry.stored
+            assert value["write_shape"] == list(entry.stored.shape)
+    listed = [one["array_metadata"] for one in json.loads(metadata.array_metadatas(plan, False))["array_metadatas"]]
+    assert [one["param_name"] for one in listed] == list(arrays)
+    for one, stored in zip(listed, arrays.values(), strict=True):
+        assert one["write_shape"] == one["chunk_shape"] == list(stored.shape)
+        impl = stored.mark.impl if stored.mark else None
+        assert one["ext_metadata"] == ({"random_key_impl": impl} if impl else None)
+    shardings = json.loads(metadata.shardings(plan))
+    assert [base64.urlsafe_b64decode(key).decode() for key in shardings] == list(arrays)
+    device = str(jax.local_devices()[0])
+    for text in shardings.values():
+        assert json.loads(text) == {"sharding_type": "SingleDeviceSharding", "device_str": device}
