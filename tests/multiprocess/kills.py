@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import random
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from tests.multiprocess import jobs
+from tests.multiprocess import jobs, store_jobs
 from tests.support.team import Outcome, Team
 
 BOUND = 2.0
@@ -80,7 +83,9 @@ def check(folder: str, orbax: bool, sure: int) -> int:
     return latest
 
 
-def trial(folder: str, orbax: bool, chance: random.Random, *, quick: bool = False) -> str:
+def trial(
+    folder: str, orbax: bool, chance: random.Random, *, quick: bool = False, server: Mapping[str, str] | None = None
+) -> str:
     """One kill.
 
     Args:
@@ -88,6 +93,7 @@ def trial(folder: str, orbax: bool, chance: random.Random, *, quick: bool = Fals
         orbax: the format.
         chance: decides who is killed, and when.
         quick: by two processes only, so that it takes less time.
+        server: variables that lead to the store, if the folder is in one.
 
     Returns:
         What kind of end the others found.
@@ -98,12 +104,12 @@ def trial(folder: str, orbax: bool, chance: random.Random, *, quick: bool = Fals
     outside, background = chance.random() < 0.5, chance.random() < 0.3
     before = checkpoints.available_steps(folder)[-1]
     with tempfile.TemporaryDirectory() as notes:
-        team = Team(count, outside=outside)
+        team = _led(Team(count, outside=outside), server)
         team.start(save_until_killed, folder, orbax, int(before) + 1, background, f"{notes}/note", wait)
         while not _acknowledged(notes, count):
             assert not team.answered(), team.finish()
             time.sleep(0.01)
-        time.sleep(chance.random() * 0.15)
+        time.sleep(chance.random() * (0.6 if server else 0.15))
         team.kill(victim)
         killed = time.monotonic()
         outcomes = team.finish(60)
@@ -113,12 +119,17 @@ def trial(folder: str, orbax: bool, chance: random.Random, *, quick: bool = Fals
     end = _end(outcomes, victim, outside)
     bound = wait * (2 if victim == 0 else 1) + SLACK
     assert seconds < bound, f"the others took {seconds:.1f} s after {victim} of {count} was killed"
-    team = Team(count)
+    team = _led(Team(count), server)
     try:
         found = team.call(check, folder, orbax, max(acknowledged))
     finally:
         team.close()
     return f"{end}; {'the new step' if found[0] > max(acknowledged) else 'the step before'}"
+
+
+def _led(team: Team, server: Mapping[str, str] | None) -> Team:
+    team.call(store_jobs.lead_to, [server or {}] * team.count)
+    return team
 
 
 def _acknowledged(notes: str, count: int) -> list[int]:
@@ -155,22 +166,38 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--format", choices=["msgpack", "orbax"], required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", action="store_true", help="save to an S3 server on loopback")
     arguments = parser.parse_args()
     chance, ends = random.Random(arguments.seed), collections.Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
+    with _folder(arguments.store) as (folder, server):
         orbax = arguments.format == "orbax"
-        prepare(folder, orbax)
+        prepare(folder, orbax, server)
         for number in range(arguments.trials):
-            end = trial(folder, orbax, chance)
+            end = trial(folder, orbax, chance, server=server)
             ends[end] += 1
             print(number, end, flush=True)
     for end, times in ends.most_common():
         print(f"{times:4} {end}")
 
 
-def prepare(folder: str, orbax: bool) -> None:
+@contextmanager
+def _folder(in_store: bool) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """A folder, and the variables that lead to it."""
+    if not in_store:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder, {}
+        return
+    from tests.support import s3
+
+    with s3.serving() as (port, proxy):
+        server = s3.environment(proxy)
+        os.environ.update(server)
+        yield f"{s3.new_bucket(port, proxy).url}/run", server
+
+
+def prepare(folder: str, orbax: bool, server: Mapping[str, str] | None = None) -> None:
     """A first checkpoint."""
-    team = Team(2)
+    team = _led(Team(2), server)
     try:
         team.call(jobs.save_small, folder, orbax, 0)
         team.call(save_first, folder, orbax)
