@@ -105,10 +105,15 @@ def publish_folder(staged: str, turn: Turn, *, new: bool, there: Collection[str]
         new: as for `publish`.
         there: names of objects that are part of the checkpoint and in their place.
     """
-    replaces = turn.clear(spare=new, but=there)
     names = [name for name in store_uploads.names_in(staged) if name not in {COMMIT_FILE, *there}]
+    shared = list(filter(_is_shared, names))
+    # Known before it is sure that it is our turn: what a later writer puts there is never replaced, however late
+    # a request of ours is carried out.
+    versions = dict.fromkeys(shared, stores.NO_OBJECT)
+    versions |= store_uploads.versions(turn.url, turn.seen.intersection(shared))
+    turn.clear(spare=new, but=[*there, *shared])
     try:
-        _fill(turn, staged, names, replaces, there)
+        _fill(turn, staged, names, versions, there)
         turn.commit([*names, *there])
     except LostTurnError:
         stores.delete_all(f"{turn.url}/{name}" for name in names if not _is_shared(name))
@@ -139,20 +144,19 @@ def _is_shared(name: str) -> bool:
     return _RANDOM.search(name) is None
 
 
-def _fill(turn: Turn, staged: str, names: list[str], replaces: bool, kept: Collection[str]) -> None:
+def _fill(turn: Turn, staged: str, names: list[str], versions: dict[str, bytes], kept: Collection[str]) -> None:
     """Uploads until just these files are there, whatever a writer who has lost its turn still does."""
     left = names
     for _ in range(_ROUNDS):
-        taken = store_uploads.upload(staged, turn.url, left, _is_shared)
+        taken = store_uploads.upload(staged, turn.url, left, versions)
+        versions |= store_uploads.versions(turn.url, taken)
         there = turn.others().difference(kept)
-        left = [name for name in names if name in taken or name not in there]
-        # One of two that replaced the same files may have removed the other's late.
-        if replaces and not left:
-            left = store_uploads.different(staged, turn.url, list(filter(_is_shared, names)))
-        strangers = there - set(names)
+        missing = [name for name in names if name not in there]
+        versions |= dict.fromkeys(filter(_is_shared, missing), stores.NO_OBJECT)
+        left, strangers = [*taken, *set(missing).difference(taken)], there.difference(names)
         if not left and not strangers:
             return
-        turn.remove(strangers | (there & set(left)))
+        turn.remove(strangers)
     turn.give_up()
 
 

@@ -69,7 +69,7 @@ def upload(shares: Shares, directory: str, names: Collection[str], last: str) ->
     Raises:
         StorageError: the store refused, or process 0 has given the save up.
     """
-    store_uploads.upload(directory, shares.folder, [name for name in names if name != last], lambda _: False)
+    store_uploads.upload(directory, shares.folder, [name for name in names if name != last], {})
     store_uploads.upload_file(posixpath.join(directory, last), f"{shares.folder}/{last}")
     check_goes_on(shares, names)
 

@@ -54,14 +54,16 @@ class Turn:
     Attributes:
         url: of the folder.
         mark: name of the object that tells of it.
+        seen: names of the objects in the folder before that.
     """
 
     def __init__(self, url: str, mark: str = ""):
         """Marks the folder, or goes on with the turn of a mark that this writer has made before."""
         self.url, self.mark = url, mark
+        self.seen = frozenset(stores.fresh_keys(url))
         if mark:
             return
-        last = max((_order(name)[0] for name in stores.fresh_keys(url)), default=0)
+        last = max((_order(name)[0] for name in self.seen), default=0)
         self.mark = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
         stores.write(f"{url}/{self.mark}", b"")
 
@@ -80,15 +82,12 @@ class Turn:
         """Whether a writer that began later has marked the folder, which has these names in it."""
         return any(_order(name) > _order(self.mark) for name in there)
 
-    def clear(self, *, spare: bool = False, but: Collection[str] = ()) -> bool:
+    def clear(self, *, spare: bool = False, but: Collection[str] = ()) -> None:
         """Removes all that is in the folder but the mark, the sign of completeness before all else.
 
         Args:
             spare: give up where there is a committed checkpoint.
             but: names of objects that stay.
-
-        Returns:
-            Whether there was anything.
 
         Raises:
             LostTurnError: another writer goes on, or has finished.
@@ -97,7 +96,6 @@ class Turn:
         if spare and COMMIT_FILE in there:
             self.give_up()
         self.remove(there)
-        return bool(there)
 
     def remove(self, names: Collection[str]) -> None:
         """Removes objects of the folder, the sign of completeness before all else."""
@@ -114,7 +112,7 @@ class Turn:
         Raises:
             LostTurnError: another writer began before that, and goes on.
         """
-        if not store_uploads.write_new(f"{self.url}/{COMMIT_FILE}", _COMMITTED.format(self.mark).encode()):
+        if not store_uploads.write_if(f"{self.url}/{COMMIT_FILE}", _COMMITTED.format(self.mark).encode()):
             self.give_up()
         needed = {COMMIT_FILE, self.mark, *names}
         for _ in range(_LOOKS):

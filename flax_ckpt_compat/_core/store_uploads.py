@@ -8,7 +8,8 @@ object is what that chunk is stored as.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ MAX_OBJECT = 5 * 2**30
 _MAPPED_FROM = 2**20
 _COMPARED_AT_ONCE = 8 * 2**20
 _PATIENCE = 60.0  # s, beside which TensorStore tries again by itself
-_NO_OBJECT = b"\x02"  # TensorStore's version of what is not there (measured)
 # Where the array's only chunk lies in the key-value store that stands for the object.
 _FOLDER, _CHUNK = "x/", "x/0"
 
@@ -41,17 +41,28 @@ def names_in(directory: str) -> list[str]:
     ]
 
 
-def upload(directory: str, url: str, names: Collection[str], shared: Callable[[str], bool]) -> list[str]:
+def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
+    """What version of each object below ``url`` there is, for `upload`; that there is none counts as one."""
+    found: dict[str, bytes] = {}
+
+    def ask(name: str) -> None:
+        found[name] = stores.version(f"{url}/{name}")
+
+    in_parallel(ask, names)
+    return found
+
+
+def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
     """Writes files of a local directory as objects below ``url``, side by side.
 
     Args:
         directory: local path.
         url: of the folder.
         names: of the files, relative to the directory.
-        shared: whether another writer might write an object of this name, which then stays.
+        replaced: of the objects that another writer might write too, the only versions to be replaced.
 
     Returns:
-        The names that another writer has taken.
+        The names of which another writer has replaced or written the object meanwhile.
 
     Raises:
         StorageError: the store refused.
@@ -59,11 +70,19 @@ def upload(directory: str, url: str, names: Collection[str], shared: Callable[[s
     taken: list[str] = []
 
     def put(name: str) -> None:
-        if not upload_file(os.path.join(directory, name), f"{url}/{name}", new=shared(name)):
+        path, to = os.path.join(directory, name), f"{url}/{name}"
+        if name not in replaced:
+            upload_file(path, to)
+        elif not write_if(to, _read(path), replaced[name]):
             taken.append(name)
 
     in_parallel(put, names)
     return taken
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def upload_file(path: str, url: str, *, new: bool = False) -> bool:
@@ -82,17 +101,15 @@ def upload_file(path: str, url: str, *, new: bool = False) -> bool:
     """
     nbytes = os.path.getsize(path)
     if nbytes < _MAPPED_FROM:
-        with open(path, "rb") as file:
-            data = file.read()
         if new:
-            return write_new(url, data)
-        stores.write(url, data)
+            return write_if(url, _read(path))
+        stores.write(url, _read(path))
         return True
     content = _mapped(path)
     if not new:
         attempt(url, "written", lambda: _start(url, content), nbytes)
         return True
-    return _written_new(url, content, lambda: _start_new(url, content))
+    return _written(url, content, lambda: _start_new(url, content), new=True)
 
 
 def check_sizes(path: str, url: str) -> None:
@@ -118,10 +135,10 @@ def _check_size(url: str, nbytes: int, remedy: str) -> None:
         raise StorageError(message, path=url)
 
 
-def write_new(url: str, data: bytes) -> bool:
-    """Writes an object where there is none with content yet.
+def write_if(url: str, data: bytes, version: bytes = stores.NO_OBJECT) -> bool:
+    """Writes an object where there is none with content, or where just this version of it is.
 
-    A store that does not know conditions writes it, as if there had been none.
+    A store that does not know conditions writes it, as if they were met.
 
     Returns:
         Whether the object is now what was to be written.
@@ -132,13 +149,14 @@ def write_new(url: str, data: bytes) -> bool:
     key = store_specs.split(url)[2]
 
     def ask() -> Any:
-        return store_specs.bucket_store(url).write(key, data, if_equal=_NO_OBJECT)
+        return store_specs.bucket_store(url).write(key, data, if_equal=version)
 
-    return _written_new(url, np.frombuffer(data, np.uint8), ask)
+    return _written(url, np.frombuffer(data, np.uint8), ask, new=version == stores.NO_OBJECT)
 
 
-def _written_new(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any]) -> bool:
+def _written(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any], *, new: bool) -> bool:
     """Carries out a conditional write; a repeated one may find what it wrote itself, of which the answer was lost."""
+    unknown = False
     try:
         stamp = attempt(url, "written", ask, content.nbytes)
         if stamp is None or stamp.generation:
@@ -146,14 +164,14 @@ def _written_new(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any]
     except _TakenError:
         pass
     except StorageError as error:
-        if not isinstance(error.__cause__, NotImplementedError) and not is_there(url):
+        unknown = isinstance(error.__cause__, NotImplementedError)
+        if not unknown and not _size_of(url):
             raise
-    return _take_over(url, content) if not is_there(url) else same(url, content)
-
-
-def is_there(url: str) -> bool:
-    """Whether there is an object with content."""
-    return bool(_size_of(url))
+    nbytes = _size_of(url)
+    if (new and not nbytes) or (unknown and not new):
+        attempt(url, "written", lambda: _start(url, content), content.nbytes)
+        return True
+    return nbytes == content.nbytes and _same(url, content)
 
 
 def _size_of(url: str) -> int | None:
@@ -163,37 +181,15 @@ def _size_of(url: str) -> int | None:
         return None
 
 
-def _take_over(url: str, content: np.ndarray[Any, Any]) -> bool:
-    """Writes without a condition: over an empty object, or in a store without conditions."""
-    attempt(url, "written", lambda: _start(url, content), content.nbytes)
-    return True
-
-
-def same(url: str, content: np.ndarray[Any, Any]) -> bool:
+def _same(url: str, content: np.ndarray[Any, Any]) -> bool:
     """Whether an object is these bytes, of which few are in memory at a time."""
-    if stores.size(url) != content.nbytes:
-        return False
-    for start in range(0, content.nbytes, _COMPARED_AT_ONCE):
-        stop = min(start + _COMPARED_AT_ONCE, content.nbytes)
-        if stores.read_range(url, start, stop) != content[start:stop].tobytes():
-            return False
-    return True
-
-
-def different(directory: str, url: str, names: Collection[str]) -> list[str]:
-    """Those of the local files that are not what the objects of their names below ``url`` are."""
-    found: list[str] = []
-
-    def compare(name: str) -> None:
-        try:
-            equal = same(f"{url}/{name}", _mapped(os.path.join(directory, name)))
-        except FileNotFoundError:
-            equal = False
-        if not equal:
-            found.append(name)
-
-    in_parallel(compare, names)
-    return found
+    with suppress(FileNotFoundError):
+        for start in range(0, content.nbytes, _COMPARED_AT_ONCE):
+            stop = min(start + _COMPARED_AT_ONCE, content.nbytes)
+            if stores.read_range(url, start, stop) != content[start:stop].tobytes():
+                return False
+        return True
+    return False
 
 
 def _mapped(path: str) -> np.ndarray[Any, Any]:

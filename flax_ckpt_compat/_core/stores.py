@@ -21,6 +21,8 @@ from flax_ckpt_compat._core.store_specs import normal as normal
 from flax_ckpt_compat._core.store_specs import spec as spec
 from flax_ckpt_compat._core.store_threads import in_parallel as in_parallel
 
+# TensorStore's version of what is not there (measured).
+NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
 # What is read whole, for how long to wait: JSON and the like.
 _SMALL = 64 * 2**20
@@ -154,6 +156,15 @@ def size(url: str) -> int:
     if found is None:
         raise _no_object(url)
     return found if isinstance(found, int) and found >= 0 else _probed_size(url)
+
+
+def version(url: str) -> bytes:
+    """TensorStore's name for what the object is now; `NO_OBJECT` where there is none."""
+    try:
+        found = _ask(url, slice(0, 0))
+    except OutOfRangeError:
+        found = _ask(url, None)  # it is empty
+    return bytes(found.stamp.generation)
 
 
 def know_sizes(urls: Collection[str]) -> None:

@@ -189,3 +189,20 @@ def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
     timer.join()
     assert len(lost) == 1
     assert bucket.keys("run/") == ["run/checkpoint_1/commit_success.txt"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_store_without_conditions(format: Any, overwrite: bool, bucket: Bucket) -> None:
+    """Where a store refuses conditional requests as such, saves go on as if there were none."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    if overwrite:
+        flax_ckpt_compat.save(url, tree(9) | {"large": LARGE}, format=format)
+    bucket.proxy.refuses_conditions = True
+    try:
+        flax_ckpt_compat.save(url, tree(1) | {"large": LARGE[::-1]}, format=format, overwrite=overwrite)
+    finally:
+        bucket.proxy.refuses_conditions = False
+    assert "501" in {asked.fault for asked in bucket.proxy.log} or (format, overwrite) == ("msgpack", True)
+    check(url, 1)
+    assert flax_ckpt_compat.restore(url)["large"] == LARGE[::-1]

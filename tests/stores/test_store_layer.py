@@ -78,7 +78,7 @@ def test_a_directory_is_uploaded_as_it_is(bucket: Bucket, tmp_path: Path) -> Non
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_bytes(content)
     names = [name for name in store_uploads.names_in(str(tmp_path / "from")) if name != "last"]
-    assert store_uploads.upload(str(tmp_path / "from"), f"{bucket.url}/x", names, lambda name: name == "a") == []
+    assert store_uploads.upload(str(tmp_path / "from"), f"{bucket.url}/x", names, {"a": stores.NO_OBJECT}) == []
     bucket.download("x", tmp_path / "to")
     found = {name: (tmp_path / "to" / name).read_bytes() for name in ("a", "d/e/f", "d/empty", "d/large")}
     assert bucket.keys("x/") == ["x/a", "x/d/e/f", "x/d/empty", "x/d/large"]

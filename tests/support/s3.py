@@ -96,8 +96,11 @@ class Proxy:
     Attributes:
         rule: method and path → fault, or "" for none.
         log: of all requests since it was cleared.
+        refuses_conditions: it is one of a store that does not know conditional writes.
         ended: set when it is closed.
     """
+
+    refuses_conditions = False
 
     def __init__(self, port: int) -> None:
         self.rule: Rule = lambda method, path: ""
@@ -143,6 +146,9 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             self.received = len(body)
             self.fault = proxy.rule(self.command, self.path)
+            conditions = self.headers.get("If-Match"), self.headers.get("If-None-Match")
+            if proxy.refuses_conditions and self.command == "PUT" and any(conditions):
+                self.fault = "501"
             with suppress(ConnectionError):  # the client has gone
                 self._answer(body)
 
