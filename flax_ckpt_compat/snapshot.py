@@ -11,6 +11,7 @@ from flax_ckpt_compat import state
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, box_of, show_path
+from flax_ckpt_compat.copying import Copies
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 from flax_ckpt_compat.request import Request
 
@@ -29,19 +30,26 @@ def tree_to_save(target: Any, request: Request, *, copied: bool, together: bool 
         MPACheckpointingRequiredError: an array that is spread over processes, and is not saved together.
     """
     in_order = request.sort_keys and request.format is Format.MSGPACK
-    return _Taker(request, copied=copied, together=together, in_order=in_order).node(state.describe(target), ())
+    copies = Copies() if copied else None
+    tree = _Taker(request, copies, together=together, in_order=in_order).node(state.describe(target), ())
+    if copies is not None:
+        copies.make()
+    return tree
 
 
 class _Taker:
     """Takes the leaves of one tree, and asks jax once for each type of leaf and each sharding."""
 
-    def __init__(self, request: Request, *, copied: bool, together: bool, in_order: bool):
+    def __init__(self, request: Request, copies: Copies | None, *, together: bool, in_order: bool):
         """For the arguments see `tree_to_save`.
 
         Args:
+            request: the save.
+            copies: takes what is to be copied, or None.
+            together: other processes save it too.
             in_order: names sorted as text; '10' before '2' in lists too, as Flax 0.12.8 writes them (measured).
         """
-        self._request, self._copied, self._together, self._in_order = request, copied, together, in_order
+        self._request, self._copies, self._together, self._in_order = request, copies, together, in_order
         # Types of leaves that are taken as they are, and those of jax's arrays whose sharding is yet to be looked at.
         self._plain: set[type] = set()
         self._arrays: set[type] = set()
@@ -73,8 +81,8 @@ class _Taker:
     def _leaf(self, leaf: Any, path: Path) -> Any:
         taken = _readable(path, leaf, self._request, self._together)
         apart = state.key_apart(taken)
-        if self._copied:
-            return _frozen(apart)
+        if self._copies is not None:
+            return _frozen(apart, self._copies)
         if apart is taken:
             (self._arrays if isinstance(taken, jax.Array) else self._plain).add(type(taken))
         return apart
@@ -112,22 +120,24 @@ def _readable(path: Path, leaf: Any, request: Request, together: bool) -> Any:
     )
 
 
-def _frozen(leaf: Any) -> Any:
-    """The leaf's values as they are now, whatever is mutated or donated later."""
+def _frozen(leaf: Any, copies: Copies) -> Any:
+    """The leaf's values as they are when the copies are made, whatever is mutated or donated later."""
     if isinstance(leaf, KeyData):
-        return KeyData(leaf.impl, _frozen(leaf.data))
+        return KeyData(leaf.impl, _frozen(leaf.data, copies))
     if isinstance(leaf, jax.Array):
-        return _host_copy(leaf)
+        return _host_copy(leaf, copies)
+    if type(leaf) is np.ndarray and not leaf.dtype.hasobject:
+        return copies.of(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _host_copy(array: jax.Array) -> HostCopy:
-    if array.is_fully_replicated:
-        return HostCopy.whole(np.array(array.addressable_data(0), order="C"), array.sharding)
+def _host_copy(array: jax.Array, copies: Copies) -> HostCopy:
     array.copy_to_host_async()
+    if array.is_fully_replicated:
+        return HostCopy.whole(copies.of(np.asarray(array.addressable_data(0))), array.sharding)
     # Replicas hold the same values, so one of them is enough.
     shards = tuple(
-        Shard(box_of(shard.index, array.shape), np.array(shard.data, order="C"))
+        Shard(box_of(shard.index, array.shape), copies.of(np.asarray(shard.data)))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )

@@ -6,13 +6,13 @@ import collections
 import math
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import arrays, files, store_shares, stores
 from flax_ckpt_compat._core.backend import Share
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.pools import Pool
 from flax_ckpt_compat._core.store_shares import Shares
 
 from . import uploads
@@ -81,8 +81,8 @@ def end(path: str, prepared: SharedTree, shares: Shares | None = None) -> None:
         _drain(pool.map(files.sync_directory, folders))
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="flax-ckpt-write")
+def _threads() -> Pool:
+    return Pool(_THREADS, thread_name_prefix="flax-ckpt-write")
 
 
 def _drain(results: Iterable[None]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from flax_ckpt_compat._core import store_specs, stores
+from flax_ckpt_compat._core.pools import Pool
 from flax_ckpt_compat._core.store_errors import attempt
 from flax_ckpt_compat._core.store_shares import Shares
 from flax_ckpt_compat._core.tree import Shard
@@ -31,7 +32,7 @@ def write_shards(base: str, spread: Iterable[SpreadArray], shares: Shares) -> li
     """
     waiting: collections.deque[tuple[Future[None], int]] = collections.deque()
     written, total = [], 0
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="flax-ckpt-store") as pool:
+    with Pool(_AT_ONCE, thread_name_prefix="flax-ckpt-store") as pool:
         try:
             opened: dict[str, Future[Any]] = {}
             for array, shard in _all(spread):

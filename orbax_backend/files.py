@@ -10,6 +10,7 @@ from typing import Self
 
 from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.pools import Pool
 
 _WRITES_AT_ONCE = 4
 
@@ -47,7 +48,7 @@ class Writes:
     """New files that are written and synced side by side; leaving the block waits for all of them."""
 
     def __enter__(self) -> Self:
-        self._pool = concurrent.futures.ThreadPoolExecutor(_WRITES_AT_ONCE, thread_name_prefix="flax-ckpt-write")
+        self._pool = Pool(_WRITES_AT_ONCE, thread_name_prefix="flax-ckpt-write")
         self._waiting: list[concurrent.futures.Future[None]] = []
         return self
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
+
+from flax_ckpt_compat._core.pools import Pool
 
 _AT_ONCE = 16
 
@@ -19,11 +19,8 @@ def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
         return
     left = collections.deque(names)
     helpers = min(_AT_ONCE, len(names)) - 1
-    with ThreadPoolExecutor(helpers, thread_name_prefix="flax-ckpt-store") as pool:
-        futures: list[Future[None]] = []
-        with suppress(RuntimeError):  # at the interpreter's exit, for which saves go on, there are no new threads
-            for _ in range(helpers):
-                futures.append(pool.submit(_drain, work, left))
+    with Pool(helpers, thread_name_prefix="flax-ckpt-store") as pool:
+        futures = [pool.submit(_drain, work, left) for _ in range(helpers)]
         _drain(work, left)
         for future in futures:
             future.result()

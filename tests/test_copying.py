@@ -1,0 +1,48 @@
+"""Copies made on several threads, against numpy's own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flax_ckpt_compat import copying
+from flax_ckpt_compat.copying import Copies
+
+DTYPES = st.sampled_from([np.int8, np.float32, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4, "S3", "M8[s]"])
+ARRAYS = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9).flatmap(
+    lambda shape: DTYPES.map(lambda dtype: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype))
+)
+
+
+@given(st.lists(st.tuples(ARRAYS, st.booleans()), max_size=6), st.integers(1, 40), st.sampled_from([1, 3]))
+def test_copies_have_the_values(found: list[tuple[np.ndarray, bool]], piece: int, threads: int) -> None:
+    """Arrays of any dtype, shape and order, cut anywhere, are copied into memory of their own in C order."""
+    sources = [array.T if turned else array for array, turned in found]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_PIECE", piece)
+        patch.setattr(copying, "_WORTH_THREADS", 0)
+        patch.setattr(copying, "_THREADS", threads)
+        copies = Copies()
+        made = [copies.of(source) for source in sources]
+        copies.make()
+    for source, copy in zip(sources, made, strict=True):
+        assert copy.dtype == source.dtype
+        assert copy.flags.c_contiguous
+        assert not np.shares_memory(copy, source)
+        assert copy.tobytes() == source.tobytes()
+
+
+def test_views_of_jax_arrays_are_copied() -> None:
+    """What numpy shows of an array on the CPU is a view, which donating the array would give to others."""
+    array = jnp.arange(3_000_000.0)
+    copies = Copies()
+    copy = copies.of(np.asarray(array))
+    copies.make()
+    jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(array).block_until_ready()
+    np.testing.assert_array_equal(copy, np.arange(3_000_000.0, dtype=np.float32))
