@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat.team import Team
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.RLock()
 _pending: list[_Pending] = []
 _POLL_SECONDS = 0.01
+_PUBLISHED = "published"
 # The last thing that Orbax writes into a checkpoint, in every way of committing it (since 0.12.3).
 _COMMIT_FILE = "commit_success.txt"
 
@@ -43,7 +46,7 @@ def save(
     on_commit: Callable[[], None],
     *,
     written: str | None = None,
-    leads: bool = True,
+    team: Team | None = None,
 ) -> None:
     """Lets the checkpointer write, and publishes what it wrote once that is committed, in the background if need be.
 
@@ -53,17 +56,13 @@ def save(
         target: the user's tree.
         on_commit: what to do after the commit.
         written: of `written_path`, where several processes have to agree on it.
-        leads: false in processes that leave publishing and ``on_commit`` to another one.
+        team: of several processes, of which process 0 publishes and does ``on_commit``.
     """
-    if not leads:
-        checkpointer.save(written, target)
-        return
-    pending = _Pending(checkpointer, written or written_path(path), path, on_commit)
-    written = pending.written
-    checkpointer.save(written, target)
+    pending = _Pending(checkpointer, written or written_path(path), path, on_commit, team)
+    checkpointer.save(pending.written, target)
     if is_async(checkpointer):
         pending.watch()
-    else:
+    elif pending.leads:
         pending.finish()
 
 
@@ -95,14 +94,19 @@ class _Pending:
         checkpointer: of real Orbax.
         path: the final path.
         written: where it writes.
+        leads: false in processes that leave publishing and the clean-up to process 0.
     """
 
-    def __init__(self, checkpointer: Any, written: str, path: str, on_commit: Callable[[], None]):
-        self.checkpointer, self.path = checkpointer, path
+    def __init__(
+        self, checkpointer: Any, written: str, path: str, on_commit: Callable[[], None], team: Team | None = None
+    ):
+        self.checkpointer, self.path, self._team = checkpointer, path, team
+        self.leads = team is None or team.share.index == 0
         self.written, self._on_commit = written, on_commit
         self._own_wait = getattr(checkpointer, "wait_until_finished", None)
         self._replaced: dict[str, Any] = {}
         self._ended = threading.Event()
+        self._failed: BaseException | None = None
 
     def watch(self) -> None:
         """Starts looking for the commit."""
@@ -112,25 +116,59 @@ class _Pending:
             own = vars(self.checkpointer)
             self._replaced = {name: own[name] for name in own if name == "wait_until_finished"}
             self.checkpointer.wait_until_finished = self._wait
-        threading.Thread(target=self._poll, name="flax_ckpt_compat-commit", daemon=True).start()
+        if self.leads:
+            threading.Thread(target=self._poll, name="flax_ckpt_compat-commit", daemon=True).start()
 
     def _wait(self) -> None:
         """The checkpointer's own wait, then our clean-up."""
         assert self._own_wait is not None
         try:
             self._own_wait()
-        except BaseException:
-            self._retire()
+        except BaseException as error:
+            if self._retire():
+                self._announce(error)
             raise
-        self.finish()
+        if self.leads:
+            self.finish()
+        elif self._retire():
+            # Orbax has committed, but under another name where it replaces a step.
+            assert self._team is not None
+            self._team.hear(_PUBLISHED)
 
-    def finish(self) -> None:
-        """Publishes what was committed and cleans up; once."""
+    def finish(self, *, remember: bool = False) -> None:
+        """Publishes what was committed and cleans up; once.
+
+        Args:
+            remember: where it fails, the next who calls this, or waits, gets the same error.
+        """
         with _lock:
-            if self._retire() and os.path.lexists(self.written):
+            if self._ended.is_set():
+                return
+            if self._failed is None:
+                self._failed = self._publish()
+            if not (remember and self._failed):
+                self._retire()
+            if self._failed is not None:
+                raise self._failed
+
+    def _publish(self) -> BaseException | None:
+        """What it failed with, if it did."""
+        try:
+            if os.path.lexists(self.written):
                 if self.written != self.path:
                     files.publish(self.written, self.path)
                 self._on_commit()
+        except BaseException as error:  # noqa: BLE001  (raised by the caller)
+            self._announce(error)
+            return error
+        self._announce(None)
+        return None
+
+    def _announce(self, failed: BaseException | None) -> None:
+        """Tells the other processes, which wait for it where the checkpointer does not wait for them."""
+        if self._team is not None and self.leads and is_async(self.checkpointer):
+            with suppress(CheckpointError):  # they wait in bounded time
+                self._team.announce(_PUBLISHED, failed)
 
     def _retire(self) -> bool:
         """Ends the watch; False where it had ended already."""
@@ -154,9 +192,10 @@ class _Pending:
         while not self._ended.wait(_POLL_SECONDS):
             if os.path.lexists(sign):
                 try:
-                    self.finish()
-                except CheckpointError:
+                    self.finish(remember=True)
+                except Exception:  # noqa: BLE001  (raised by the next wait)
                     _log.exception("Cleaning up after the checkpoint at %s failed", self.path)
+                    return
 
 
 @functools.cache

@@ -103,6 +103,20 @@ class Team:
             raise failed
         return self._taken(self._lead(stage, lead) if self.share.index == 0 else self._verdict(stage), failed)
 
+    def announce(self, stage: str, failed: BaseException | None) -> None:
+        """Process 0 says how something ended, and waits for nobody; the others `hear` it."""
+        self._set(f"{self._room}/{stage}/verdict", {"value": "", "error": tell(failed)})
+        self._tidy(f"{self._room}/")
+
+    def hear(self, stage: str) -> None:
+        """Waits for what process 0 announces, in bounded time.
+
+        Raises:
+            AbsentProcessesError: it said nothing.
+            CheckpointError: what it failed with.
+        """
+        self._taken(self._verdict(stage), None)
+
     def _taken(self, verdict: Mapping[str, Any], failed: BaseException | None) -> str:
         if failed is not None:
             raise failed
@@ -235,7 +249,7 @@ class Team:
         shown, waited = ", ".join(map(str, missing)), self._timeout * (2 if missing == [0] else 1)
         # Process 0 commits, and may have done so before it fell silent.
         outcome = "so nothing was saved"
-        if missing == [0] and stage == "commit":
+        if missing == [0] and stage in ("commit", "published"):
             outcome = "so it is not known here whether the checkpoint was saved"
         return AbsentProcessesError(
             f"{self._path}: process {shown} of {self.share.count} did not come to the meeting {stage!r} within "

@@ -125,7 +125,7 @@ def save_through(checkpointer: Any, request: Request, target: Any) -> None:
 
     written = team.gather(failed=failed, lead=begin)
     save_it = functools.partial(
-        foreign.save, checkpointer, request.path, target, request.committed, written=written, leads=not team.share.index
+        foreign.save, checkpointer, request.path, target, request.committed, written=written, team=team
     )
     if foreign.is_async(checkpointer):
         save_it()

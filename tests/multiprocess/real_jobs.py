@@ -13,6 +13,8 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding
 
 from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.errors import StorageError
 from tests.multiprocess.jobs import VALUES, barrier, check_shards, mesh, names, put, use
 
 # What real Flax can hold of `VALUES`, in both of its formats.
@@ -101,8 +103,7 @@ def save_given(folder: str, orbax: bool, given: str) -> list[str]:
         options["orbax_checkpointer"] = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Processes other than 0 cannot know when an async checkpointer's overwrite is in its place.
-        for step in (0, 1, 2) if given == "async checkpointer" else (0, 1, 2, 2):
+        for step in (0, 1, 2, 2):
             checkpoints.save_checkpoint_multiprocess(
                 folder, tree("plain"), step, keep=2, overwrite=step == 2, **options
             )
@@ -131,13 +132,39 @@ def refuse_given(folder: str) -> tuple[str, str]:
     return "", ""
 
 
-def overwrite_through(folder: str, times: int) -> None:
-    """Replaces a step through a checkpointer of real Orbax again and again; each process sees it at once."""
-    checkpointer = ocp.PyTreeCheckpointer()
+def overwrite_through(folder: str, times: int, background: bool) -> None:
+    """Replaces a step through a checkpointer of real Orbax again and again; each process sees it once it has waited."""
+    checkpointer: Any = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()) if background else ocp.PyTreeCheckpointer()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for value in range(times):
             state = {"n": value, "w": tree("plain")["split"]["rows"]}
             checkpoints.save_checkpoint_multiprocess(folder, state, 2, overwrite=True, orbax_checkpointer=checkpointer)
+            if background:
+                checkpointer.wait_until_finished()
             assert checkpoints.restore_checkpoint(folder, state)["n"] == value
             barrier("restored")
+
+
+def fail_to_publish(folder: str) -> tuple[str, str]:
+    """Replaces a step through an async checkpointer where process 0 cannot publish; what the wait for it raises."""
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    own: Any = files.publish
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("no renaming in this test")
+
+    files.publish = refuse
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoints.save_checkpoint_multiprocess(
+                folder, tree("plain"), 2, overwrite=True, orbax_checkpointer=checkpointer
+            )
+            checkpointer.wait_until_finished()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        barrier("failed")
+        files.publish = own
+    return "", ""
