@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.lineup import FILES, ORBAX
+from tests.benchmarks.peers import V1
 from tests.benchmarks.series import Entry
 from tests.benchmarks.systems import FLAX, OURS, RESTORE, SAVE, System
 from tests.benchmarks.workloads import Workload, workloads
@@ -18,13 +19,13 @@ from tests.benchmarks.workloads import Workload, workloads
 ROOT = Path(__file__).parents[2]
 OPERATIONS = (SAVE, RESTORE)
 _SYSTEMS: tuple[System, ...] = (*OURS, FLAX[0], *ORBAX, *FILES)
-# Each figure is a process of its own: all systems on one large and one small tree, ours on the rest.
+# Each figure is a process of its own: all systems on one large tree, fewer on the rest.
 MEASURED: dict[str, tuple[System, ...]] = {
     "gpt2-jax": _SYSTEMS,
     "gpt2-numpy": (*OURS, *FLAX),
     "gpt2+adamw": OURS,
     "array": OURS,
-    "leaves-jax": _SYSTEMS,
+    "leaves-jax": (*OURS, *FLAX, *V1),
 }
 
 

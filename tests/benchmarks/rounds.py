@@ -1,12 +1,13 @@
 """The timed rounds: every system in turn, each save in a fresh directory, every result compared."""
 
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from tests.benchmarks import disk, lineup
 from tests.benchmarks.series import Series
 from tests.benchmarks.systems import BLOCKED, COLD, COPY, OTHER_MESH, RESTORE_NONE, SAVE, TOUCHED, Raw, timed
-from tests.benchmarks.workloads import Tree, Workload, assert_same, workloads
+from tests.benchmarks.workloads import Tree, Workload, assert_same, same_bytes, workloads
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,25 +62,31 @@ class _Bench:
         self._tree, self._target = workload.tree(), workload.target()
         self._other = workload.target(other_mesh=True) if workload.devices > 1 else None
         leaves = (np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self._tree))
-        self._data = memoryview(np.concatenate(list(leaves)))
+        self._data = np.concatenate(list(leaves))
+        self._reserve = _Reserve(3 * workload.nbytes)
 
     def round(self, system: Any) -> None:
         """Saves, and restores in every way that the lineup names; a system that is raw has bytes for a tree."""
         raw = isinstance(system, Raw)
-        with self._settled_directory() as directory:
+        gc.collect()
+        with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
             saved = self._data if raw else self._tree
-            self.series.add(system.name, SAVE, timed(lambda: system.save(directory, saved)))
+            with self._reserve.given_up():
+                self.series.add(system.name, SAVE, timed(lambda: system.save(directory, saved)))
             self.series.add_unsynced(system.name, disk.unsynced(directory))
             for operation in lineup.restores(self._workload, system):
                 if operation != COLD or disk.drop_cache(directory):
                     self._restore(system, operation, directory)
         if raw:
-            self.series.add(system.name, COPY, timed(lambda: np.array(self._data)))
+            with self._reserve.given_up():
+                self.series.add(system.name, COPY, timed(lambda: np.array(self._data)))
 
     def background_round(self, system: Any) -> None:
         """Saves in the background; the restore that checks it is not timed."""
-        with self._settled_directory() as directory:
-            self.series.add(system.name, BLOCKED, system.save_in_background(directory, self._tree))
+        gc.collect()
+        with tempfile.TemporaryDirectory(dir=self._workdir) as directory:
+            with self._reserve.given_up():
+                self.series.add(system.name, BLOCKED, system.save_in_background(directory, self._tree))
             self._check(system, BLOCKED, system.restore(directory, self._target), self._target)
 
     def _restore(self, system: Any, operation: str, directory: str) -> None:
@@ -91,23 +98,36 @@ class _Bench:
             if operation == TOUCHED:
                 _touch(restored[0])
 
-        self.series.add(system.name, operation, timed(restore))
+        with self._reserve.given_up():
+            self.series.add(system.name, operation, timed(restore))
         self._check(system, operation, restored.pop(), target)
 
     def _check(self, system: Any, operation: str, restored: Any, target: Tree | None) -> None:
         if isinstance(system, Raw):
-            assert np.array_equal(restored, self._data), f"{system.name}, {operation}: other bytes"
+            assert same_bytes(restored, self._data), f"{system.name}, {operation}: other bytes"
         else:
             placed = target if self._workload.devices > 1 else None
             assert_same(restored, self._tree, f"{system.name}, {operation}", placed)
 
-    def _settled_directory(self) -> tempfile.TemporaryDirectory[str]:
-        """A fresh directory, and the machine as every system finds it: no garbage, no unwritten pages, memory."""
-        gc.collect()
+
+class _Reserve:
+    """Memory that is held while nothing is timed, so that all systems find as much of it at hand.
+
+    A virtual machine gets memory from its host when it first touches it, which costs several times what the kernel's
+    own zeroing does, and gives back what is free for some seconds: without this it would be up to who comes first.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._held: Any = np.ones(nbytes, np.uint8)
+
+    @contextlib.contextmanager
+    def given_up(self) -> Iterator[None]:
+        """For one timed call: no unwritten pages, and the memory free."""
         os.sync()
-        # A virtual machine gets memory from its host when it first touches it, which would be up to whoever is first.
-        np.ones(3 * self._workload.nbytes, np.uint8)
-        return tempfile.TemporaryDirectory(dir=self._workdir)
+        self._held = None
+        yield
+        self._held = np.ones(self._nbytes, np.uint8)
 
 
 def _touch(tree: Any) -> int:

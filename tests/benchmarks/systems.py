@@ -21,6 +21,7 @@ from flax_ckpt_compat import config
 SAVE, RESTORE, RESTORE_NONE = "save", "restore", "restore, target None"
 COLD, TOUCHED, OTHER_MESH = "restore, cold", "restore, one byte of every page read", "restore, another mesh"
 BLOCKED, COPY = "async save: blocked", "copy"
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _AT_ONCE = 2**24  # bytes per write or read of the raw systems
 
 
@@ -125,11 +126,11 @@ class Raw:
         """It is not."""
         return False
 
-    def save(self, directory: str, tree: memoryview) -> None:
+    def save(self, directory: str, tree: Bytes) -> None:
         """Writes and syncs a file and its directory."""
         descriptor = os.open(os.path.join(directory, "raw"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            self._each_part(tree, lambda part, start: os.pwrite(descriptor, part, start))
+            self._each_part(memoryview(tree), lambda part, start: os.pwrite(descriptor, part, start))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -139,13 +140,13 @@ class Raw:
         finally:
             os.close(descriptor)
 
-    def restore(self, directory: str, target: Any) -> memoryview:
+    def restore(self, directory: str, target: Any) -> Bytes:
         """Reads a file into memory that no one has touched yet; a target says nothing to it."""
         path = os.path.join(directory, "raw")
-        data = memoryview(np.empty(os.path.getsize(path), np.uint8))
+        data = np.empty(os.path.getsize(path), np.uint8)
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            self._each_part(data, lambda part, start: os.preadv(descriptor, [part], start))
+            self._each_part(memoryview(data), lambda part, start: os.preadv(descriptor, [part], start))
         finally:
             os.close(descriptor)
         return data

@@ -162,11 +162,18 @@ def assert_same(restored: Tree, saved: Tree, what: str, placed: Tree | None = No
     restored_paths, restored_leaves = _leaves(restored)
     assert paths == restored_paths, f"{what}: the leaves have other names"
     for path, old, new in zip(paths, saved_leaves, restored_leaves, strict=True):
-        same = old.dtype == new.dtype and old.shape == new.shape and np.array_equal(_bits(old), _bits(new))
+        same = old.dtype == new.dtype and old.shape == new.shape and same_bytes(_bits(old), _bits(new))
         assert same, f"{what}: {path} differs from what was saved"
     for path, wanted, new in zip(paths, _leaves(placed)[1], restored_leaves, strict=False):
         there = not isinstance(new, jax.Array) or new.sharding.is_equivalent_to(wanted.sharding, new.ndim)
         assert there, f"{what}: {path} is on other devices than the target's"
+
+
+def same_bytes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bool:
+    """Whether two flat arrays of bytes are equal; eight at a time, for it is done after every restore."""
+    whole = old.size & ~7
+    ends = np.array_equal(old[whole:], new[whole:])
+    return ends and np.array_equal(old[:whole].view(np.uint64), new[:whole].view(np.uint64))
 
 
 def _bits(array: Any) -> np.ndarray[Any, Any]:
