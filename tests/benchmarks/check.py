@@ -1,0 +1,239 @@
+"""The speed check of CI: ``python -m tests.benchmarks.check``; exit code 1 if something costs more than its limit.
+
+Two kinds of guards, neither of which depends on how fast the machine is. Counts of what one operation does, which
+are the same on every machine: Python calls for each leaf, files opened, bytes read and written. And times as ratios
+to a peer that ran in turn with us in the same run: least of several rounds each, because other programs on the
+machine only ever add time. A ratio that is too high is measured twice more before it counts.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import logging
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.benchmarks.report import Table
+from tests.benchmarks.systems import FLAX, OURS, RAW, timed
+from tests.benchmarks.workloads import Tree, Workload, leaf_shapes
+
+_Once = Callable[[], tuple[float, float]]  # saves and restores; returns the seconds of both
+_ROUNDS = 7
+_TRIES = 3
+_MSGPACK, _ORBAX = OURS
+SMALL = Workload("small", "small", "Small leaves", leaf_shapes(5000), on_device=False)
+LARGE = Workload("large", "large", "Eight arrays", {f"leaf_{n}": (2**21,) for n in range(8)}, on_device=False)
+FEW = Workload("few", "small", "Few small leaves", leaf_shapes(200), on_device=False)
+
+# (What was measured when the limit was set, the limit), on CPython 3.11, jax 0.10.2, two cores with other programs on
+# them. Limits of counts are half above the measured number, so that twice the work never passes; bytes leave 2 % for
+# metadata. Ratios are two to four times the worst of several runs: they catch what is grossly slower, on any disk.
+LIMITS: dict[str, tuple[float, float]] = {
+    "ours, msgpack, save 5000 leaves: Python calls a leaf": (19.7, 30),
+    "ours, msgpack, save 5000 leaves: files opened": (3, 5),
+    "ours, msgpack, restore 5000 leaves: Python calls a leaf": (36.3, 54),
+    "ours, msgpack, restore 5000 leaves: files opened": (1, 2),
+    "ours, msgpack, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
+    "ours, msgpack, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
+    "ours, orbax format, save 5000 leaves: Python calls a leaf": (46.9, 70),
+    "ours, orbax format, save 5000 leaves: files opened": (7, 11),
+    "ours, orbax format, restore 5000 leaves: Python calls a leaf": (68.5, 103),
+    "ours, orbax format, restore 5000 leaves: files opened": (1, 2),
+    "ours, orbax format, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
+    "ours, orbax format, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
+    "ours, msgpack ÷ flax, msgpack, save small leaves": (0.57, 2.0),
+    "ours, msgpack ÷ flax, msgpack, restore small leaves": (1.26, 3.0),
+    "ours, orbax format ÷ ours, msgpack, save small leaves": (6.7, 15.0),
+    "ours, orbax format ÷ ours, msgpack, restore small leaves": (3.3, 8.0),
+    "ours, orbax format ÷ flax on orbax, save few small leaves": (0.19, 0.6),
+    "ours, orbax format ÷ flax on orbax, restore few small leaves": (0.12, 0.5),
+    "ours, msgpack ÷ flax, msgpack, save eight arrays": (0.21, 0.7),
+    "ours, msgpack ÷ flax, msgpack, restore eight arrays": (0.19, 0.7),
+    "ours, orbax format ÷ flax on orbax, save eight arrays": (0.50, 1.25),
+    "ours, orbax format ÷ flax on orbax, restore eight arrays": (0.22, 0.7),
+    "ours, msgpack ÷ raw file, save eight arrays": (0.8, 3.0),
+    "ours, msgpack ÷ raw file, restore eight arrays": (2.1, 6.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One measured number beside its limit."""
+
+    name: str
+    value: float
+
+    @property
+    def limit(self) -> float:
+        """At most this."""
+        return LIMITS[self.name][1]
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is within the limit."""
+        return self.value <= self.limit
+
+
+def main() -> int:
+    """Measures everything, prints it beside the limits, and says what is above."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as workdir:
+        figures = [*_counts(workdir), *_ratios(workdir)]
+    rows = [
+        (one.name, f"{one.value:.3g}", f"{LIMITS[one.name][0]:.3g}", f"{one.limit:.3g}", "yes" if one.kept else "NO")
+        for one in figures
+    ]
+    Table("Speed check", ("what", "now", "when set", "limit", "kept"), rows).show()
+    broken = [one.name for one in figures if not one.kept]
+    if broken:
+        print(f"above the limit: {'; '.join(broken)}. Profile it, or say in LIMITS why it has to cost more.")
+    return 1 if broken else 0
+
+
+def _counts(workdir: str) -> Iterator[Figure]:
+    """What one operation does, by count; the first call, which loads and caches, is not counted."""
+    for system in OURS:
+        for workload in (SMALL, LARGE):
+            yield from _counts_of(system, workload, workdir)
+
+
+def _counts_of(system: Any, workload: Workload, workdir: str) -> Iterator[Figure]:
+    tree, target, leaves = workload.tree(), workload.target(), len(workload.shapes)
+    _save_and_restore(system, tree, target, workdir)
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        with counted() as save:
+            system.save(folder, tree)
+        with counted() as restore:
+            system.restore(folder, target)
+    for operation, count in (("save", save), ("restore", restore)):
+        if workload is SMALL:
+            yield Figure(f"{system.name}, {operation} {leaves} leaves: Python calls a leaf", count.calls / leaves)
+            yield Figure(f"{system.name}, {operation} {leaves} leaves: files opened", count.opened)
+        elif count.moved is not None:
+            moved = count.moved[0 if operation == "restore" else 1]
+            verb = "read" if operation == "restore" else "written"
+            yield Figure(f"{system.name}, {operation} 64 MiB: bytes {verb} ÷ bytes of leaves", moved / workload.nbytes)
+
+
+@dataclasses.dataclass
+class Count:
+    """What happened in a block.
+
+    Attributes:
+        calls: of Python and C functions, in all threads.
+        opened: files, by Python.
+        moved: bytes (read, written) by system calls of this process, or None where the system does not say.
+    """
+
+    calls: int = 0
+    opened: int = 0
+    moved: tuple[int, int] | None = None
+
+
+_opened = itertools.count()
+
+
+@contextmanager
+def counted() -> Iterator[Count]:
+    """Counts what happens within the block."""
+    count, calls = Count(), itertools.count()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            next(calls)
+
+    gc.collect()
+    opened, before = next(_opened), _moved()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    after = _moved()
+    # Each look at a counter advances it by one.
+    count.calls, count.opened = next(calls), next(_opened) - opened - 1
+    if before and after:
+        count.moved = (after[0] - before[0], after[1] - before[1])
+
+
+def _note_opening(event: str, arguments: Any) -> None:
+    if event == "open" and not str(arguments[0]).startswith("/proc/"):
+        next(_opened)
+
+
+def _moved() -> tuple[int, int] | None:
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            fields = dict(line.split(": ") for line in file)
+    except OSError:
+        return None
+    return int(fields["rchar"]), int(fields["wchar"])
+
+
+def _ratios(workdir: str) -> Iterator[Figure]:
+    """Least time of ours ÷ least time of a peer, in turns."""
+    for workload, ours, peer in (
+        (SMALL, _MSGPACK, FLAX[0]),
+        (SMALL, _ORBAX, _MSGPACK),
+        (FEW, _ORBAX, FLAX[1]),
+        (LARGE, _MSGPACK, FLAX[0]),
+        (LARGE, _ORBAX, FLAX[1]),
+    ):
+        trees = workload.tree(), workload.target()
+        ours_once = functools.partial(_save_and_restore, ours, *trees, workdir)
+        peer_once = functools.partial(_save_and_restore, peer, *trees, workdir)
+        yield from _compared(f"{ours.name} ÷ {peer.name}", workload, ours_once, peer_once)
+    ours_once = functools.partial(_save_and_restore, _MSGPACK, LARGE.tree(), LARGE.target(), workdir)
+    peer_once = functools.partial(_raw, np.ones(LARGE.nbytes, np.uint8), workdir)
+    yield from _compared(f"{_MSGPACK.name} ÷ raw file", LARGE, ours_once, peer_once)
+
+
+def _compared(pair: str, workload: Workload, ours: _Once, peer: _Once) -> list[Figure]:
+    """Ratios of save and restore, measured anew while one of them is above its limit."""
+    names = [f"{pair}, {verb} {workload.title.lower()}" for verb in ("save", "restore")]
+    ours(), peer()
+    rounds: list[tuple[tuple[float, float], tuple[float, float]]] = []
+    for _ in range(_TRIES):
+        rounds += [(ours(), peer()) for _ in range(_ROUNDS)]
+        figures = [
+            Figure(name, min(one[0][part] for one in rounds) / min(one[1][part] for one in rounds))
+            for part, name in enumerate(names)
+        ]
+        if all(figure.kept for figure in figures):
+            break
+    return figures
+
+
+def _save_and_restore(system: Any, tree: Tree, target: Tree, workdir: str) -> tuple[float, float]:
+    restored: list[Any] = []
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        gc.collect()
+        save = timed(lambda: system.save(folder, tree))
+        restore = timed(lambda: restored.append(system.restore(folder, target)))
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True)
+    assert all(np.array_equal(old, new) for old, new in pairs), f"{system.name}: something came back otherwise"
+    return save, restore
+
+
+def _raw(data: Any, workdir: str) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(dir=workdir) as folder:
+        return timed(lambda: RAW[0].save(folder, data)), timed(lambda: RAW[0].restore(folder, data))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.addaudithook(_note_opening)
+    sys.exit(main())
