@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
 from tests.multiprocess import real_jobs
-from tests.multiprocess.jobs import barrier, check_shards, small, use
+from tests.multiprocess.jobs import barrier, check_shards, large, mesh, put, small, use
 
 
 def lead_to(environments: list[Mapping[str, str]]) -> None:
@@ -50,6 +52,13 @@ def overwrite(folder: str, orbax: bool, step: int, value: int, wait: float) -> s
     use(orbax)
     with config.override(coordination_timeout=wait):
         return checkpoints.save_checkpoint_multiprocess(folder, small(value), step, overwrite=True)
+
+
+def overwrite_large(folder: str, orbax: bool) -> str:
+    """Saves 16 MB over all processes as a step that is there."""
+    use(orbax)
+    tree = {"large": put(large() + 1, NamedSharding(mesh("plain"), P(("x", "y"))))}
+    return checkpoints.save_checkpoint_multiprocess(folder, tree, 1, overwrite=True)
 
 
 def left_over() -> list[str]:

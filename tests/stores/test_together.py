@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,51 @@ def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies
         assert "CheckpointError" in outcome.kinds, outcome
         assert "could not be written" in outcome.error, outcome
         assert "credentials" in outcome.error, outcome
+    assert bucket.keys() == before
+    assert team.call(jobs.restore_small, root) == [1, 1]
+
+
+def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
+    """Process 0 misses it before it commits, says whose it is and of which leaf, and what was there stays."""
+    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
+    team.call(jobs.save_large, root, orbax)
+    before = bucket.keys()
+
+    def rule(method: str, path: str) -> str:
+        if method == "HEAD" and "_begun" in path:  # process 1 has sent its share
+            new = set(bucket.keys()) - set(before)
+            bucket.delete(next(key for key in new if re.search(r"process_1.*/manifest|/large/1", key)))
+        return ""
+
+    with proxies[1].failing(rule):
+        outcomes = team.run(store_jobs.overwrite_large, root, orbax, timeout=30)
+    for outcome in outcomes:
+        assert outcome.kinds[0] == "StorageError", outcome
+        assert re.search(r"'large'.*process 1|1 of the chunks of large", outcome.error), outcome
+    assert bucket.keys() == before
+    team.call(jobs.restore_large, root)
+
+
+def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:
+    """What a process sends after process 0 has given up, it removes again, and says that nothing was saved."""
+    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
+    team.call(jobs.save_small, root, orbax, 1)
+    before, given_up = bucket.keys(), threading.Event()
+
+    def slow(method: str, path: str) -> str:
+        if method == "PUT":
+            given_up.wait(20)
+        return ""
+
+    def watch(method: str, path: str) -> str:
+        if method == "DELETE" and "_begun" in path:
+            given_up.set()
+        return ""
+
+    with proxies[0].failing(watch), proxies[1].failing(slow):
+        outcomes = team.run(store_jobs.overwrite, root, orbax, 1, 5, WAIT, timeout=40)
+    assert outcomes[0].kinds[0] == "AbsentProcessesError", outcomes
+    assert "process 1 of 2 did not come" in outcomes[1].error, outcomes
     assert bucket.keys() == before
     assert team.call(jobs.restore_small, root) == [1, 1]
 
