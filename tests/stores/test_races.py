@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -70,30 +71,55 @@ SAVE = """
 import os, sys, time
 import flax_ckpt_compat
 from tests.stores.test_races import tree
-print("ready", flush=True)
-while not os.path.exists(sys.argv[4]):
-    time.sleep(0.001)
-try:
-    flax_ckpt_compat.save(sys.argv[1], tree(int(sys.argv[2])), format=sys.argv[3])
-    print("saved")
-except (flax_ckpt_compat.errors.StorageError, flax_ckpt_compat.errors.InvalidCheckpointError) as error:
-    print(error)
+url, number, flag = sys.argv[1:]
+for format in ("msgpack", "orbax"):
+    print("ready", flush=True)
+    while not os.path.exists(flag + format):
+        time.sleep(0.001)
+    try:
+        flax_ckpt_compat.save(f"{url}/{format}", tree(int(number)), format=format)
+        print("saved", flush=True)
+    except (flax_ckpt_compat.errors.StorageError, flax_ckpt_compat.errors.InvalidCheckpointError) as error:
+        print(error, flush=True)
 """
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-def test_one_of_two_processes_wins(format: str, bucket: Bucket, tmp_path: Path) -> None:
+def test_one_of_two_processes_wins(bucket: Bucket, tmp_path: Path) -> None:
     """The same with writers that share nothing but the store."""
-    url = f"{bucket.url}/run/checkpoint_1"
-    writers = [start_python(SAVE, url, number, format, tmp_path / "go") for number in (1, 2)]
+    url = f"{bucket.url}/run"
+    writers = [start_python(SAVE, url, number, f"{tmp_path}/go-") for number in (1, 2)]
+    for format in ("msgpack", "orbax"):
+        assert [line(writer) for writer in writers] == ["ready", "ready"]
+        (tmp_path / f"go-{format}").touch()
+        told = {number: line(writer) for number, writer in enumerate(writers, 1)}
+        (winner,) = (number for number, what in told.items() if what == "saved")
+        assert "another process" in told[3 - winner] or "exists" in told[3 - winner]
+        check(f"{url}/{format}", winner)
     for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    (tmp_path / "go").touch()
-    told = {number: writer.communicate(timeout=60)[0].strip() for number, writer in enumerate(writers, 1)}
-    (winner,) = (number for number, what in told.items() if what == "saved")
-    assert "another process" in told[3 - winner] or "exists" in told[3 - winner]
-    check(url, winner)
+        writer.communicate(timeout=60)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line that it prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip()
+
+
+def test_just_the_version_that_was_seen_is_replaced(bucket: Bucket, tmp_path: Path) -> None:
+    """What another writer has replaced, removed or written since stays; what nobody touched is replaced."""
+    names = ["same", "replaced", "removed", "new", "appeared"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"ours")
+    for name in names[:3]:
+        bucket.put(f"run/{name}", b"old")
+    seen = store_uploads.versions(f"{bucket.url}/run", names)
+    bucket.delete("run/removed")
+    for name in ("replaced", "appeared"):
+        bucket.put(f"run/{name}", b"another's")
+    taken = store_uploads.upload(str(tmp_path), f"{bucket.url}/run", names, seen)
+    assert sorted(taken) == ["appeared", "removed", "replaced"]
+    found = {key.removeprefix("run/"): bucket.get(key) for key in bucket.keys("run/")}
+    assert found == {"same": b"ours", "new": b"ours", "replaced": b"another's", "appeared": b"another's"}
 
 
 @pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
