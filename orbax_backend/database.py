@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import store_specs
+from flax_ckpt_compat._core import paths, store_specs
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.tree import Shard
 
@@ -163,8 +163,11 @@ def storage_errors(path: str, doing: str = "written") -> Iterator[None]:
     except StorageError:
         raise
     except (ValueError, OSError) as error:
+        remedy = "check the disk's space and permissions"
+        if paths.is_url(path):
+            remedy = "nothing else may change what is there while it is saved; save it again"
         raise StorageError(
-            f"the arrays of {path} could not be {doing}: {error}; check the disk's space and permissions",
+            f"the arrays of {path} could not be {doing}: {error}; {remedy}",
             path=path,
             errno=_errno(error),
         ) from error
