@@ -175,6 +175,9 @@ def _written(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any], *,
 
 
 def _size_of(url: str) -> int | None:
+    """Bytes of an object, or None; of what is not there, that costs one request."""
+    if stores.version(url) == stores.NO_OBJECT:
+        return None
     try:
         return stores.size(url)
     except FileNotFoundError:
