@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.benchmarks.systems import FLAX, OURS, RAW, RESTORE, SAVE
 
-_COLOURS = {OURS[0].name: "#0b7a75", OURS[1].name: "#5b4fc7", FLAX[0].name: "#d1495b", FLAX[1].name: "#d98324"}
+_COLOURS = {OURS[0].name: "#0b8f88", OURS[1].name: "#7c6ff0", FLAX[0].name: "#d1495b", FLAX[1].name: "#d98324"}
 _OTHERS = "#8a8f98"
 _DASHES = {FLAX[0].name: "6 4", FLAX[1].name: "6 4"}
 _STYLE = """\

@@ -113,17 +113,18 @@ def _point(by: str, at: int, rounds: int, workdir: str) -> dict[tuple[str, str],
         systems = [*OURS, FLAX[0]] if at <= _MOST_FOR_FLAX else list(OURS)
         random.Random(number).shuffle(systems)
         for system in systems:
-            _settle(4 * sum(map(np.prod, shapes.values())))
-            save, restore = _round(system, tree, target, workdir)
+            save, restore = _round(system, tree, target, workdir, 4 * sum(map(math.prod, shapes.values())))
             seconds.setdefault((SAVE, system.name), []).append(save)
             seconds.setdefault((RESTORE, system.name), []).append(restore)
     return seconds
 
 
-def _round(system: Any, tree: Tree, target: Tree, workdir: str) -> tuple[float, float]:
+def _round(system: Any, tree: Tree, target: Tree, workdir: str, nbytes: int) -> tuple[float, float]:
     restored: list[Any] = []
     with tempfile.TemporaryDirectory(dir=workdir) as directory:
+        _settle(nbytes)
         save = timed(lambda: system.save(directory, tree))
+        _settle(nbytes)
         restore = timed(lambda: restored.append(system.restore(directory, target)))
         _compare(restored.pop(), tree)
     return save, restore
