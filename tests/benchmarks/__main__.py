@@ -12,12 +12,14 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.benchmarks import disk, extras, peak, report, results, rounds, team
+from tests.benchmarks import charts, disk, extras, growth, peak, report, results, rounds, team
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload, workloads
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 DATA = Path(__file__).with_name("results.json")
+CHARTS = Path(__file__).parents[2] / "migration_guide" / "charts"
+_GROWTH_ROUNDS = 3
 
 
 @dataclasses.dataclass
@@ -28,30 +30,34 @@ class _Run:
         facts: of the machine.
         measured: the workloads with their figures.
         peaks: of memory.
+        growth: of time, with leaves and with bytes.
         tables: all that was shown, in order.
     """
 
     facts: dict[str, str]
     measured: list[tuple[Workload, Series]] = dataclasses.field(default_factory=list)
     peaks: list[Entry] = dataclasses.field(default_factory=list)
+    growth: list[Entry] = dataclasses.field(default_factory=list)
     tables: list[report.Table] = dataclasses.field(default_factory=list)
 
     def show(self, table: report.Table) -> None:
+        """Prints a table and keeps it."""
         table.show()
         self.tables.append(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs what was asked for, prints tables, and writes RESULTS.md and results.json with ``--write``."""
+    """Runs what was asked for, prints tables, and with ``--write`` writes RESULTS.md, results.json and the charts."""
     options = _options(arguments)
     _be_quiet()
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         run = _measure(options, workdir)
-    goals = report.goals_table(run.measured, run.peaks)
+    goals = report.goals_table(run.measured, run.tables)
     goals.show()
     if options.write:
-        data = results.collect(run.facts, run.measured, run.peaks)
+        data = results.collect(run.facts, run.measured, run.peaks, run.growth)
         DATA.write_text(results.as_text(data), encoding="utf-8")
+        charts.write(data, CHARTS)
         others = team.kept(RESULTS.read_text(encoding="utf-8"))
         page = results.page(run.facts, options.rounds, [goals, *run.tables])
         RESULTS.write_text(page + others, encoding="utf-8")
@@ -70,8 +76,11 @@ def _measure(options: argparse.Namespace, workdir: str) -> _Run:
         run.peaks = peak.peaks(chosen, workdir, _say, quick=options.quick)
         run.show(report.memory_table(run.peaks))
     if not options.only:
-        run.show(extras.import_table(1 if options.quick else 5))
-        run.show(extras.matching_table((100,) if options.quick else (5000, 50000), 1 if options.quick else 3))
+        run.growth = growth.measure(min(options.rounds, _GROWTH_ROUNDS), workdir, _say, quick=options.quick)
+        run.show(growth.table(run.growth))
+        run.show(extras.opening_table(options.rounds, workdir, quick=options.quick))
+        run.show(extras.import_table(options.rounds))
+        run.show(extras.matching_table((100,) if options.quick else (5000, 50000), options.rounds))
     return run
 
 
@@ -83,7 +92,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory, a process for each figure")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and {DATA.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}, {DATA.name} and the charts")
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (1 if options.quick else 5)
     if options.write and (options.quick or options.only):

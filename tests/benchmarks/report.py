@@ -58,23 +58,27 @@ def tables(workload: Workload, series: Series) -> list[Table]:
     return [*made, Table(f"{workload.name}, flag on ÷ flag off (ours)", _FLAG_COLUMNS, flag)] if flag else made
 
 
-def goals_table(measured: list[tuple[Workload, Series]], peaks: list[Entry]) -> Table:
-    """Every goal, what came of it, and whether it was met."""
+def goals_table(measured: list[tuple[Workload, Series]], others: list[Table]) -> Table:
+    """Every goal, what came of it, and whether it was met.
+
+    Args:
+        measured: the workloads with their figures.
+        others: more tables; those that end in the columns goal and met count, but for the ones of `tables` by system.
+    """
     rows = []
     for workload, series in measured:
         for operation in OPERATIONS:
             for one in _all_figures(workload, series, operation):
                 if one.goal:
-                    cells = (_seconds(one.median), one.beside_peer, one.beside_limit, str(one.goal), _yes(one.met))
-                    rows.append((f"{workload.name}, {operation}, {one.system}", *cells))
-        for operation, ratio, goal, met in _flag_rows(workload, series):
-            rows.append((f"{workload.name}, {operation}, flag on ÷ off", "", "", "", f"{goal} (is {ratio})", met))
-    for what, mebibytes, goal, met in memory_table(peaks).rows:
-        if goal:
-            rows.append((f"memory: {what}", "", "", "", f"{goal} (is {mebibytes})", met))
+                    what = f"{workload.name}, {operation}, {one.system}"
+                    rows.append((what, one.said, str(one.goal), _yes(one.met)))
+    for table in others:
+        if table.columns[-2:] == ("goal", "met") and table.columns[0] != "system":
+            for what, *figures, goal, met in table.rows:
+                said = ", ".join(f"{name} {figure}" for name, figure in zip(table.columns[1:], figures, strict=False))
+                rows += [(f"{table.title.partition(':')[0]}: {what}", said, goal, met)] if met else []
     met = sum(row[-1] == "yes" for row in rows)
-    columns = ("what", "median s", "peer ÷ ours", "÷ limit", "goal", "met")
-    return Table(f"Goals: {met} of {len(rows)} met", columns, rows)
+    return Table(f"Goals: {met} of {len(rows)} met", ("what", "is", "goal", "met"), rows)
 
 
 def memory_table(peaks: list[Entry]) -> Table:
@@ -115,6 +119,18 @@ class _Figures:
     @property
     def beside_limit(self) -> str:
         return f"{self.median / self.limit:.2f}" if self.limit else ""
+
+    @property
+    def said(self) -> str:
+        """The figures that decide, in one line."""
+        parts = [f"{_seconds(self.median)} s"]
+        if self.peer and self.goal and self.goal.peer:
+            parts.append(f"{self.peer[0] / self.median:.2f}x {self.peer[1]}")
+        if self.limit and self.goal and self.goal.limit:
+            parts.append(f"{self.beside_limit}x limit")
+        if self.other and self.goal and self.goal.other:
+            parts.append(f"{self.median / self.other:.2f}x {self.goal.other[1]}")
+        return ", ".join(parts)
 
     @property
     def met(self) -> bool | None:
@@ -172,7 +188,7 @@ def _yes(met: bool | None) -> str:
 def _synced(dirty: int | None) -> str:
     if dirty is None:
         return "unknown"
-    return "yes" if dirty == 0 else f"no, {dirty / 1e6:.3g} MB only in memory"
+    return "yes" if dirty == 0 else f"no, {dirty / 1e6:{'.0f' if dirty > 1e8 else '.3g'}} MB only in memory"
 
 
 def _spread(seconds: list[float]) -> str:

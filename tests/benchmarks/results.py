@@ -34,16 +34,19 @@ fresh directory, and every restored leaf was compared bit by bit.
 """
 
 
-def collect(facts: dict[str, str], measured: list[tuple[Workload, Series]], peaks: list[Entry]) -> Results:
+def collect(
+    facts: dict[str, str], measured: list[tuple[Workload, Series]], peaks: list[Entry], growth: list[Entry]
+) -> Results:
     """A whole run as plain data.
 
     Args:
         facts: of the machine.
         measured: the workloads with their figures.
         peaks: workload, operation, system, bytes.
+        growth: by (``leaves`` or ``bytes``), at, operation, system, seconds.
 
     Returns:
-        ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`) and ``peaks``.
+        ``machine``, ``workloads`` (by name), ``seconds`` (see `Series.entries`), ``peaks`` and ``growth``.
     """
     return {
         "machine": facts,
@@ -52,6 +55,7 @@ def collect(facts: dict[str, str], measured: list[tuple[Workload, Series]], peak
         },
         "seconds": [entry for workload, series in measured for entry in series.entries(workload.name)],
         "peaks": peaks,
+        "growth": growth,
     }
 
 

@@ -91,7 +91,7 @@ def test_results_are_kept_as_data() -> None:
     for operation, seconds in ((SAVE, 1.5), (SAVE, 2.5), (RESTORE, 0.25)):
         series.add("ours, msgpack", operation, seconds)
     series.add_unsynced("ours, msgpack", 4096)
-    data = json.loads(results.as_text(results.collect({"CPUs": "2"}, [(first, series)], [])))
+    data = json.loads(results.as_text(results.collect({"CPUs": "2"}, [(first, series)], [], [])))
     assert data["machine"] == {"CPUs": "2"}
     assert data["workloads"]["gpt2-jax"]["leaves"] == first.leaves
     assert data["seconds"][0] == {
