@@ -205,9 +205,10 @@ class Fetcher:
                     shared.append((group, store))
                 else:
                     started += [(request, _start_copy(request, store)) for request in group]
+        nbytes = sum(request.array.nbytes for request, _ in started)
         for request, copied in started:
             with _Translated(self, request.job):
-                wait(self._path, copied, sum(one.array.nbytes for one, _ in started))
+                wait(self._path, copied, nbytes)
             if not request.array.dtype.isnative:
                 request.array.view(request.array.dtype.newbyteorder()).byteswap(inplace=True)
         for group, store in shared:
