@@ -66,7 +66,10 @@ def _charts(results: dict[str, Any]) -> dict[str, tuple[str, Callable[[], tuple[
             bars, limit = _bars_of(results, workload, operation)
             if bars:
                 title = f"Seconds to {operation}: {results['workloads'][workload]['title']}"
-                found[f"{operation}-{workload}"] = (title, lambda bars=bars, limit=limit: _bars(bars, limit, "s"))
+                found[f"{operation}-{workload.replace('+', '-')}"] = (
+                    title,
+                    lambda bars=bars, limit=limit: _bars(bars, limit, "s"),
+                )
     for operation in (SAVE, RESTORE):
         peaks = _peaks_of(results, operation)
         if peaks:
