@@ -14,14 +14,14 @@ _COLOURS = {OURS[0].name: "#0b8f88", OURS[1].name: "#7c6ff0", FLAX[0].name: "#d1
 _OTHERS = "#8a8f98"
 _DASHES = {FLAX[0].name: "6 4", FLAX[1].name: "6 4"}
 _STYLE = """\
-  text { font: 13px system-ui, sans-serif; fill: #24292f }
+  text { font: 13px system-ui, sans-serif; fill: #24292f; stroke: #ffffff; stroke-width: 3px; paint-order: stroke }
   .title { font-size: 16px; font-weight: 600 }
   .small { font-size: 11px; fill: #57606a }
   .grid { stroke: #d0d7de; stroke-width: 1 }
   .limit { stroke: #24292f; stroke-width: 1.5; stroke-dasharray: 3 3 }
   .paper { fill: #ffffff }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .small { fill: #9da7b3 } .grid { stroke: #30363d }
+    text { fill: #e6edf3; stroke: #0d1117 } .small { fill: #9da7b3 } .grid { stroke: #30363d }
     .limit { stroke: #e6edf3 } .paper { fill: #0d1117 }
   }"""
 _WIDTH, _ROW = 760, 24
@@ -71,10 +71,10 @@ def _charts(results: dict[str, Any]) -> dict[str, tuple[str, Callable[[], tuple[
                     lambda bars=bars, limit=limit: _bars(bars, limit, "s"),
                 )
     for operation in (SAVE, RESTORE):
-        peaks = _peaks_of(results, operation)
+        peaks, workload = _peaks_of(results, operation)
         if peaks:
             beyond = "the tree" if operation == SAVE else "the result"
-            title = f"Memory above {beyond} at its peak, {operation}, MiB"
+            title = f"Memory above {beyond} at the peak of a {operation} of {workload}, MiB"
             found[f"memory-{operation}"] = (title, lambda peaks=peaks: _bars(peaks, None, "MiB"))
     return found
 
@@ -97,7 +97,7 @@ def _bars_of(results: dict[str, Any], workload: str, operation: str) -> tuple[di
     return dict(sorted(found.items(), key=lambda item: item[1])), min(raw, default=None)
 
 
-def _peaks_of(results: dict[str, Any], operation: str) -> dict[str, float]:
+def _peaks_of(results: dict[str, Any], operation: str) -> tuple[dict[str, float], str]:
     """Bars of the first large workload that was measured."""
     for workload in _LARGE:
         found = {
@@ -106,8 +106,8 @@ def _peaks_of(results: dict[str, Any], operation: str) -> dict[str, float]:
             if (entry["workload"], entry["operation"]) == (workload, operation) and entry["bytes"] is not None
         }
         if found:
-            return dict(sorted(found.items(), key=lambda item: item[1]))
-    return {}
+            return dict(sorted(found.items(), key=lambda item: item[1])), workload
+    return {}, ""
 
 
 def _plot(lines: dict[str, list[_Point]], by: str) -> tuple[list[str], float]:
@@ -146,7 +146,7 @@ def _bars(values: dict[str, float], limit: float | None, unit: str) -> tuple[lis
     """A bar for each system, shortest first; the limit is a line across all."""
     left, widest = _NAMES, max([*values.values(), limit or 0]) or 1
     scale = (_WIDTH - left - _FIGURES) / widest
-    drawn = []
+    drawn, figures = [], []
     for number, (system, value) in enumerate(values.items()):
         y = _TOP + number * _ROW
         drawn.append(_text(left - 10, y + 15, system, "end"))
@@ -155,14 +155,14 @@ def _bars(values: dict[str, float], limit: float | None, unit: str) -> tuple[lis
             f'<rect x="{left}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 7}" rx="2" fill="{_colour(system)}"/>'
         )
         figure = f"{value:.0f} {unit}" if unit == "MiB" else f"{value:.3g} {unit}"
-        drawn.append(_text(left + width + 6, y + 15, figure))
+        figures.append(_text(left + width + 6, y + 15, figure))
     bottom = _TOP + len(values) * _ROW
     if limit is not None:
         x = left + limit * scale
         drawn.append(f'<line class="limit" x1="{x:.1f}" y1="{_TOP - 4}" x2="{x:.1f}" y2="{bottom + 4}"/>')
         drawn.append(_text(x, bottom + 18, f"raw file: {limit:.3g} {unit}", "middle"))
         bottom += 22
-    return drawn, bottom + 8
+    return drawn + figures, bottom + 8
 
 
 class _Scale:
