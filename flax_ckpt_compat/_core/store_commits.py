@@ -79,7 +79,8 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
         StorageError: the store refused.
     """
     if os.path.isdir(staged):
-        publish_folder(staged, Turn(url), new=new)
+        replaced = stores.version(url)
+        publish_folder(staged, Turn(url), replaced, new=new)
     else:
         publish_object(staged, url, new=new)
     if not new:
@@ -94,14 +95,18 @@ def publish_object(staged: str, url: str, *, new: bool) -> None:
         raise LostTurnError(f"{message} to replace it", path=url)
     if stores.fresh_keys(url):
         _remove_folder(url)
+        # Whoever wrote the folder at the same time may have taken our object for the one that it replaced.
+        if not stores.is_object(url):
+            store_uploads.upload_file(staged, url, new=new)
 
 
-def publish_folder(staged: str, turn: Turn, *, new: bool, there: Collection[str] = ()) -> None:
+def publish_folder(staged: str, turn: Turn, replaced: bytes, *, new: bool, there: Collection[str] = ()) -> None:
     """Uploads a directory, and removes an object of its name; see `publish`.
 
     Args:
         staged: local path.
         turn: of its folder.
+        replaced: version of the object before the turn began.
         new: as for `publish`.
         there: names of objects that are part of the checkpoint and in their place.
     """
@@ -118,7 +123,8 @@ def publish_folder(staged: str, turn: Turn, *, new: bool, there: Collection[str]
     except LostTurnError:
         stores.delete_all(f"{turn.url}/{name}" for name in names if not _is_shared(name))
         raise
-    if stores.is_object(turn.url):
+    # The writer of an object that has come since then sees our mark, and removes the folder.
+    if replaced != stores.NO_OBJECT and stores.version(turn.url) == replaced:
         stores.delete(turn.url)
 
 

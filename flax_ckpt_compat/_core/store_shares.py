@@ -26,11 +26,13 @@ class Shares:
         url: of the checkpoint.
         folder: the URL that they write below: the checkpoint's, or that of the arrays beside it.
         mark: name of the object in it that tells of this save.
+        replaced: version of the object at the URL before that, in hexadecimal.
     """
 
     url: str
     folder: str
     mark: str
+    replaced: str
 
     @property
     def tag(self) -> str:
@@ -54,7 +56,8 @@ def begin(url: str, *, beside: bool) -> Shares:
         beside: the arrays go into a folder beside it.
     """
     folder = url + ARRAYS_POSTFIX if beside else url
-    return Shares(url, folder, Turn(folder).mark)
+    replaced = stores.version(url)
+    return Shares(url, folder, Turn(folder).mark, replaced.hex())
 
 
 def upload(shares: Shares, directory: str, names: Collection[str], last: str) -> None:
@@ -102,7 +105,8 @@ def publish(shares: Shares, staged: str, *, new: bool) -> None:
     turn = Turn(shares.folder, shares.mark)
     try:
         if shares.folder == shares.url:
-            store_commits.publish_folder(staged, turn, new=new, there=shares.written())
+            replaced = bytes.fromhex(shares.replaced)
+            store_commits.publish_folder(staged, turn, replaced, new=new, there=shares.written())
             if not new:
                 store_commits.remove_arrays_beside(shares.url)
         else:

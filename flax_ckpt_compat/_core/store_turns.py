@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 
 from flax_ckpt_compat._core import store_uploads, stores
 from flax_ckpt_compat._core.errors import StorageError
@@ -118,11 +119,18 @@ class Turn:
         for _ in range(_LOOKS):
             there = set(stores.fresh_keys(self.url))
             if not needed <= there:
+                self._take_back()
                 self.give_up()
             if not self.is_behind(there):
                 break
             time.sleep(_PAUSE)
         self.end()
+
+    def _take_back(self) -> None:
+        """Removes the sign of completeness if it is ours: whoever removed the rest may have looked too early for it."""
+        with suppress(FileNotFoundError):
+            if self.mark.encode() in stores.read(f"{self.url}/{COMMIT_FILE}"):
+                stores.delete(f"{self.url}/{COMMIT_FILE}")
 
     def end(self) -> None:
         """Removes the mark."""
