@@ -109,7 +109,7 @@ class _Layout:
                     direct.append((into, name, how))
             else:
                 into[name] = run.value((*path, name), leaf, how)
-        with placing.transfers_allowed():
+        with placing.transfers_allowed(), memory.collection_paused():
             for into, name, sharding in direct:
                 into[name] = placing.on_devices(into[name], sharding)
         for into, name in self._whole:

@@ -73,7 +73,8 @@ def plan_tree(reader: Any, tree: Node, target: Any, adaptation: Adaptation, path
     Raises:
         TransformError, NameCollisionError: a rule or transform that does not fit.
     """
-    described = None if target is None else state.Described(target)
+    with memory.collection_paused():
+        described = None if target is None else state.Described(target)
     node = None if described is None else described.node
     return _decide(reader, adaptation.through_rules(tree, node, path), described, adaptation, path)
 

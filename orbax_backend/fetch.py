@@ -52,7 +52,8 @@ class Fetcher:
             StorageError: the file system refused.
         """
         arrays: list[Any] = [None] * len(jobs)
-        rest = take_inline(self._index, jobs, arrays)
+        with memory.collection_paused():
+            rest = take_inline(self._index, jobs, arrays)
         for number, array in zip(rest, self._fetch([jobs[number] for number in rest]), strict=True):
             arrays[number] = array
         return arrays

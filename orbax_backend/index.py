@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -155,7 +155,9 @@ def _dump_entries(path: str, dump: Any, spec: dict[str, Any] | None = None) -> d
             nodes = [dump(base, node=_checked(path, location)) for location, _ in level]
             below: list[tuple[str, bytes]] = []
             for (_, prefix), future in zip(level, nodes, strict=True):
-                _read_node(path, wait(path, future), height, prefix, entries, below)
+                node = wait(path, future)
+                with memory.collection_paused():
+                    _read_node(path, node, height, prefix, entries, below)
             level = below
     except (CorruptCheckpointError, StorageError):
         raise
