@@ -34,10 +34,11 @@ def restore(
     dtype: Literal["stored", "target"] | None = None,
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
+    mapped: bool | None = None,
 ) -> Any:
     """Restores a checkpoint of any format, and raises where it is not what the caller described.
 
-    The policies `missing_leaves` to `must_exist` are, if None: what was set as an environment variable, with
+    The policies `missing_leaves` to `mapped` are, if None: what was set as an environment variable, with
     ``config.update`` or ``config.override``, and else the strict values named here.
 
     Args:
@@ -58,6 +59,9 @@ def restore(
         structure: without a target, ``"stored"`` gives lists, tuples and int keys where the format recorded them;
             ``"flax"`` gives Flax's nested dicts with text keys.
         must_exist: True raises where there is nothing to restore; False returns the target.
+        mapped: True lets large numpy arrays lie over the mapped file, where it is local and holds them as they are:
+            there at once, writable without altering the file, often not aligned. Truncating the file while they are
+            alive kills the process that touches them. False reads them into memory.
 
     Returns:
         A tree like ``target`` with the stored leaves. Arrays are writable numpy arrays; those of Orbax directories
@@ -78,6 +82,7 @@ def restore(
         "dtype": dtype,
         "structure": structure,
         "must_exist": must_exist,
+        "mapped": mapped,
     }
     given = {name: value for name, value in policies.items() if value is not None}
     with config.defaults(config.STRICT), config.override(**given):

@@ -15,6 +15,8 @@ setting                   values (default first)     meaning
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them
 ``must_exist``            false, true                nothing to restore: return the target as Flax does, or raise
+``mapped``                false, true                restored numpy arrays are memory of their own, or, if large and
+                                                     stored as they are in a local file, private mappings of it
 ``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
 ``coordination_timeout``  600.0, any number > 0      seconds to wait for the other processes at each meeting of
                                                      a save
@@ -47,6 +49,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": ("stored", "target"),
     "structure": ("flax", "stored"),
     "must_exist": (False, True),
+    "mapped": (False, True),
     "compression": (None, "zstd", "gzip", "blosc"),
 }
 _SECONDS = ("coordination_timeout",)
@@ -63,6 +66,7 @@ class Settings:
     dtype: str = "stored"
     structure: str = "flax"
     must_exist: bool = False
+    mapped: bool = False
     compression: str | None = None
     coordination_timeout: float = 600.0
 

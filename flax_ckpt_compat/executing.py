@@ -21,7 +21,9 @@ from flax_ckpt_compat.similar import shorten
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def execute(sources: Any, reader: Any, *, cast: bool, lists: bool) -> tuple[Any, list[ShapeDifference]]:
+def execute(
+    sources: Any, reader: Any, *, cast: bool, lists: bool, mapped: bool = False
+) -> tuple[Any, list[ShapeDifference]]:
     """The values of a tree of sources.
 
     Args:
@@ -29,12 +31,13 @@ def execute(sources: Any, reader: Any, *, cast: bool, lists: bool) -> tuple[Any,
         reader: of the checkpoint that the leaf handles are of.
         cast: cast arrays to their target's dtype.
         lists: stored lists that the target asks for as they are stay lists.
+        mapped: arrays that neither go to a device nor into a computation may lie over the mapped file.
 
     Returns:
         Dicts, or branches, like those of the sources; and the shapes that differ from the target's and that only
         the functions that computed them knew.
     """
-    run = _Run(reader, cast)
+    run = _Run(reader, cast, mapped)
     layout = _Layout(run)
     root: dict[str, Any] = {}
     with memory.collection_paused():
@@ -124,8 +127,10 @@ class _Run:
         values: what was read and is not yet asked for, the next one last.
     """
 
-    def __init__(self, reader: Any, cast: bool):
+    def __init__(self, reader: Any, cast: bool, mapped: bool):
         self._reader, self._cast = reader, cast
+        # What may lie over the mapped file, by id; None where nothing may.
+        self._mapped: set[int] | None = set() if mapped else None
         self._on_device = reader.format is Format.ORBAX
         self._targets = placing.Targets()
         self.shapes: list[ShapeDifference] = []
@@ -150,11 +155,18 @@ class _Run:
                 how: _How = self._targets.simple(source.target, leaf.dtype, self._on_device or leaf.distributed)
                 if how is not placing.NOT_SIMPLE:
                     self._asked.append(leaf)
+                    self._may_be_mapped(leaf, how is None)
                     return how
-            return self._wish(leaf, source)
+            wish = self._wish(leaf, source)
+            self._may_be_mapped(leaf, not wish.is_placed)
+            return wish
         self._plan_inputs(leaf)
         on_device = self._on_device or any(handle.distributed for handle in leaf.handles)
         return placing.Form(source.target, self._cast or source.cast, on_device)
+
+    def _may_be_mapped(self, leaf: LeafHandle, stays: bool) -> None:
+        if stays and self._mapped is not None:
+            self._mapped.add(id(leaf))
 
     def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
         on_device = self._on_device or handle.distributed
@@ -180,11 +192,20 @@ class _Run:
         """Reads all that was planned."""
         if self._asked:
             once = {id(one): one for one in self._asked}
-            values = self._reader.read(list(once.values()))
+            values = self._read(once)
             self.values = (
                 values if len(once) == len(self._asked) else self._for_each(dict(zip(once, values, strict=True)))
             )
             self.values.reverse()
+
+    def _read(self, once: dict[int, LeafHandle | Part]) -> list[Any]:
+        if not self._mapped:
+            return list(self._reader.read(list(once.values())))
+        mapped = [one for number, one in once.items() if number in self._mapped]
+        others = [one for number, one in once.items() if number not in self._mapped]
+        values = dict(zip(map(id, mapped), self._reader.read(mapped, mapped=True), strict=True))
+        values.update(zip(map(id, others), self._reader.read(others), strict=True))
+        return [values[number] for number in once]
 
     def _for_each(self, values: dict[int, Any]) -> list[Any]:
         """The values, with a copy for everyone but the first who asked for the same."""

@@ -222,7 +222,7 @@ class Reader:
     def __init__(self, checkpointer: Any, path: str, tree: Node):
         self._checkpointer, self.path, self.tree = checkpointer, path, tree
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """The values of these handles of the tree, or parts of them, in their order; arrays in host memory."""
         restored = self._checkpointer.restore(self.path, **self._arguments())
         paths = {id(leaf): path for path, leaf in iter_leaves(self.tree)}

@@ -187,7 +187,7 @@ class JsonReader:
             return None
         return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, "/".join(path), self, value)
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """The values of these handles; there are no arrays, so no parts."""
         return [handle.where for handle in handles if isinstance(handle, LeafHandle)]
 

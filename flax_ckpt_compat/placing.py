@@ -144,6 +144,11 @@ class Wish:
             raise self._misfit() from error
 
     @property
+    def is_placed(self) -> bool:
+        """Whether the target says which devices it goes to."""
+        return self._form.sharding is not None
+
+    @property
     def narrowed(self) -> str | None:
         """How the cast that an abstract target asks for may lose values, or None; the setting asks for it outright."""
         stored = self.handle.dtype

@@ -132,8 +132,9 @@ def _into_target(work: Work, target: state.Described, lists: bool) -> Any:
 
 def _values(work: Work, lists: bool) -> Any:
     """The values of all sources; shapes that only functions know are judged once they are known."""
-    cast = config.current().dtype == "target"
-    values, shapes = executing.execute(work.match.sources, work.reader, cast=cast, lists=lists)
+    settings = config.current()
+    cast = settings.dtype == "target"
+    values, shapes = executing.execute(work.match.sources, work.reader, cast=cast, lists=lists, mapped=settings.mapped)
     _judge_shapes(work, shapes)
     return values
 

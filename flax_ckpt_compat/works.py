@@ -160,13 +160,13 @@ class _Across:
     def __init__(self, reader: Any, path: str):
         self.format, self.path = reader.format, path
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         owners = [(one.handle if isinstance(one, Part) else one).reader for one in handles]
         values: dict[int, Any] = {}
         for owner in {id(owner): owner for owner in owners}.values():
             mine = [number for number, one in enumerate(owners) if one is owner]
-            values.update(zip(mine, owner.read([handles[number] for number in mine]), strict=True))
+            values.update(zip(mine, owner.read([handles[number] for number in mine], mapped=mapped), strict=True))
         return [values[number] for number in range(len(handles))]
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import mapping, memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda, parts
+from .mapped import arrays as arrays_over_file
 from .parser import parse
 from .source import open_source, storage_error
 from .transfer import SMALL, Small, Span, fetch, fetch_small
@@ -58,9 +59,14 @@ class MsgpackReader:
         """See `Reader.sharding_of`."""
         return
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
         """See `Reader.read`. Only the bytes of these leaves are read."""
-        return parts.read(handles, self._read)
+        return parts.read(handles, self._read_mapped if mapped else self._read)
+
+    def _read_mapped(self, handles: Sequence[LeafHandle]) -> list[Any]:
+        found = arrays_over_file(self._source, handles)
+        others = self._read([handle for index, handle in enumerate(handles) if index not in found])
+        return mapping.put_between(found, others)
 
     def _read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         values: list[Any] = [None] * len(handles)

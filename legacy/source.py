@@ -96,6 +96,10 @@ class File:
         """Whether the descriptor is gone."""
         return self._fd < 0
 
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._fd
+
     def read(self, length: int, offset: int) -> bytes:
         """See `Source.read`."""
         return os.pread(self._fd, length, offset)

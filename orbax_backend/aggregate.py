@@ -46,9 +46,9 @@ class Aggregate:
         """The handle of the leaf, if the file has its value."""
         return self._values.get(path)
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts."""
-        return self._reader.read(handles)
+        return self._reader.read(handles, mapped=mapped)
 
     def close(self) -> None:
         """Closes the file."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import mapping, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 
 from . import grid, plain, remote
@@ -21,6 +21,7 @@ from .grid import Box
 from .index import Extent, Index, Place, Present
 from .inline import take_inline
 from .jobs import Job, Request, by_chunk, show
+from .mapped import arrays as arrays_over_files
 from .names import key_prefix
 from .plain import Copy, Piece, in_threads
 from .sources import new_context, read_range, sizes_of, wait
@@ -44,8 +45,8 @@ class Fetcher:
         self._loose = fills_missing and index.kvstore("")["driver"] != "ocdbt"
         self._context = new_context(path, _CACHE_BYTES)
 
-    def fetch(self, jobs: Sequence[Job]) -> list[_Array]:
-        """The arrays, with the stored dtype, in memory of their own.
+    def fetch(self, jobs: Sequence[Job], *, mapped: bool = False) -> list[_Array]:
+        """The arrays, with the stored dtype, in memory of their own, or, if asked for, over mapped files.
 
         Raises:
             CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
@@ -54,15 +55,17 @@ class Fetcher:
         arrays: list[Any] = [None] * len(jobs)
         with memory.collection_paused():
             rest = take_inline(self._index, jobs, arrays)
-        for number, array in zip(rest, self._fetch([jobs[number] for number in rest]), strict=True):
+        for number, array in zip(rest, self._fetch([jobs[number] for number in rest], mapped), strict=True):
             arrays[number] = array
         return arrays
 
-    def _fetch(self, jobs: Sequence[Job]) -> list[_Array]:
+    def _fetch(self, jobs: Sequence[Job], mapped: bool) -> list[_Array]:
         extents: list[tuple[Job, Extent]] = []
         located = [self._locate(job, extents) for job in jobs]
         self._check_inside(extents)
-        requests = [self._request(job, *found) for job, found in zip(jobs, located, strict=True)]
+        ready = arrays_over_files(self._path, jobs, located) if mapped else {}
+        wanted = [pair for number, pair in enumerate(zip(jobs, located, strict=True)) if number not in ready]
+        requests = [self._request(job, *found) for job, found in wanted]
         groups: dict[str, list[Request]] = {}
         for request in requests:
             if request.array.size:
@@ -72,7 +75,7 @@ class Fetcher:
         self._read_pieces([piece for group in raw for piece in _pieces(group)])
         self._read_opened(opened)
         self._warn_of_left_out([request for request in requests if self._loose and not request.complete])
-        return [request.array for request in requests]
+        return mapping.put_between(ready, [request.array for request in requests])
 
     def _request(self, job: Job, chunks: list[tuple[Place, Box]], complete: bool) -> Request:
         try:

@@ -99,15 +99,15 @@ class OrbaxReader:
         except RecursionError as error:
             raise self._corrupt("<root>", "the tree is nested too deeply") from error
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
         if self._closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         asked = [(one, None) if isinstance(one, LeafHandle) else (one.handle, one.index) for one in handles]
         jobs = [handle.where.job(handle, index) for handle, index in asked if isinstance(handle.where, _Where)]
         inner = [_within(handle.where, index) for handle, index in asked if isinstance(handle.where, LeafHandle)]
-        arrays = iter(self._fetcher.fetch(jobs) if self._fetcher is not None else ())
-        aggregated = iter(self._aggregate.read(inner) if self._aggregate is not None else ())
+        arrays = iter(self._fetcher.fetch(jobs, mapped=mapped) if self._fetcher is not None else ())
+        aggregated = iter(self._aggregate.read(inner, mapped=mapped) if self._aggregate is not None else ())
         return [self._value(handle, arrays, aggregated) for handle, _ in asked]
 
     def sharding_of(self, name: str) -> str | None:

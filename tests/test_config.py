@@ -94,7 +94,7 @@ def test_an_override_holds_only_what_it_sets() -> None:
         assert config.current() == config.Settings(dtype="target", missing_leaves="warn")
 
 
-@pytest.mark.parametrize("choice", ["missing_leaves", "shape_mismatch", "dtype", "structure", "must_exist"])
+@pytest.mark.parametrize("choice", ["missing_leaves", "shape_mismatch", "dtype", "structure", "must_exist", "mapped"])
 def test_none_is_a_value_of_compression_only(choice: str) -> None:
     """Setting another to None is an error, not a way to unset it; compression=None is a set value."""
     with pytest.raises(SettingError):

@@ -104,13 +104,17 @@ class Reader(Protocol):
     path: str
     tree: Node
 
-    def read(self, handles: Sequence[LeafHandle | Part]) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts, in their order; large ones are read in parallel.
 
         Several parts of one array are asked for together, so that no stored chunk is decoded twice.
 
+        Args:
+            handles: what is wanted.
+            mapped: large arrays that lie in a local file as they are may be private mappings of it, at any address.
+
         Returns:
-            ``np.ndarray`` (writable, C order, own memory, 64-byte aligned), numpy or Python scalars, str,
+            ``np.ndarray`` (writable, C order, own memory, 64-byte aligned unless mapped), numpy or Python scalars, str,
             bytes, or `KeyData` for a PRNG key.
 
         Raises:

@@ -1,0 +1,52 @@
+"""Arrays over mappings of the data files, in place of memory of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import mapping, paths
+
+from .grid import Box
+from .index import Extent, Place
+from .jobs import Job
+
+Located = tuple[list[tuple[Place, Box]], bool]
+
+
+def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[int, Any]:
+    """Those arrays that are one plain chunk of a local file, by their index among the jobs.
+
+    Args:
+        path: of the checkpoint.
+        jobs: what is wanted.
+        located: chunks of each, and whether they are all there.
+    """
+    if paths.is_url(path):
+        return {}
+    files: dict[str, list[tuple[int, Extent]]] = {}
+    for index, (job, (chunks, _)) in enumerate(zip(jobs, located, strict=True)):
+        place = chunks[0][0] if chunks and job.is_one_plain_chunk else None
+        if isinstance(place, Extent) and place.length >= mapping.LEAST:
+            files.setdefault(place.file, []).append((index, place))
+    found: dict[int, Any] = {}
+    for file, wanted in files.items():
+        views = _map(os.path.join(path, file), [place for _, place in wanted])
+        for (index, _), view in zip(wanted, views, strict=False):
+            if view is not None:
+                found[index] = np.ndarray(jobs[index].shape, jobs[index].info.dtype, view)
+    return found
+
+
+def _map(file: str, extents: list[Extent]) -> list[np.ndarray[Any, Any] | None]:
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []  # whoever reads it instead tells what is wrong
+    try:
+        return mapping.map_regions(fd, [(extent.offset, extent.length) for extent in extents])
+    finally:
+        os.close(fd)

@@ -1,0 +1,194 @@
+"""Restores over mapped files: the same values as from memory, nobody else's, and gone with the last array."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core import mapping
+from tests.support.saves import use_flag
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = st.sampled_from(
+    [np.int8, bool, np.float32, ">i4", np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+)
+ARRAYS = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9).flatmap(
+    lambda shape: DTYPES.map(lambda dtype: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype))
+)
+TREES = st.dictionaries(st.text("abc", min_size=1, max_size=9), ARRAYS, min_size=1, max_size=5)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is mapped")
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """What all files below a folder hold."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def mapped_files(folder: Path) -> set[str]:
+    """Files below a folder that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if str(folder) in line}
+
+
+def large_tree() -> dict[str, Any]:
+    """Two arrays large enough, one small, and a number."""
+    return {
+        "w": np.arange(300_000, dtype=np.float32),
+        "sub": {"b": np.arange(40_001, dtype=np.int16)},
+        "s": np.ones(3),
+        "n": 7,
+    }
+
+
+def assert_same(restored: Any, saved: Any) -> None:
+    """Every leaf has the type, dtype, shape and bytes that were saved, and arrays are writable."""
+    for (path, new), (_, old) in zip(
+        jax.tree_util.tree_leaves_with_path(restored), jax.tree_util.tree_leaves_with_path(saved), strict=True
+    ):
+        assert type(new) is type(old), path
+        if isinstance(old, np.ndarray):
+            assert (new.dtype, new.shape) == (old.dtype, old.shape), path
+            assert new.flags.writeable, path
+            assert new.tobytes() == old.tobytes(), path
+        else:
+            assert new == old, path
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@given(tree=TREES)
+def test_as_from_memory(tree: dict[str, Any], flag: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever the dtype, shape and offset, a mapped restore gives what a restore into memory gives."""
+    folder = tmp_path_factory.mktemp("mapped")
+    with use_flag(flag), pytest.MonkeyPatch.context() as patch:
+        checkpoints.save_checkpoint(folder, tree, 1)
+        patch.setattr(mapping, "LEAST", 1)
+        for target in (tree, None):
+            expected = checkpoints.restore_checkpoint(folder, target)
+            with config.override(mapped=True):
+                assert_same(checkpoints.restore_checkpoint(folder, target), expected)
+
+
+def test_files_of_real_flax(tmp_path: Path) -> None:
+    """A file that real Flax wrote can be mapped as well, arrays in pieces excepted, which are read."""
+    tree = large_tree()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 500_000)
+        (tmp_path / "checkpoint_1").write_bytes(flax.serialization.to_bytes(tree))
+    with config.override(mapped=True):
+        assert_same(checkpoints.restore_checkpoint(tmp_path, tree), tree)
+
+
+@linux
+def test_only_where_asked_for(flag: bool, tmp_path: Path) -> None:
+    """The default maps nothing; the setting, or the argument of `restore`, maps the files until the arrays are gone."""
+    checkpoints.save_checkpoint(tmp_path, large_tree(), 1)
+    restored = checkpoints.restore_checkpoint(tmp_path, None)
+    assert mapped_files(tmp_path) == set()
+    with config.override(mapped=True):
+        restored = checkpoints.restore_checkpoint(tmp_path, None)
+        assert mapped_files(tmp_path)
+    part = restored["sub"]["b"][5:9]
+    del restored
+    gc.collect()
+    assert mapped_files(tmp_path)
+    del part
+    gc.collect()
+    assert mapped_files(tmp_path) == set()
+    restored = flax_ckpt_compat.restore(tmp_path, mapped=True)
+    assert mapped_files(tmp_path)
+    assert_same(restored, large_tree())
+
+
+def test_writing_stays_private(flag: bool, tmp_path: Path) -> None:
+    """What is written to a restored array alters neither the file, nor another leaf, nor another restore."""
+    tree = large_tree()
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    before = digest(tmp_path)
+    with config.override(mapped=True):
+        first, second = (checkpoints.restore_checkpoint(tmp_path, tree) for _ in range(2))
+    first["w"][:] = -1
+    first["sub"]["b"] += 1
+    assert_same(second, tree)
+    np.testing.assert_array_equal(first["sub"]["b"], tree["sub"]["b"] + 1)
+    assert (first["w"] == -1).all()
+    assert digest(tmp_path) == before
+
+
+def test_values_survive_their_checkpoint(flag: bool, tmp_path: Path) -> None:
+    """Overwriting the step and retention take files away, and never bytes that somebody has mapped."""
+    tree = large_tree()
+    checkpoints.save_checkpoint(tmp_path, tree, 1)
+    with config.override(mapped=True):
+        restored = checkpoints.restore_checkpoint(tmp_path, tree)
+    checkpoints.save_checkpoint(tmp_path, jax.tree.map(lambda x: x * 0, tree), 1, overwrite=True)
+    assert_same(restored, tree)
+    checkpoints.save_checkpoint(tmp_path, tree, 2, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_2"]
+    assert_same(restored, tree)
+
+
+@linux
+def test_devices_get_memory_of_their_own(flag: bool, tmp_path: Path) -> None:
+    """Arrays that go to a device, and compressed ones, lie over no file, whatever the setting."""
+    arrays = {"w": jnp.arange(300_000.0)}
+    checkpoints.save_checkpoint(tmp_path / "a", arrays, 1)
+    with config.override(mapped=True, compression="zstd"), use_flag(True):
+        restored = checkpoints.restore_checkpoint(tmp_path / "a", arrays)
+        checkpoints.save_checkpoint(tmp_path / "z", {"w": np.zeros(300_000)}, 1)
+        unpacked = checkpoints.restore_checkpoint(tmp_path / "z", None)
+    np.testing.assert_array_equal(restored["w"], np.arange(300_000.0))
+    np.testing.assert_array_equal(unpacked["w"], np.zeros(300_000))
+    assert mapped_files(tmp_path / "z") == set()
+    if flag:
+        assert isinstance(restored["w"], jax.Array)
+        assert mapped_files(tmp_path / "a") == set()
+
+
+TRUNCATED = """
+    import os, sys
+    from pathlib import Path
+    import flax_ckpt_compat
+    folder, mapped = Path(sys.argv[1]), sys.argv[2] == "True"
+    restored = flax_ckpt_compat.restore(folder, mapped=mapped)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.truncate(path, 0)
+    print(restored["w"].sum())
+"""
+
+
+@linux
+@pytest.mark.parametrize(("mapped", "code"), [(False, 0), (True, -signal.SIGBUS)])
+def test_truncated_files(mapped: bool, code: int, flag: bool, tmp_path: Path) -> None:
+    """A file truncated in place kills whoever has it mapped, as documented, and nobody else."""
+    checkpoints.save_checkpoint(tmp_path, {"w": np.ones(300_000)}, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRUNCATED), str(tmp_path), str(mapped)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("300000.0\n" if code == 0 else "")
