@@ -143,8 +143,9 @@ def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
     # Of a near source one after the other, which takes less memory; else many requests at once.
     while batch := list(itertools.islice(blocks, 1 if source.is_near else _BLOCKS_AT_ONCE)):
         fetch(source, [span for span, _ in batch])
-        for span, leaves in batch:
-            _scatter(span.target, leaves, values)
+        with memory.collection_paused():
+            for span, leaves in batch:
+                _scatter(span.target, leaves, values)
 
 
 def _blocks(wanted: list[Small]) -> Iterator[tuple[Span, list[Small]]]:
