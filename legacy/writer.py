@@ -12,7 +12,7 @@ from flax_ckpt_compat._core import files, memory
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, is_jax_array
 
-from . import encoder, markers
+from . import blocks, encoder, markers
 from .hosting import to_host
 from .spread import Reference
 
@@ -65,16 +65,17 @@ class _Stream:
         if len(self._small) >= _BATCH:
             self.flush()
 
-    def put_array(self, array: np.ndarray[Any, Any]) -> None:
+    def put_array(self, array: Any) -> None:
         if array.nbytes < _COPY_BELOW:
             self.put(array.tobytes())
             return
         self._end_small()
-        rest = memory.as_bytes(np.asarray(array, order="C"))
-        while rest:
-            room = _BATCH - (self._written + self._waiting) % _BATCH
-            self._add(rest[:room])
-            rest = rest[room:]
+        for piece in blocks.pieces(array):
+            rest = memory.as_bytes(piece)
+            while rest:
+                room = _BATCH - (self._written + self._waiting) % _BATCH
+                self._add(rest[:room])
+                rest = rest[room:]
 
     def flush(self) -> None:
         """Writes all that waits."""
@@ -126,7 +127,7 @@ def _write_node(stream: _Stream, node: Node) -> None:
 def _write_leaf(stream: _Stream, leaf: Any) -> None:
     kind = type(leaf)
     if is_jax_array(leaf):
-        _write_array(stream, to_host(leaf))
+        _write_array(stream, leaf if blocks.is_in_shards(leaf) else to_host(leaf))
     elif isinstance(leaf, np.ndarray):
         _write_array(stream, np.asarray(leaf))
     elif isinstance(leaf, np.generic):
@@ -142,33 +143,36 @@ def _write_leaf(stream: _Stream, leaf: Any) -> None:
     elif isinstance(leaf, complex):
         stream.put(encoder.complex_value(leaf))
     elif kind is HostCopy:
-        _write_array(stream, to_host(leaf))
+        _write_array(stream, leaf if blocks.is_in_shards(leaf) else to_host(leaf))
     else:
         stream.put(encoder.scalar(leaf))
 
 
-def _write_array(stream: _Stream, array: np.ndarray[Any, Any]) -> None:
+def _write_array(stream: _Stream, array: Any) -> None:
+    """An ``np.ndarray``, or what `blocks.is_in_shards` is true of."""
     if array.nbytes > markers.MAX_CHUNK_SIZE:
-        _write_chunked(stream, array)
+        _write_chunked(stream, array, array.shape, array.dtype)
         return
     stream.put(encoder.array_header(markers.EXT_ARRAY, array.shape, array.dtype, array.nbytes))
     stream.put_array(array)
 
 
-def _write_chunked(stream: _Stream, array: np.ndarray[Any, Any]) -> None:
+def _write_chunked(stream: _Stream, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Flax's map for arrays over its limit: shape and flat pieces, both as maps of '0', '1', …"""
-    step = max(1, markers.MAX_CHUNK_SIZE // array.dtype.itemsize)
-    flat = np.asarray(array, order="C").reshape(-1)
+    step, size = max(1, markers.MAX_CHUNK_SIZE // dtype.itemsize), math.prod(shape)
     stream.put(encoder.map_header(3) + encoder.scalar(markers.CHUNK_FLAG) + encoder.scalar(True))
-    stream.put(encoder.scalar("shape") + encoder.map_header(array.ndim))
-    for index, size in enumerate(array.shape):
-        stream.put(encoder.scalar(str(index)) + encoder.scalar(size))
-    stream.put(encoder.scalar("chunks") + encoder.map_header(math.ceil(flat.size / step)))
-    for index, start in enumerate(range(0, flat.size, step)):
-        stream.put(encoder.scalar(str(index)))
-        _write_piece(stream, flat[start : start + step])
-
-
-def _write_piece(stream: _Stream, piece: np.ndarray[Any, Any]) -> None:
-    stream.put(encoder.array_header(markers.EXT_ARRAY, piece.shape, piece.dtype, piece.nbytes))
-    stream.put_array(piece)
+    stream.put(encoder.scalar("shape") + encoder.map_header(len(shape)))
+    for index, length in enumerate(shape):
+        stream.put(encoder.scalar(str(index)) + encoder.scalar(length))
+    stream.put(encoder.scalar("chunks") + encoder.map_header(math.ceil(size / step)))
+    at = 0
+    for piece in blocks.pieces(array):
+        rest = piece.reshape(-1)
+        while rest.size:
+            if at % step == 0:
+                count = min(step, size - at)
+                header = encoder.array_header(markers.EXT_ARRAY, (count,), dtype, count * dtype.itemsize)
+                stream.put(encoder.scalar(str(at // step)) + header)
+            part = rest[: step - at % step]
+            stream.put_array(part)
+            at, rest = at + part.size, rest[part.size :]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -95,6 +96,11 @@ class HostCopy:
         """A copy in one piece."""
         index = tuple(slice(0, length) for length in data.shape)
         return cls(data.shape, data.dtype, (Shard(index, data),), sharding)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole array, in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def data(self) -> np.ndarray[Any, Any]:

@@ -139,6 +139,17 @@ def no_implicit_transfers(folder: Path) -> None:
 
 
 @case
+def msgpack_is_written_in_blocks(folder: Path) -> None:
+    """Large arrays in shards, replicas among them, are stored as Flax stores them, and nothing more than that."""
+    array = np.arange(3 * 2**20, dtype=np.float32).reshape(1024, 8, -1)
+    specs = {"all": P(), "half": P("y"), "last": P(None, None, ("x", "y")), "xy": P("x", "y")}
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    tree = {name: jax.device_put(array, NamedSharding(mesh(), spec)) for name, spec in specs.items()}
+    path = checkpoints.save_checkpoint(folder, tree, 1)
+    assert Path(path).read_bytes() == flax.serialization.to_bytes(tree)
+
+
+@case
 def each_shard_is_written_once(folder: Path) -> None:
     """As many chunks as distinct shards, of their shape, and both metadata files say so."""
     path = save(folder, small_tree())
