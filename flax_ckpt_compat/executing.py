@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import Counter
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat import placing, state
+from flax_ckpt_compat import _casting, placing, state
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.tree import Branch, Path, is_jax_array, iter_branches, map_leaves, show_path
@@ -132,6 +133,8 @@ class _Run:
         # What may lie over the mapped file, by id; None where nothing may.
         self._mapped: set[int] | None = set() if mapped else None
         self._on_device = reader.format is Format.ORBAX
+        # Arrays to cast, by id.
+        self._casts: dict[int, np.dtype[Any]] = {}
         self._targets = placing.Targets()
         self.shapes: list[ShapeDifference] = []
         self._asked: list[LeafHandle | Part] = []
@@ -172,6 +175,9 @@ class _Run:
         on_device = self._on_device or handle.distributed
         wish = placing.Wish(handle, placing.Form(source.target, self._cast or source.cast, on_device))
         self._asked.extend(wish.asked)
+        cast = _casting.cast_of(handle, wish.dtype)
+        if cast is not None:
+            self._casts.update((id(one), cast) for one in wish.asked)
         if not self._cast and not source.cast and wish.narrowed is not None:
             self._narrowed.append(wish.narrowed)
         return wish
@@ -199,12 +205,15 @@ class _Run:
             self.values.reverse()
 
     def _read(self, once: dict[int, LeafHandle | Part]) -> list[Any]:
+        # What several ask for is cast by each of them.
+        casts = self._casts if len(once) == len(self._asked) else {}
         if not self._mapped:
-            return list(self._reader.read(list(once.values())))
+            return _casting.read(self._reader.read, list(once.values()), casts)
         mapped = [one for number, one in once.items() if number in self._mapped]
         others = [one for number, one in once.items() if number not in self._mapped]
-        values = dict(zip(map(id, mapped), self._reader.read(mapped, mapped=True), strict=True))
-        values.update(zip(map(id, others), self._reader.read(others), strict=True))
+        read_mapped = functools.partial(self._reader.read, mapped=True)
+        values = dict(zip(map(id, mapped), _casting.read(read_mapped, mapped, casts), strict=True))
+        values.update(zip(map(id, others), _casting.read(self._reader.read, others, casts), strict=True))
         return [values[number] for number in once]
 
     def _for_each(self, values: dict[int, Any]) -> list[Any]:

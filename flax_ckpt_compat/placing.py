@@ -144,6 +144,11 @@ class Wish:
             raise self._misfit() from error
 
     @property
+    def dtype(self) -> Any:
+        """What the array is cast to, or has anyway."""
+        return self._form.dtype(self.handle.dtype)
+
+    @property
     def is_placed(self) -> bool:
         """Whether the target says which devices it goes to."""
         return self._form.sharding is not None

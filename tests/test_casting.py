@@ -1,0 +1,63 @@
+"""Casts while reading: what numpy makes of the values, and only a little of them in two dtypes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import _casting, checkpoints, config, transforms
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.tree import iter_leaves
+from tests.support.saves import use_flag
+from tests.support.stored import Memory
+
+VALUES = {f"l{n}": np.linspace(-n, n, 100 + n, dtype=np.float32).reshape(2, -1) for n in range(0, 20, 2)}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.int8, np.complex64, np.float32])
+def test_values_are_those_of_numpy(
+    dtype: Any, mapped: bool, compression: str | None, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is read together, every array is cast as numpy casts it, and is writable memory of its own."""
+    monkeypatch.setattr(_casting, "_AT_ONCE", 1000)
+    with use_flag(flag), config.override(compression=compression, dtype="target", mapped=mapped):
+        path = checkpoints.save_checkpoint(tmp_path, VALUES, 1)
+        target = {name: np.zeros(array.shape, dtype) for name, array in VALUES.items()}
+        restored = checkpoints.restore_checkpoint(path, target)
+    for name, array in VALUES.items():
+        assert restored[name].dtype == dtype and restored[name].flags.writeable
+        np.testing.assert_array_equal(restored[name], array.astype(dtype))
+
+
+def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays to cast are read in batches of little memory, or alone; the others all together."""
+    monkeypatch.setattr(_casting, "_AT_ONCE", 1000)
+    batches: list[int] = []
+    reader = Memory({**VALUES, "huge": np.ones(5000, np.float32), "kept": np.ones(9000, np.float32)})
+
+    def read(wanted: Sequence[Any]) -> list[Any]:
+        batches.append(sum(one.nbytes for one in wanted))
+        return reader.read(wanted)
+
+    leaves = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
+    casts = {id(leaf): np.dtype(np.float16) for leaf in leaves if leaf.name != "kept"}
+    values = _casting.read(read, leaves, casts)
+    assert [value.dtype for value in values] == [np.float16] * (len(leaves) - 1) + [np.float32]
+    assert batches[0] == 36_000 and max(batches[1:-1]) <= 1000 and batches[-1] == 20_000
+
+
+def test_one_leaf_in_two_dtypes(flag: bool, tmp_path: Path) -> None:
+    """A stored leaf that two of the target's leaves are made of has the dtype of each of them."""
+    with use_flag(flag), config.override(dtype="target"):
+        path = checkpoints.save_checkpoint(tmp_path, {"a": np.arange(6, dtype=np.float32)}, 1)
+        target = {"a": np.zeros(6, np.float16), "b": np.zeros(6, np.int32)}
+        copies = {"b": transforms.Transform(original_key="a")}
+        restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=copies)
+    assert {name: value.dtype for name, value in restored.items()} == {"a": np.float16, "b": np.int32}
