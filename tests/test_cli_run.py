@@ -146,15 +146,8 @@ PROBES = {
 def outcome(command: list[str], folder: Path, **environment: str) -> tuple[str, str, int]:
     """What a shell sees of a command: stdout, stderr, exit code."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, preexec_fn=_heed_interrupts
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     return done.stdout, done.stderr, done.returncode
-
-
-def _heed_interrupts() -> None:
-    """Shells start what runs in the background, such as this whole suite, so that it ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def assert_same(folder: Path, *arguments: str) -> tuple[str, str, int]:
