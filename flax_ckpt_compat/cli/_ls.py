@@ -1,0 +1,166 @@
+"""The checkpoints of a directory, told by names and sizes; opens none, loads neither jax nor flax."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
+
+import click
+
+from flax_ckpt_compat import _detect, _listing
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat.inventory import CheckpointRecord, iter_checkpoints
+
+_HEADINGS = ("step", "format", "size", "saved", "state", "name")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_THOUSAND = 1000
+_NO_TIME = "-"
+
+
+class _RefusedError(click.ClickException):
+    """What was asked for cannot be listed; the message says why and what to do."""
+
+    exit_code = 2
+
+    def __init__(self, error: CheckpointError):
+        super().__init__(f"{type(error).__name__}: {error}")
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"Error: {click.format_filename(self.message)}", file=file, err=file is None)
+
+
+class _Row(NamedTuple):
+    """One checkpoint: what is known without opening it, and when its file or directory last changed, if known."""
+
+    record: CheckpointRecord
+    saved: datetime.datetime | None
+
+
+def show(directory: str, prefix: str, *, as_json: bool) -> None:
+    """Prints the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`.
+
+    Raises:
+        click.ClickException: it cannot be listed.
+    """
+    try:
+        where = _listing.place(directory, prefix)
+        with paths.snapshot(where.directory):
+            rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
+            why = None if rows else _why_none(where, prefix)
+    except CheckpointError as error:
+        raise _RefusedError(error) from None
+    if as_json:
+        click.echo(json.dumps([_as_json(row) for row in rows], indent=2))
+    elif why is not None:
+        click.echo(click.format_filename(why))
+    elif sys.stdout.isatty():
+        _show_table(rows)
+    else:
+        click.echo(_plain([_HEADINGS, *map(_cells, rows)]))
+
+
+def _saved(path: str) -> datetime.datetime | None:
+    if not paths.is_url(path):
+        with suppress(FileNotFoundError):  # another process has just evicted it
+            return datetime.datetime.fromtimestamp(os.stat(path).st_mtime, datetime.UTC)
+    return None
+
+
+def _why_none(where: _listing.Place, prefix: str) -> str:
+    """Why a directory lists nothing.
+
+    Raises:
+        CheckpointNotFoundError: it is no directory, or a checkpoint itself.
+    """
+    path = where.directory
+    if not paths.isdir(path):
+        near = _near(path)
+        if paths.lexists(path):
+            remedy = f"name the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
+        else:
+            remedy = f"did you mean {near}?" if near else "check the path"
+        raise CheckpointNotFoundError(f"{_listing.why_none(where, prefix)}: {remedy}", path=path)
+    if _detect.is_orbax_directory(path) and not _detect.is_doubtful(path):
+        message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
+        raise CheckpointNotFoundError(message, path=path)
+    return _listing.why_none(where, prefix) if paths.is_url(path) or os.listdir(path) else f"{path} is empty"
+
+
+def _near(path: str) -> str | None:
+    """A directory whose name is much like that of a local one that does not exist, in the same place."""
+    if paths.is_url(path):
+        return None
+    parent, name = os.path.split(path)
+    try:
+        names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+    except OSError:
+        return None
+    return next((os.path.join(parent, near) for near in difflib.get_close_matches(name, names, 1)), None)
+
+
+def _as_json(row: _Row) -> dict[str, Any]:
+    record, saved = row
+    return {
+        "name": os.path.basename(record.path),
+        "step": record.step,
+        "path": record.path,
+        "format": record.format,
+        "nbytes": record.nbytes,
+        "saved": saved and saved.isoformat(timespec="seconds"),
+        "complete": record.complete,
+        "why": record.why,
+    }
+
+
+def _cells(row: _Row) -> tuple[str, ...]:
+    record, saved = row
+    name = os.path.basename(record.path)
+    step = _NO_TIME if record.step is None else str(record.step)
+    when = saved.astimezone().isoformat(" ", "seconds")[: len("2026-01-01 00:00:00")] if saved else _NO_TIME
+    state = "complete" if record.complete else f"incomplete: {record.why}"
+    shown = click.format_filename(name)
+    return step, record.format, _size(record.nbytes), when, click.format_filename(state), shown
+
+
+def _size(nbytes: int) -> str:
+    """Bytes with three digits and a decimal unit."""
+    if nbytes < _THOUSAND:
+        return f"{nbytes} B"
+    value, unit = float(nbytes), 0
+    while value >= _THOUSAND - 0.5 and unit < len(_UNITS) - 1:
+        value, unit = value / _THOUSAND, unit + 1
+    decimals = max(0, 3 - len(f"{value:.0f}"))
+    return f"{value:.{decimals}f} {_UNITS[unit]}"
+
+
+def _plain(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns; the last one as long as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = {0, 2}
+    lines = (
+        "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(pairs))
+        for pairs in (tuple(zip(row, widths, strict=True)) for row in rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _show_table(rows: Sequence[_Row]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in _HEADINGS:
+        right, long = heading in ("step", "size"), heading in ("state", "name")
+        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=not long)
+    for row in rows:
+        table.add_row(*map(Text, _cells(row)), style=None if row.record.complete else "yellow")
+    Console(highlight=False).print(table)
