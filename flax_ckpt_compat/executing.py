@@ -58,7 +58,8 @@ class _Layout:
 
     def __init__(self, run: _Run):
         self._run = run
-        # The children that it is one of, its name, where it goes in the target, and how it is made.
+        # The children that it is one of, its name, where its source goes in the target (of what is computed; for the
+        # rest nobody asks), and how it is made.
         self._open: list[tuple[dict[str, Any], str, Path, LeafHandle | Computed, _How]] = []
         self._whole: list[tuple[dict[str, Any], str]] = []
 
@@ -91,11 +92,11 @@ class _Layout:
         into[name] = map_leaves(lambda _, leaf: leaf, node)
         if isinstance(node, Branch):
             self._whole.append((into, name))
-            for branch_path, branch in iter_branches(into[name]):
+            for _, branch in iter_branches(into[name]):
                 for child, leaf in branch.children.items():
-                    self._note(source, branch.children, child, (*path, *branch_path), leaf)
+                    self._note(source, branch.children, child, path, leaf)
         else:
-            self._note(source, into, name, path[:-1], node)
+            self._note(source, into, name, path, node)
 
     def _note(self, source: Stored, into: dict[str, Any], name: str, path: Path, leaf: Any) -> None:
         if isinstance(leaf, LeafHandle | Computed):
@@ -112,7 +113,7 @@ class _Layout:
                 if how is not None:
                     direct.append((into, name, how))
             else:
-                into[name] = run.value((*path, name), leaf, how)
+                into[name] = run.value(path, leaf, how)
         with placing.transfers_allowed(), memory.collection_paused():
             for into, name, sharding in direct:
                 into[name] = placing.on_devices(into[name], sharding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -169,15 +169,7 @@ def version(url: str) -> bytes:
 
 def know_sizes(urls: Collection[str]) -> None:
     """Asks for the sizes of many objects side by side, for this thread's snapshot; outside of one it does nothing."""
-    if _held():
-        found: dict[str, int] = {}
-
-        def ask(url: str) -> None:
-            with suppress(FileNotFoundError):
-                found[url] = size(url)
-
-        in_parallel(ask, [url for url in urls if url not in _sizes()])
-        _sizes().update(found)
+    _know(_sizes(), urls, size)
 
 
 def _sizes() -> dict[str, int]:
@@ -190,15 +182,19 @@ def _sizes() -> dict[str, int]:
 
 def know_contents(urls: Collection[str]) -> None:
     """Reads many small objects side by side, for this thread's snapshot; outside of one it does nothing."""
+    _know(_contents(), urls, read)
+
+
+def _know(known: dict[str, Any], urls: Collection[str], ask: Callable[[str], Any]) -> None:
     if _held():
-        found: dict[str, bytes] = {}
+        found: dict[str, Any] = {}
 
-        def ask(url: str) -> None:
+        def look(url: str) -> None:
             with suppress(FileNotFoundError):
-                found[url] = read(url)
+                found[url] = ask(url)
 
-        in_parallel(ask, urls)
-        _contents().update(found)
+        in_parallel(look, [url for url in urls if url not in known])
+        known.update(found)
 
 
 def _contents() -> dict[str, bytes]:
