@@ -106,7 +106,7 @@ def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool
 
 def has_jax_arrays(plan: Plan) -> bool:
     """Whether there is anything for ``_sharding`` and ``array_metadatas``."""
-    return bool(_jax_arrays(plan))
+    return any(e.stored is not None and e.stored.value_type == JAX_ARRAY for e in plan.entries)
 
 
 def _jax_arrays(plan: Plan) -> list[tuple[str, Stored]]:

@@ -34,16 +34,17 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
         SettingError: an unknown compression.
         StorageError: the file system refused.
     """
-    used = compressor(options.compression)
+    used, lists_arrays = compressor(options.compression), metadata.has_jax_arrays(plan)
     make_directory(path)
     database = begin_arrays(path, metadata.arrays(plan), used)
     try:
-        if metadata.has_jax_arrays(plan):
+        if lists_arrays:
             make_directory(os.path.join(path, metadata.ARRAY_METADATAS))
         with Writes() as writes:
-            _put_array_metadatas(path, plan, used is not None, 0, writes.add)
+            if lists_arrays:
+                _put_array_metadatas(path, plan, used is not None, 0, writes.add)
             write_tree(path, plan, writes.add)
-        if metadata.has_jax_arrays(plan):
+        if lists_arrays:
             sync_directory(os.path.join(path, metadata.ARRAY_METADATAS))
     finally:
         end_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
@@ -71,9 +72,8 @@ def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int)
 
 
 def _put_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write) -> None:
-    if metadata.has_jax_arrays(plan):
-        content = metadata.array_metadatas(plan, compressed)
-        write(os.path.join(path, metadata.ARRAY_METADATAS, f"process_{process}"), content.encode())
+    content = metadata.array_metadatas(plan, compressed)
+    write(os.path.join(path, metadata.ARRAY_METADATAS, f"process_{process}"), content.encode())
 
 
 def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
