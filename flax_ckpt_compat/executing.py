@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat import _casting, placing, state
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.tree import Branch, Path, is_jax_array, iter_branches, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
@@ -20,6 +21,8 @@ from flax_ckpt_compat.matching import ShapeDifference
 from flax_ckpt_compat.similar import shorten
 
 _log = logging.getLogger("flax_ckpt_compat")
+# Of this much the reading and placing, from a local disk, is no long time to be without the garbage collector.
+_SHORT_BYTES = 64 * 2**20
 
 
 def execute(
@@ -41,10 +44,13 @@ def execute(
     run = _Run(reader, cast, mapped)
     layout = _Layout(run)
     root: dict[str, Any] = {}
-    with memory.collection_paused():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(memory.collection_paused())
         layout.put(sources, root, "", ())
-    run.read()
-    layout.fill(lists)
+        if not run.is_short:
+            stack.close()
+        run.read()
+        layout.fill(lists)
     run.tell_narrowed()
     return root[""], run.shapes
 
@@ -159,7 +165,8 @@ class _Run:
                 how: _How = self._targets.simple(source.target, leaf.dtype, self._on_device or leaf.distributed)
                 if how is not placing.NOT_SIMPLE:
                     self._asked.append(leaf)
-                    self._may_be_mapped(leaf, how is None)
+                    if self._mapped is not None:
+                        self._may_be_mapped(leaf, how is None)
                     return how
             wish = self._wish(leaf, source)
             self._may_be_mapped(leaf, not wish.is_placed)
@@ -195,27 +202,34 @@ class _Run:
             else:
                 self._asked.append(one)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether all that was planned takes well under a second, as far as one can tell."""
+        if self._uses or paths.is_url(self._reader.path):
+            return False
+        nbytes = [(one.handle if isinstance(one, Part) else one).nbytes for one in self._asked]
+        return sum(nbytes) < _SHORT_BYTES
+
     def read(self) -> None:
         """Reads all that was planned."""
-        if self._asked:
-            once = {id(one): one for one in self._asked}
-            values = self._read(once)
-            self.values = (
-                values if len(once) == len(self._asked) else self._for_each(dict(zip(once, values, strict=True)))
-            )
-            self.values.reverse()
+        asked = self._asked
+        if asked and len(set(map(id, asked))) == len(asked):
+            self.values = self._read(asked, self._casts)
+        elif asked:
+            once = {id(one): one for one in asked}
+            # What several ask for is cast by each of them.
+            self.values = self._for_each(dict(zip(once, self._read(list(once.values()), {}), strict=True)))
+        self.values.reverse()
 
-    def _read(self, once: dict[int, LeafHandle | Part]) -> list[Any]:
-        # What several ask for is cast by each of them.
-        casts = self._casts if len(once) == len(self._asked) else {}
+    def _read(self, asked: list[LeafHandle | Part], casts: dict[int, np.dtype[Any]]) -> list[Any]:
         if not self._mapped:
-            return _casting.read(self._reader.read, list(once.values()), casts)
-        mapped = [one for number, one in once.items() if number in self._mapped]
-        others = [one for number, one in once.items() if number not in self._mapped]
+            return _casting.read(self._reader.read, asked, casts)
+        mapped = [one for one in asked if id(one) in self._mapped]
+        others = [one for one in asked if id(one) not in self._mapped]
         read_mapped = functools.partial(self._reader.read, mapped=True)
         values = dict(zip(map(id, mapped), _casting.read(read_mapped, mapped, casts), strict=True))
         values.update(zip(map(id, others), _casting.read(self._reader.read, others, casts), strict=True))
-        return [values[number] for number in once]
+        return [values[id(one)] for one in asked]
 
     def _for_each(self, values: dict[int, Any]) -> list[Any]:
         """The values, with a copy for everyone but the first who asked for the same."""

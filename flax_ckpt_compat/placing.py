@@ -11,6 +11,7 @@ import numpy as np
 from flax_ckpt_compat import kinds, state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import ShapeMismatchError
+from flax_ckpt_compat._core.known import Known, Sight
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, box_of, show_path
 
 # What only has to be put somewhere, or nowhere, is simple; this is all else.
@@ -22,10 +23,10 @@ class Targets:
 
     def __init__(self) -> None:
         # True for jax's arrays, False for what says nothing about places, None for what may say more.
-        self._types: dict[type, bool | None] = {}
-        # Whether an array of it is on one device of this process, and whether this process sees all of it.
-        self._shardings: dict[Any, tuple[bool, bool]] = {}
-        self._held: dict[Any, bool] = {}
+        self._types = Known(_is_array_type)
+        self._places = Known(_place)
+        self._held = Known(_is_held)
+        self._sight = Sight()
 
     def simple(self, target: Any, dtype: Any, on_device: bool) -> Any:
         """How an array that is not cast gets its final form.
@@ -36,26 +37,27 @@ class Targets:
             on_device: see `Form`.
 
         Returns:
-            The sharding of one device that it is put on, None where it stays in host memory, or `NOT_SIMPLE`.
+            The sharding of one device that it is put on, the same object for all that are equal; None where it stays
+            in host memory; or `NOT_SIMPLE`.
         """
-        kind = type(target)
-        if kind not in self._types:
-            may_say_more = isinstance(target, jax.ShapeDtypeStruct | jax.core.Tracer)
-            self._types[kind] = None if may_say_more else isinstance(target, jax.Array)
-        is_array = self._types[kind]
+        is_array = self._types[type(target)]
         if not is_array:
             return None if is_array is False else NOT_SIMPLE
-        sharding = target.sharding
-        if sharding not in self._shardings:
-            all_here = sharding.is_fully_addressable
-            self._shardings[sharding] = (all_here and len(sharding.device_set) == 1, all_here)
-        is_single, all_here = self._shardings[sharding]
-        if all_here and not on_device:
+        if not on_device and self._sight.is_whole(target):
             return None
-        if dtype not in self._held:
-            self._held[dtype] = _is_held(dtype)
+        # Most are equal to the one before, and few are the same.
+        sharding, is_single = self._places.of(target.sharding)
         simple = is_single and self._held[dtype] and isinstance(target.dtype, np.dtype)
         return sharding if simple else NOT_SIMPLE
+
+
+def _is_array_type(kind: type) -> bool | None:
+    return None if issubclass(kind, jax.ShapeDtypeStruct | jax.core.Tracer) else issubclass(kind, jax.Array)
+
+
+def _place(sharding: Any) -> tuple[Any, bool]:
+    """A sharding, and whether an array of it is on one device of this process."""
+    return sharding, sharding.is_fully_addressable and len(sharding.device_set) == 1
 
 
 class Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -22,7 +23,7 @@ from flax_ckpt_compat import (
     placing,
     state,
 )
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     MissingLeavesError,
@@ -68,7 +69,9 @@ def restore(
         restored = _through_checkpointer(orbax_checkpointer, path, target, adaptation)
     else:
         with closing(opening.Opened(path)) as opened:
-            works = plan_all(opened, target, adaptation)
+            # Waiting for a store without a collector would be no short stretch.
+            with contextlib.nullcontext() if paths.is_url(path) else memory.collection_paused():
+                works = plan_all(opened, target, adaptation)
             values = {name: _carry_out(work) for name, work in works.items.items()}
             restored = values if works.is_mapping else next(iter(values.values()))
     monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)

@@ -10,6 +10,7 @@ import numpy as np
 from flax_ckpt_compat import state
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.known import Sight
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, box_of, show_path
 from flax_ckpt_compat.copying import Copies
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
@@ -38,7 +39,7 @@ def tree_to_save(target: Any, request: Request, *, copied: bool, together: bool 
 
 
 class _Taker:
-    """Takes the leaves of one tree, and asks jax once for each type of leaf and each sharding."""
+    """Takes the leaves of one tree, and asks jax once for each type of leaf."""
 
     def __init__(self, request: Request, copies: Copies | None, *, together: bool, in_order: bool):
         """For the arguments see `tree_to_save`.
@@ -53,7 +54,7 @@ class _Taker:
         # Types of leaves that are taken as they are, and those of jax's arrays whose sharding is yet to be looked at.
         self._plain: set[type] = set()
         self._arrays: set[type] = set()
-        self._seen_whole: dict[Any, bool] = {}
+        self._sight = Sight()
 
     def node(self, node: Node, path: Path) -> Node:
         """A node, of which the branches are made anew."""
@@ -73,10 +74,7 @@ class _Taker:
         )
 
     def _is_ready(self, array: jax.Array) -> bool:
-        sharding = array.sharding
-        if sharding not in self._seen_whole:
-            self._seen_whole[sharding] = sharding.is_fully_addressable
-        return self._seen_whole[sharding] and not array.is_deleted()
+        return self._sight.is_whole(array) and not array.is_deleted()
 
     def _leaf(self, leaf: Any, path: Path) -> Any:
         taken = _readable(path, leaf, self._request, self._together)

@@ -40,7 +40,8 @@ class Described:
         """
         self.tree = tree
         self._state = _state_dict(tree)
-        self.node = _describe(tree, self._state, ())
+        self._foreign: list[Path] = []
+        self.node = _describe(tree, self._state, (), self._foreign)
 
     def nodes_with_own_rules(self) -> set[Path]:
         """Key paths of the nodes whose type was registered with Flax by somebody else.
@@ -68,7 +69,9 @@ class Described:
 
     def rebuild(self, state: Any) -> Any:
         """The user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
-        return serialization.from_state_dict(self.tree, _unexpand(self._state, state))
+        # Most trees have no pytrees that Flax does not go into.
+        unexpanded = _unexpand(self._state, state) if self._foreign else state
+        return serialization.from_state_dict(self.tree, unexpanded)
 
 
 def describe(target: Any) -> Node:
@@ -77,7 +80,7 @@ def describe(target: Any) -> Node:
     Raises:
         UnsupportedLeafError: two children of one node have the same name.
     """
-    return _describe(target, _state_dict(target), ())
+    return _describe(target, _state_dict(target), (), [])
 
 
 def _has_own_rules(node: Any) -> bool:
@@ -98,15 +101,17 @@ def _state_dict(target: Any) -> Any:
         raise UnsupportedLeafError(f"the tree has no state dict: {error}") from error
 
 
-def _describe(original: Any, state: Any, path: Path) -> Node:
+def _describe(original: Any, state: Any, path: Path, foreign: list[Path]) -> Node:
+    """The neutral tree; notes the key paths of pytrees that Flax does not go into."""
     entries = _entries(original, state, path)
     if entries is None:
         return state
     children = {
-        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name))
+        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name), foreign)
         for name, child, value in entries
     }
     if type(state) is not dict:
+        foreign.append(path)
         container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
         return Branch(children, container, _int_keys(state, children))
     return Branch(children, _container(original, children), _int_keys(original, children))

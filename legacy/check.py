@@ -8,6 +8,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.known import Known, Sight
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, is_jax_array, show_path
 
 from . import markers
@@ -33,31 +34,25 @@ def check_tree(tree: Node) -> None:
 
 
 class _Usual:
-    """Knows plain arrays, as almost all leaves are, by what was found out about others: dtypes and shardings."""
+    """Knows plain arrays, as almost all leaves are, by what was found out about others."""
 
     def __init__(self) -> None:
-        self._dtypes: dict[Any, bool] = {}
-        self._shardings: dict[Any, bool] = {}
+        self._takes = Known(_is_taken)
         self._jax: dict[type, bool] = {}
+        self._sight = Sight()
 
     def is_usual(self, leaf: Any) -> bool:
         """Whether there is nothing against a leaf; False where it has to be looked at."""
         kind = type(leaf)
         if kind is np.ndarray:
-            return self._takes(leaf.dtype)
+            return self._takes[leaf.dtype]
         if kind not in self._jax:
             self._jax[kind] = is_jax_array(leaf)
-        return self._jax[kind] and self._takes(leaf.dtype) and self._sees(leaf.sharding) and not leaf.is_deleted()
+        return self._jax[kind] and self._takes[leaf.dtype] and self._sight.is_whole(leaf) and not leaf.is_deleted()
 
-    def _takes(self, dtype: Any) -> bool:
-        if dtype not in self._dtypes:
-            self._dtypes[dtype] = isinstance(dtype, np.dtype) and dtypes.is_storable(dtype) and dtype.itemsize > 0
-        return self._dtypes[dtype]
 
-    def _sees(self, sharding: Any) -> bool:
-        if sharding not in self._shardings:
-            self._shardings[sharding] = sharding.is_fully_addressable
-        return self._shardings[sharding]
+def _is_taken(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and dtypes.is_storable(dtype) and dtype.itemsize > 0
 
 
 def _refuse(path: Path, found: str, remedy: str) -> UnsupportedLeafError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from flax_ckpt_compat._core.backend import LeafHandle, Part
 
@@ -20,8 +20,8 @@ def read(wanted: Sequence[LeafHandle | Part], read_handles: _ReadHandles) -> lis
     Args:
         read_handles: reads whole leaves.
     """
-    if not any(isinstance(one, Part) for one in wanted):
-        return read_handles([one for one in wanted if isinstance(one, LeafHandle)])
+    if Part not in set(map(type, wanted)):
+        return read_handles(cast(Sequence[LeafHandle], wanted))
     asked = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
     pairs = list(zip(wanted, asked, strict=True))
     cut = {id(one.handle): one.handle for one, rows in pairs if isinstance(one, Part) and rows is None}

@@ -75,7 +75,7 @@ class MsgpackReader:
         unfinished: list[int] = []
         folders = gda.Reads()
         for index, handle in enumerate(handles):
-            if handle.nbytes < SMALL and type(handle.where) is int and handle.dtype is not None:
+            if handle.nbytes < SMALL and handle.dtype is not None and type(handle.where) is int:
                 small.append((handle.where, index, handle))
             else:
                 values[index] = self._begin(handle, spans, folders)

@@ -19,7 +19,6 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from . import grid, plain, remote
 from .grid import Box
 from .index import Extent, Index, Place, Present
-from .inline import take_inline
 from .jobs import Job, Request, by_chunk, show
 from .mapped import arrays as arrays_over_files
 from .names import key_prefix
@@ -52,14 +51,6 @@ class Fetcher:
             CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
             StorageError: the file system refused.
         """
-        arrays: list[Any] = [None] * len(jobs)
-        with memory.collection_paused():
-            rest = take_inline(self._index, jobs, arrays)
-        for number, array in zip(rest, self._fetch([jobs[number] for number in rest], mapped), strict=True):
-            arrays[number] = array
-        return arrays
-
-    def _fetch(self, jobs: Sequence[Job], mapped: bool) -> list[_Array]:
         extents: list[tuple[Job, Extent]] = []
         located = [self._locate(job, extents) for job in jobs]
         self._check_inside(extents)

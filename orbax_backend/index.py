@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import urllib.parse
 from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -21,21 +20,22 @@ from .places import Extent as Extent
 from .places import Index as Index
 from .places import Place as Place
 from .places import Present as Present
-from .places import refuse_escape
 from .places import stays_inside as stays_inside
 from .sources import directory_spec, new_context, read_range, wait
+from .walk import Walk, can_walk
 
 MANIFEST = "manifest.ocdbt"
 _MAX_METADATA_BYTES = 1 << 20
 
 
-def open_index(path: str, use_ocdbt: bool, base: dict[str, Any] | None = None) -> Index:
+def open_index(path: str, use_ocdbt: bool, base: dict[str, Any] | None = None, ahead: Walk | None = None) -> Index:
     """The index of a checkpoint's directory.
 
     Args:
         path: of the directory.
         use_ocdbt: it has a database.
         base: how TensorStore opens the directory, where its files are not all in one place.
+        ahead: what `walk_ahead` gave.
 
     Raises:
         CorruptCheckpointError: the database does not decode.
@@ -44,8 +44,21 @@ def open_index(path: str, use_ocdbt: bool, base: dict[str, Any] | None = None) -
         return Objects(path) if paths.is_url(path) else Files(path)
     if base is None and not paths.isfile(os.path.join(path, MANIFEST)):
         raise _without_manifest(path)
-    dump = getattr(getattr(ts, "ocdbt", None), "dump", None)
-    return _Dumped(path, _dump_entries(path, dump, base)) if dump is not None else _Listed(path)
+    if not can_walk():
+        return _Listed(path)
+    walk = ahead or Walk(path, base)
+    try:
+        return _Dumped(path, walk.entries())
+    except (CorruptCheckpointError, StorageError):
+        raise
+    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
+        raise _undecodable(path, error) from error
+
+
+def walk_ahead(path: str) -> Walk | None:
+    """Begins to read the database of a local directory, if it has one; nothing that is wrong with it shows here."""
+    there = not paths.is_url(path) and can_walk() and paths.isfile(os.path.join(path, MANIFEST))
+    return Walk(path) if there else None
 
 
 def holds_array(path: str) -> bool:
@@ -141,69 +154,6 @@ def _read_small(path: str, extent: Extent) -> bytes:
             path=full,
         )
     return data
-
-
-def _dump_entries(path: str, dump: Any, spec: dict[str, Any] | None = None) -> dict[bytes, bytes | Extent]:
-    """Walks the B-tree of the newest version, one batch of nodes per level."""
-    try:
-        base = wait(path, ts.KvStore.open(spec or directory_spec(path), context=new_context(path, 0)))
-        newest = wait(path, dump(base))["versions"][-1]
-        entries: dict[bytes, bytes | Extent] = {}
-        level, seen = [(newest["root"]["location"], b"")], set[str]()
-        for height in range(newest["root_height"], -1, -1):
-            _refuse_repeats(level, seen)
-            nodes = [dump(base, node=_checked(path, location)) for location, _ in level]
-            below: list[tuple[str, bytes]] = []
-            for (_, prefix), future in zip(level, nodes, strict=True):
-                node = wait(path, future)
-                with memory.collection_paused():
-                    _read_node(path, node, height, prefix, entries, below)
-            level = below
-    except (CorruptCheckpointError, StorageError):
-        raise
-    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
-        raise _undecodable(path, error) from error
-    return entries
-
-
-def _read_node(
-    path: str,
-    node: dict[str, Any],
-    height: int,
-    prefix: bytes,
-    entries: dict[bytes, bytes | Extent],
-    below: list[tuple[str, bytes]],
-) -> None:
-    if node["height"] != height:
-        raise ValueError(f"a B-tree node of height {node['height']} where {height} was expected")
-    for entry in node["entries"]:
-        if height:
-            below.append((entry["location"], prefix + entry["subtree_common_prefix"]))
-            continue
-        inline = entry.get("inline_value")
-        value = inline if inline is not None else _extent(path, entry["indirect_value"])
-        entries[prefix + entry["key"]] = value
-
-
-def _refuse_repeats(level: list[tuple[str, bytes]], seen: set[str]) -> None:
-    """A node with two parents: forty levels of that would make a tree of 2**40 keys."""
-    for location, _ in level:
-        if location in seen:
-            raise ValueError(f"the B-tree node {location} has two parents")
-        seen.add(location)
-
-
-def _checked(path: str, location: str) -> str:
-    _extent(path, location)
-    return location
-
-
-def _extent(path: str, location: str) -> Extent:
-    """Parses ``kind:base path:file:offset:length``; base path and file are percent-encoded."""
-    _, base, file, offset, length = location.split(":")
-    full = urllib.parse.unquote(base) + urllib.parse.unquote(file)
-    refuse_escape(full, path)
-    return Extent(full, int(offset), int(length))
 
 
 def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:

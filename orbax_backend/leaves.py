@@ -12,6 +12,7 @@ from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.known import Known
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, box_of, is_jax_array, show_path
 
 from .marks import LeafMark
@@ -98,30 +99,30 @@ class Encoder:
 
     def __init__(self, together: bool) -> None:
         self._together = together
-        self._is_plain: dict[Any, bool] = {}
+        self._is_plain = Known(_is_plain)
         self._jax_types: set[type] = set()
-        self._parts: dict[Any, tuple[tuple[int, ...], bool]] = {}
+        # The first of equal shardings, and by shape: part and spread.
+        self._shardings = Known[tuple[Any, dict[Any, tuple[tuple[int, ...], bool]]]](lambda sharding: (sharding, {}))
 
     def encode(self, leaf: Any, path: Path) -> Stored:
         """What to store for a leaf; see `encode`."""
         kind = type(leaf)
-        if kind is np.ndarray and self._plain(leaf.dtype):
+        if kind is np.ndarray and self._is_plain[leaf.dtype]:
             return Stored(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
-        if kind in self._jax_types and self._plain(leaf.dtype) and not leaf.is_deleted():
-            shape, sharding = leaf.shape, leaf.sharding
-            known = self._parts.get((shape, sharding))
+        if kind in self._jax_types and self._is_plain[leaf.dtype] and not leaf.is_deleted():
+            sharding, parts = self._shardings.of(leaf.sharding)
+            known = parts.get(leaf.shape)
             if known is not None:
-                return Stored(JAX_ARRAY, leaf.dtype, shape, leaf, None, sharding, *known)
+                return Stored(JAX_ARRAY, leaf.dtype, leaf.shape, leaf, None, sharding, *known)
         stored = encode(leaf, show_path(path), self._together)
         if is_jax_array(leaf) and not self._together:
             self._jax_types.add(kind)
-            self._parts[stored.shape, stored.sharding] = stored.part, stored.spread
+            self._shardings[stored.sharding][1][stored.shape] = stored.part, stored.spread
         return stored
 
-    def _plain(self, dtype: Any) -> bool:
-        if dtype not in self._is_plain:
-            self._is_plain[dtype] = isinstance(dtype, np.dtype) and typestr(dtype) is not None
-        return self._is_plain[dtype]
+
+def _is_plain(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and typestr(dtype) is not None
 
 
 def encode(leaf: Any, shown: str, together: bool = False) -> Stored:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Callable
 from typing import Any
+
+from flax_ckpt_compat._core.known import Known
 
 from .leaves import JAX_ARRAY, STRING, Stored
 from .plan import Plan
@@ -29,7 +30,8 @@ def tree_metadata(plan: Plan) -> str:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": plan.marks.to_json(),
     }
-    keys, values = _Known(_key), _Known(_value)
+    # Texts that many leaves share, each made once: thousands of leaves took most of a save's time.
+    keys, values = Known(_key), Known(_value)
     entries = []
     for entry in plan.entries:
         name = str(tuple([name for name, _ in entry.keys]))
@@ -39,17 +41,6 @@ def tree_metadata(plan: Plan) -> str:
         value = values[entry.marker, None if stored is None else stored.value_type, part]
         entries.append(f'{_text(name)}: {{"key_metadata": [{found}], "value_metadata": {value}}}')
     return f'{{"tree_metadata": {{{", ".join(entries)}}}, {json.dumps(rest)[1:]}'
-
-
-class _Known(dict[Any, str]):
-    """JSON texts that many leaves share, each made once: thousands of leaves took most of a save's time."""
-
-    def __init__(self, make: Callable[[Any], str]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> str:
-        return self.setdefault(key, self._make(key))
 
 
 def _key(key: tuple[str, bool]) -> str:
@@ -67,7 +58,7 @@ def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> 
 
 def shardings(plan: Plan) -> str:
     """The content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    texts, quoted = ShardingTexts(), _Known(_text)
+    texts, quoted = ShardingTexts(), Known(_text)
     found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
     # Base64 needs no quoting.
     entries = [
@@ -84,7 +75,7 @@ def _base64(name: str) -> str:
 
 def array_metadatas(plan: Plan, compressed: bool) -> str:
     """The content of ``array_metadatas/process_N``, which is where Orbax keeps the types of PRNG keys."""
-    rests = _Known(_array_metadata)
+    rests = Known(_array_metadata)
     entries = []
     for name, stored in _jax_arrays(plan):
         impl = stored.mark.impl if stored.mark else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,21 +16,21 @@ from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
 
-from . import grid
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
 from .assemble import build_tree
-from .decode import Decoder, kinds_of, make_decoder
+from .decode import kinds_of, make_decoder
 from .fetch import Fetcher
 from .grid import Box
-from .index import Index, open_index
+from .index import Index, open_index, walk_ahead
+from .inline import Where, inline_key, take_inline
 from .items import implementation
-from .jobs import Job
 from .leaves import JAX_ARRAY, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
 from .names import key_prefix
 from .nested import Nested, Within, unmerged_database
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
+from .walk import Walk
 from .zarr import ArrayInfo, parse_array_metadata
 
 _EMPTY: dict[str, Callable[[], Node]] = {
@@ -45,30 +44,6 @@ _log = logging.getLogger("flax_ckpt_compat")
 _ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Where:
-    """How to read a leaf that is stored as an array; leaves of one type share it. A text is there since the opening.
-
-    Attributes:
-        info: the metadata of the array.
-        decoder: makes the leaf of the array.
-        is_plain: the array is the leaf.
-        handle: kind, shape, dtype and size of a leaf, and what else it may have been: see `LeafHandle`.
-    """
-
-    info: ArrayInfo
-    decoder: Decoder
-    is_plain: bool
-    handle: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int, frozenset[LeafKind]]
-
-    def job(self, handle: LeafHandle, index: Box | None) -> Job:
-        """What to read for a leaf, or a box of it."""
-        if index is not None:
-            # A dtype that the format lacks is stored with an axis more.
-            index = (*index, *grid.whole(self.info.shape[len(index) :]))
-        return Job(handle.name, self.info, handle.path, index)
 
 
 def _within(handle: LeafHandle, index: Box | None) -> LeafHandle | Part:
@@ -91,7 +66,7 @@ class OrbaxReader:
         self._index = index
         self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
         self._aggregate = structure.aggregate
-        self._known: dict[Any, _Where] = {}
+        self._known: dict[Any, Where] = {}
         try:
             # Waiting for a store without a collector would be no short stretch.
             with contextlib.nullcontext() if paths.is_url(path) else memory.collection_paused():
@@ -103,8 +78,20 @@ class OrbaxReader:
         """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
         if self._closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
+        values: list[Any] = [None] * len(handles)
+        with memory.collection_paused():
+            rest, coded = take_inline(self._index, handles, values)
+        for handle, number in coded:
+            values[number] = self._decode(handle, values[number])
+        if rest:
+            others = self._read([handles[number] for number in rest], mapped)
+            for number, value in zip(rest, others, strict=True):
+                values[number] = value
+        return values
+
+    def _read(self, handles: Sequence[LeafHandle | Part], mapped: bool) -> list[Any]:
         asked = [(one, None) if isinstance(one, LeafHandle) else (one.handle, one.index) for one in handles]
-        jobs = [handle.where.job(handle, index) for handle, index in asked if isinstance(handle.where, _Where)]
+        jobs = [handle.where.job(handle, index) for handle, index in asked if isinstance(handle.where, Where)]
         inner = [_within(handle.where, index) for handle, index in asked if isinstance(handle.where, LeafHandle)]
         arrays = iter(self._fetcher.fetch(jobs, mapped=mapped) if self._fetcher is not None else ())
         aggregated = iter(self._aggregate.read(inner, mapped=mapped) if self._aggregate is not None else ())
@@ -122,8 +109,8 @@ class OrbaxReader:
 
     def _value(self, handle: LeafHandle, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
         where = handle.where
-        if isinstance(where, _Where):
-            return next(arrays) if where.is_plain else self._decode(handle, where.decoder, next(arrays))
+        if isinstance(where, Where):
+            return next(arrays) if where.is_plain else self._decode(handle, next(arrays))
         return next(aggregated) if isinstance(where, LeafHandle) else where
 
     def _node(self, entry: LeafEntry) -> Node:
@@ -159,7 +146,7 @@ class OrbaxReader:
         kind, shape, dtype, nbytes, may_be = where.handle
         return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, False, may_be)
 
-    def _where(self, entry: LeafEntry, found: tuple[str, bytes, bool], mark: LeafMark) -> _Where:
+    def _where(self, entry: LeafEntry, found: tuple[str, bytes, bool], mark: LeafMark) -> Where:
         """How to read a leaf, by the metadata of its array."""
         key, text, zarr3 = found
         shown, may_be = show_path(entry.path), frozenset[LeafKind]()
@@ -182,16 +169,16 @@ class OrbaxReader:
         typed = decoder.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
         is_plain = decoder.kind is LeafKind.ARRAY and decoder.dtype == info.dtype
         described = (decoder.kind, shape, dtype if typed else None, decoder.nbytes, may_be)
-        return _Where(info, decoder, is_plain, described)
+        return Where(info, decoder, is_plain, described, inline_key(info))
 
     def _value_type(self, entry: LeafEntry) -> str:
         # From 0.4.0 on a sharding is stored of just the jax arrays.
         is_jax_array = entry.value_type == UNKNOWN and entry.name in self._structure.shardings
         return JAX_ARRAY if is_jax_array else entry.value_type
 
-    def _decode(self, handle: LeafHandle, decoder: Decoder, array: Any) -> Any:
+    def _decode(self, handle: LeafHandle, array: Any) -> Any:
         try:
-            return decoder.decode(array)
+            return handle.where.decoder.decode(array)
         except ValueError as error:
             raise self._corrupt(show_path(handle.path), f"its text is no UTF-8 ({error})") from error
 
@@ -242,8 +229,9 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> Orbax
     """
     aggregate = open_aggregate(path, open_msgpack)
     try:
+        ahead = walk_ahead(path)
         structure = read_structure(path, aggregate)
-        reader = OrbaxReader(path, _index_of(path, structure), structure)
+        reader = OrbaxReader(path, _index_of(path, structure, ahead), structure)
     except BaseException:
         if aggregate is not None:
             aggregate.close()
@@ -253,12 +241,12 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> Orbax
     return reader
 
 
-def _index_of(path: str, structure: Structure) -> Index | None:
+def _index_of(path: str, structure: Structure, ahead: Walk | None) -> Index | None:
     names = [e.name for e in structure.entries if not e.skipped and e.value_type != STRING]
     if not names:
         return None
     alone = unmerged_database(path, names) if structure.use_ocdbt else None
-    index = Within(path, alone) if alone else open_index(path, structure.use_ocdbt)
+    index = Within(path, alone) if alone else open_index(path, structure.use_ocdbt, ahead=ahead)
     return Nested(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
 
 

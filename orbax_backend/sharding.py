@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.known import Known
 from flax_ckpt_compat._core.tree import box_of
 
 
@@ -16,7 +17,7 @@ class ShardingTexts:
     """Turns shardings into text, each distinct one once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, str | None] = {}
+        self._known = Known(_describe)
 
     def of(self, sharding: Any) -> str | None:
         """The text for a sharding, or None if Orbax's format has no form for it.
@@ -24,10 +25,7 @@ class ShardingTexts:
         Args:
             sharding: a jax.sharding.Sharding; None (key data on the host) stands for jax's first device.
         """
-        try:
-            return self._known[sharding]
-        except KeyError:
-            return self._known.setdefault(sharding, _describe(sharding))
+        return self._known.of(sharding)
 
 
 def _describe(sharding: Any) -> str | None:
