@@ -22,6 +22,7 @@ from .layered import layered
 from .leaves import Stored
 from .names import key_prefix
 from .sources import wait
+from .writeback import Writeback
 from .zarr import dump_zarray
 
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
@@ -152,7 +153,7 @@ class Database:
 
     def end_commit(self) -> None:
         """Waits until everything is written and synced."""
-        self._committed.result()
+        Writeback(os.path.join(self._path, "d")).until_done(self._committed)
 
 
 @contextmanager

@@ -12,12 +12,10 @@ from flax_ckpt_compat._core import memory
 from .places import Extent, refuse_escape
 from .sources import directory_spec, new_context, wait
 
-_DUMP: Any = getattr(getattr(ts, "ocdbt", None), "dump", None)
-
 
 def can_walk() -> bool:
     """Whether TensorStore has the function that dumps a B-tree; not all releases have it."""
-    return _DUMP is not None
+    return hasattr(getattr(ts, "ocdbt", None), "dump")
 
 
 class Walk:
@@ -44,7 +42,7 @@ class Walk:
     def _begin(self, spec: dict[str, Any]) -> None:
         path = self._path
         self._base = wait(path, ts.KvStore.open(spec, context=new_context(path, 0)))
-        newest = wait(path, _DUMP(self._base))["versions"][-1]
+        newest = wait(path, ts.ocdbt.dump(self._base))["versions"][-1]
         self._height = newest["root_height"]
         self._level = self._dump([(newest["root"]["location"], b"")])
 
@@ -56,7 +54,7 @@ class Walk:
                 raise ValueError(f"the B-tree node {location} has two parents")
             self._seen.add(location)
             _extent(self._path, location)
-        return [(_DUMP(self._base, node=location), prefix) for location, prefix in locations]
+        return [(ts.ocdbt.dump(self._base, node=location), prefix) for location, prefix in locations]
 
     def entries(self) -> dict[bytes, bytes | Extent]:
         """Every key with its value, or where that lies.

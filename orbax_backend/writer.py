@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.memory import collection_paused
 from . import metadata
 from .database import Database, storage_errors
 from .files import Writes, make_directory, sync_directory, write_file
-from .leaves import Stored
+from .leaves import JAX_ARRAY, Stored
 from .plan import Plan
 
 Write = Callable[[str, bytes], None]
@@ -142,8 +142,10 @@ def finish(path: str, plan: Plan) -> None:
 def _begin_transfers(arrays: list[tuple[str, Stored]]) -> None:
     """Starts all copies from accelerators; on the CPU there is nothing to copy, and asking takes its time."""
     jax = sys.modules.get("jax")
-    if jax is None or jax.default_backend() == "cpu":
+    of_jax = [stored.source for _, stored in arrays if stored.value_type == JAX_ARRAY]
+    # Asking for the backend starts it, which numpy's arrays are no reason for.
+    if jax is None or not of_jax or jax.default_backend() == "cpu":
         return
-    for _, stored in arrays:
-        if hasattr(stored.source, "copy_to_host_async"):
-            stored.source.copy_to_host_async()
+    for source in of_jax:
+        if hasattr(source, "copy_to_host_async"):
+            source.copy_to_host_async()

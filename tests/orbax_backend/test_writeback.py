@@ -1,0 +1,66 @@
+"""Telling the kernel early about files that TensorStore writes."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import writeback
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(offset, length) of everything that the kernel was told."""
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(writeback, "start_writeback", lambda _, offset, length: ranges.append((offset, length)))
+    return ranges
+
+
+@pytest.mark.parametrize("error", [None, ValueError("full"), TimeoutError("its own")])
+def test_what_the_future_gives_comes_out(tmp_path: Path, error: Exception | None) -> None:
+    """Also an error that looks like a wait that took too long."""
+    promise, future = ts.Promise.new()
+
+    def end() -> None:
+        time.sleep(0.05)
+        if error is None:
+            promise.set_result(None)
+        else:
+            promise.set_exception(error)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    try:
+        if error is None:
+            writeback.Writeback(str(tmp_path / "not there")).until_done(future)
+        else:
+            with pytest.raises(type(error), match=str(error)):
+                writeback.Writeback(str(tmp_path / "not there")).until_done(future)
+    finally:
+        thread.join()
+
+
+def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int, int]]) -> None:
+    """Though it gets its name only when it is whole."""
+    promise, future = ts.Promise.new()
+    step, steps = 9 << 20, 4
+
+    def grow() -> None:
+        name = tmp_path / "data.__lock"
+        with open(name, "wb") as file:
+            for _ in range(steps):
+                file.truncate(file.tell() + step)
+                file.seek(step, 1)
+                time.sleep(0.05)
+        name.rename(tmp_path / "data")
+        time.sleep(0.05)
+        promise.set_result(None)
+
+    thread = threading.Thread(target=grow)
+    thread.start()
+    writeback.Writeback(str(tmp_path)).until_done(future)
+    thread.join()
+    ends = [0, *(offset + length for offset, length in told)]
+    assert [offset for offset, _ in told] == ends[:-1]
+    assert ends[-1] == step * steps
