@@ -139,21 +139,23 @@ class _Parser:
         window, headers, reader = self._window, self._headers, self._reader
         data, at, base, size, fresh_until = window.data, window.at, window.base, window.size, window.fresh_until
         children, parent, left = frame.branch.children, frame.path, frame.left
-        while left and at <= fresh_until and 0xA0 <= data[at] <= 0xBF:
-            start = at + 1 + (data[at] & 0x1F)
-            header = headers.get(data[start : start + _PREFIX])
-            if header is None or not data.startswith(header.text, start):
-                break
-            where = start + len(header.text)
-            name, nbytes = str(data[at + 1 : start], "utf-8"), header.nbytes
-            if base + where + nbytes > size or name in children:
-                break
-            path = (*parent, name)
-            children[name] = LeafHandle(
-                path, header.kind, header.shape, header.dtype, nbytes, "/".join(path), reader, base + where
-            )
-            at, left = where + nbytes, left - 1
-        window.at, frame.left = at, left
+        try:
+            while left and at <= fresh_until and 0xA0 <= data[at] <= 0xBF:
+                start = at + 1 + (data[at] & 0x1F)
+                header = headers.get(data[start : start + _PREFIX])
+                if header is None or not data.startswith(header.text, start):
+                    break
+                where = start + len(header.text)
+                name, nbytes = str(data[at + 1 : start], "utf-8"), header.nbytes
+                if base + where + nbytes > size or name in children:
+                    break
+                path = (*parent, name)
+                children[name] = LeafHandle(
+                    path, header.kind, header.shape, header.dtype, nbytes, "/".join(path), reader, base + where
+                )
+                at, left = where + nbytes, left - 1
+        finally:  # an error tells where it was found
+            window.at, frame.left = at, left
 
     def _close(self, frame: _Frame) -> None:
         branch = frame.branch

@@ -19,7 +19,14 @@ def _ext(code, *fields):
     return msgpack.packb(msgpack.ExtType(code, msgpack.packb(fields)))
 
 
+_ARRAY = _ext(1, (2,), "int32", bytes(8))
+# Two arrays of the same header, after which more of them are read in a loop of their own.
+_TWO = b"\x83\xa1a" + _ARRAY + b"\xa1b" + _ARRAY
 _HOSTILE = {
+    "third key utf-8": (_TWO + b"\xa1\xff" + _ARRAY, f"byte {len(_TWO)}: .*UTF-8"),
+    "third key twice": (_TWO + b"\xa1b" + _ARRAY, "'b' twice"),
+    "third array cut": (_TWO + b"\xa1c" + _ARRAY[:-1], "truncated"),
+    "no third key": (_TWO, "truncated"),
     "empty": (b"", "empty"),
     "unused byte": (b"\x81\xa1a\xc1", "byte 3: .*0xc1"),
     "trailing": (b"\x01\x02", "byte 1: .*1 bytes behind"),
