@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat import _casting, placing, state
-from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.tree import Path, is_jax_array, show_path
 from flax_ckpt_compat.leaves import Computed, Stored
@@ -20,8 +19,6 @@ from flax_ckpt_compat.matching import ShapeDifference
 from flax_ckpt_compat.similar import shorten
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Of this much the reading and placing, from a local disk, is no long time to be without the garbage collector.
-_SHORT_BYTES = 64 * 2**20
 
 # What `Run.value` takes, or the sharding where nothing but placing is left to do, or None where nothing is.
 How = placing.Wish | placing.Form | jax.sharding.Sharding | None
@@ -101,14 +98,6 @@ class Run:
                 self._wishes[id(one)] = self._wish(one.node, one)
             else:
                 self._asked.append(one)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether all that was planned takes well under a second, as far as one can tell."""
-        if self._uses or paths.is_url(self._reader.path):
-            return False
-        nbytes = [(one.handle if isinstance(one, Part) else one).nbytes for one in self._asked]
-        return sum(nbytes) < _SHORT_BYTES
 
     def read(self) -> None:
         """Reads all that was planned."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -35,13 +34,10 @@ def execute(
     run = Run(reader, cast, mapped)
     layout = _Layout(run)
     root: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(memory.collection_paused())
+    with memory.collection_paused():
         layout.put(sources, root, "", ())
-        if not run.is_short:
-            stack.close()
-        run.read()
-        layout.fill(lists)
+    run.read()
+    layout.fill(lists)
     run.tell_narrowed()
     return root[""], run.shapes
 

@@ -68,10 +68,13 @@ def restore(
     if orbax_checkpointer is not None and paths.isdir(path):
         restored = _through_checkpointer(orbax_checkpointer, path, target, adaptation)
     else:
-        with closing(opening.Opened(path)) as opened:
-            # Waiting for a store without a collector would be no short stretch.
-            with contextlib.nullcontext() if paths.is_url(path) else memory.collection_paused():
-                works = plan_all(opened, target, adaptation)
+        with closing(opening.Opened(path)) as opened, contextlib.ExitStack() as stack:
+            # Waiting for a store without a collector, or for many bytes, would be no short stretch.
+            if not paths.is_url(path):
+                stack.enter_context(memory.collection_paused())
+            works = plan_all(opened, target, adaptation)
+            if not all(work.is_short for work in works.items.values()):
+                stack.close()
             values = {name: _carry_out(work) for name, work in works.items.items()}
             restored = values if works.is_mapping else next(iter(values.values()))
     monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat import _detect, matching, opening, state
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.backend import LeafHandle, Part
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
@@ -17,6 +17,7 @@ from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.leaves import Stored
 
 _log = logging.getLogger("flax_ckpt_compat")
+_SHORT_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,12 @@ class Work:
     own_rules: frozenset[Path]
     adaptation: Adaptation
 
+    @property
+    def is_short(self) -> bool:
+        """Whether carrying it out takes well under a second: few bytes, on a local disk, and no functions of others."""
+        is_plain = not self.adaptation.rules and not self.adaptation.is_orbaxs
+        return is_plain and not paths.is_url(self.path) and _nbytes(self.tree) < _SHORT_BYTES
+
     def suggest(self) -> Any:
         """The `flax_ckpt_compat.suggesting.Suggestion` for what is missing or of another shape, or None."""
         from flax_ckpt_compat import suggesting  # most restores need none of it
@@ -58,6 +65,15 @@ class Work:
         assert self.target is not None  # only targets have rules
         match = _match(self.tree, self.target.node, self.adaptation, frozenset())
         return dataclasses.replace(self, match=match, own_rules=frozenset())
+
+
+def _nbytes(node: Node) -> int:
+    """Bytes of a tree of leaf handles."""
+    if isinstance(node, Branch):
+        # Most children are leaves, and a call for each would take as long as the sum.
+        children = node.children.values()
+        return sum([child.nbytes if type(child) is LeafHandle else _nbytes(child) for child in children])
+    return node.nbytes if isinstance(node, LeafHandle) else 0
 
 
 def plan_tree(reader: Any, tree: Node, target: Any, adaptation: Adaptation, path: str) -> Work:
