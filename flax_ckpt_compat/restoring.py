@@ -69,10 +69,9 @@ def restore(
         restored = _through_checkpointer(orbax_checkpointer, path, target, adaptation)
     else:
         with closing(opening.Opened(path)) as opened, contextlib.ExitStack() as stack:
-            # Waiting for a store without a collector, or for many bytes, would be no short stretch.
-            if not paths.is_url(path):
-                stack.enter_context(memory.collection_paused())
+            stack.enter_context(memory.collection_paused(near=not paths.is_url(path)))
             works = plan_all(opened, target, adaptation)
+            # Reading many bytes would be no short stretch without the collector.
             if not all(work.is_short for work in works.items.values()):
                 stack.close()
             values = {name: _carry_out(work) for name, work in works.items.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,8 +46,7 @@ class MsgpackReader:
             raise
 
     def _parse(self, of_orbax: bool) -> Node:
-        # Waiting for a store without a collector would be no short stretch.
-        with memory.collection_paused() if self._source.is_near else contextlib.nullcontext():
+        with memory.collection_paused(near=self._source.is_near):
             return parse(Window(self._source), self, of_orbax=of_orbax)
 
     def close(self) -> None:

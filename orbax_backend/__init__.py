@@ -32,8 +32,7 @@ class OrbaxBackend:
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
-        with collection_paused():
-            return make_plan(tree, together=share is not None and share.count > 1)
+        return make_plan(tree, together=share is not None and share.count > 1)
 
     def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
         """Writes the whole checkpoint as a new directory and syncs it to disk.
@@ -103,7 +102,7 @@ class OrbaxBackend:
             IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
             CorruptCheckpointError: it does not decode.
         """
-        with paths.snapshot(path), collection_paused():
+        with paths.snapshot(path), collection_paused(near=not paths.is_url(path)):
             return open_checkpoint(path, self._open_msgpack)
 
 

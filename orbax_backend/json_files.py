@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from flax_ckpt_compat._core import memory, paths, stores
+from flax_ckpt_compat._core import paths, stores
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 
 from .files import storage_errors
@@ -26,8 +26,7 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
     with storage_errors(file, "read"):
         text = paths.read(file)
     try:
-        with memory.collection_paused():
-            value = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise corrupt(file, f"it is not valid JSON ({error})") from error
     if not isinstance(value, dict):

@@ -69,10 +69,6 @@ def shardings(plan: Plan) -> str:
     return f"{{{', '.join(entries)}}}"
 
 
-def _base64(name: str) -> str:
-    return base64.urlsafe_b64encode(name.encode()).decode()
-
-
 def array_metadatas(plan: Plan, compressed: bool) -> str:
     """The content of ``array_metadatas/process_N``, which is where Orbax keeps the types of PRNG keys."""
     rests = Known(_array_metadata)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
@@ -68,9 +67,7 @@ class OrbaxReader:
         self._aggregate = structure.aggregate
         self._known: dict[Any, Where] = {}
         try:
-            # Waiting for a store without a collector would be no short stretch.
-            with contextlib.nullcontext() if paths.is_url(path) else memory.collection_paused():
-                self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
+            self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
         except RecursionError as error:
             raise self._corrupt("<root>", "the tree is nested too deeply") from error
 

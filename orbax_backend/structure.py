@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
@@ -161,8 +161,7 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
     tree = metadata.get("tree_metadata")
     if not isinstance(tree, dict):
         raise corrupt(file, "it has no object tree_metadata")
-    with memory.collection_paused():
-        return [_parse_entry(file, key, value) for key, value in tree.items()]
+    return [_parse_entry(file, key, value) for key, value in tree.items()]
 
 
 def _entries_without(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import memory
-
 from .places import Extent, refuse_escape
 from .sources import directory_spec, new_context, wait
 
@@ -73,11 +71,10 @@ class Walk:
             while self._level:
                 future, prefix = self._level.pop()
                 node = wait(self._path, future)
-                with memory.collection_paused():
-                    if height:
-                        below += _children(node, height, prefix)
-                    else:
-                        self._read_leaf(node, prefix, entries)
+                if height:
+                    below += _children(node, height, prefix)
+                else:
+                    self._read_leaf(node, prefix, entries)
             self._level = self._dump(below)
         return entries
 
