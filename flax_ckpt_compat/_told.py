@@ -9,7 +9,10 @@ from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.errors import AbsentProcessesError, CheckpointError, TeamError
 
 # Those that are made of a message and a path alone.
-_PLAIN = {"StorageError", "StepError", "UnsupportedLeafError", "NameCollisionError", "SettingError", "TeamError"}
+_PLAIN = {
+    "CleanupError", "NameCollisionError", "SettingError", "StepError", "StorageError", "TeamError",
+    "UnsupportedLeafError",
+}  # fmt: skip
 
 
 def tell(error: BaseException | None) -> dict[str, Any] | None:

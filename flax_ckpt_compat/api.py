@@ -74,6 +74,7 @@ def restore(
         TransformError: a transform or rule that makes no sense, or does not fit.
         SettingError: a policy has no such value.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be restored.
+        CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system refused.
     """
     policies = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -12,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CleanupError
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
@@ -49,11 +51,19 @@ class AsyncManager:
 
 def start(manager: Any, directory: str, task: Callable[[], Any]) -> None:
     """Hands a save to a manager (ours, Flax's own, or a user's) and remembers it until its outcome is seen."""
-    manager.save_async(task)
+    manager.save_async(functools.partial(_carry_out, task))
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         with _lock:
             _saves.setdefault(_key(directory), []).append(future)
+
+
+def _carry_out(task: Callable[[], Any]) -> None:
+    """Run a save; a failed clean-up is only logged: raised at the next save, it would keep that from being saved."""
+    try:
+        task()
+    except CleanupError as error:
+        _log.error("%s", error)
 
 
 def wait(manager: Any) -> None:

@@ -88,6 +88,7 @@ def save_checkpoint(
         StepError: a step, ``keep`` or prefix that means nothing.
         UnsupportedLeafError, NameCollisionError: the tree cannot be held by the format; nothing was written.
         MPACheckpointingRequiredError: an array of which this process sees only a part.
+        CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system refused.
     """
     return saving.save(

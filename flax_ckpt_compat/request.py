@@ -80,8 +80,10 @@ class Request:
     def committed(self) -> None:
         """What follows the commit: clean-up, and the event that Flax records."""
         global _last_saved
-        self.clean_up()
-        monitoring.record_event_duration_secs(
-            "/jax/checkpoint/write/duration_since_last_checkpoint_secs", self.start - _last_saved
-        )
-        _last_saved = self.start
+        try:
+            self.clean_up()
+        finally:  # it is saved in any case
+            monitoring.record_event_duration_secs(
+                "/jax/checkpoint/write/duration_since_last_checkpoint_secs", self.start - _last_saved
+            )
+            _last_saved = self.start

@@ -9,7 +9,7 @@ from typing import Any
 from flax_ckpt_compat import _detect, _listing, opening
 from flax_ckpt_compat._core import files, paths, steps, store_commits
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, CleanupError, StorageError
 from flax_ckpt_compat._listing import Place
 from flax_ckpt_compat.errors import InvalidCheckpointError
 
@@ -135,13 +135,35 @@ def _is_void(path: str) -> bool:
 def clean_up(
     where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_steps: float | None, remove_newer: bool
 ) -> None:
-    """Removes what ``saved`` replaced, then newer checkpoints, then old ones (``keep``); called after the commit."""
+    """Remove what ``saved`` replaced, then newer checkpoints, then old ones (``keep``), after the commit.
+
+    Raises:
+        CleanupError: the checkpoint is saved, but others could not be listed or removed.
+    """
+    try:
+        failures = _clean_up(where, saved, keep, overwrite, keep_every_n_steps, remove_newer)
+    except StorageError as error:
+        failures = [error]
+    if failures:
+        path, first = where.path(saved), failures[0]
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        message = (
+            f"{path} was saved, but old checkpoints could not be removed: {first}{more}. Delete them yourself, or "
+            "correct the permissions: the next save removes them"
+        )
+        raise CleanupError(message, path=path, errno=first.errno) from first
+
+
+def _clean_up(
+    where: Place, saved: str, keep: int, overwrite: bool, keep_every_n_steps: float | None, remove_newer: bool
+) -> list[StorageError]:
+    """Remove the checkpoints and return what went wrong; one that cannot be removed does not stop the others."""
     mine = steps.step_of(saved, where.prefix)
     if mine is None:
-        return  # ``prefix + text`` stands outside the order of steps: it evicts nothing
+        return []  # ``prefix + text`` stands outside the order of steps: it evicts nothing
     ordered = _listing.complete_steps(where)
     if saved not in ordered:
-        return  # another writer removed it meanwhile: it is theirs to decide what stays
+        return []  # another writer removed it meanwhile: it is theirs to decide what stays
     # Two names can spell one step (7 and 7.0): overwriting the step replaces the other spelling too.
     replaced = [name for name in ordered if name != saved and overwrite and _step(name, where) == mine]
     newer = [name for name in ordered if remove_newer and _step(name, where) > mine]
@@ -150,11 +172,16 @@ def clean_up(
     kept = sorted(rest, key=lambda name: (_step(name, where), name == saved, name))
     # Where newer ones stay, it may not be among the newest, and yet nobody wants it removed at once.
     old = [name for name in steps.expired(kept, where.prefix, keep, keep_every_n_steps) if name != saved]
+    failures = []
     for name in replaced + newer + old:
         _log.info("Removing checkpoint at %s", where.path(name))
-        _remove(where, name)
+        try:
+            _remove(where, name)
+        except StorageError as error:
+            failures.append(error)
     if not paths.is_url(where.directory):  # where nothing tells whether their writer lives
         _collect_orphans(where)
+    return failures
 
 
 def _step(name: str, where: Place) -> float:

@@ -24,6 +24,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "StepError": (ValueError,),
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
+    "CleanupError": (OSError, errors.StorageError),
     "TeamError": (RuntimeError,),
     "AbsentProcessesError": (RuntimeError, TimeoutError),
     "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),
@@ -43,7 +44,7 @@ def make(name: str) -> Any:
         extra = {"missing": ("a/b", "c")}
     elif name == "AbsentProcessesError":
         extra = {"absent": (1, 3)}
-    elif name == "StorageError":
+    elif name in ("StorageError", "CleanupError"):
         extra = {"errno": 28}
     else:
         extra = {"leaf": "a/b"}

@@ -15,6 +15,7 @@ CheckpointError
 ├── TeamError(RuntimeError)                  another of the processes that save together failed
 │   └── AbsentProcessesError(TimeoutError)   processes did not come to a meeting in time
 └── StorageError(OSError)                    the file system or object store refused
+    └── CleanupError                         the checkpoint was saved; an older one could not be removed
 
 Those that also inherit from a class of ``flax.errors`` are in ``flax_ckpt_compat.errors``, which
 re-exports all of these. Each class inherits the built-in that callers of Flax already catch.
@@ -99,6 +100,10 @@ class StorageError(CheckpointError, OSError):
     def __init__(self, message: str, *, path: str | None = None, errno: int | None = None):
         super().__init__(message, path=path)
         self.errno = errno
+
+
+class CleanupError(StorageError):
+    """The checkpoint was saved, but checkpoints that it replaces, or that ``keep`` evicts, could not be removed."""
 
 
 class TeamError(CheckpointError, RuntimeError):

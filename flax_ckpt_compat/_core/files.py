@@ -116,9 +116,17 @@ def publish(temporary: str, final: str) -> None:
             raise
         sync_directory(os.path.dirname(final))
         if replaced is not None:
-            _delete(replaced)
-            sync_directory(os.path.dirname(final))
+            _remove_replaced(replaced, final)
         arrays.settle(move)
+
+
+def _remove_replaced(replaced: str, final: str) -> None:
+    """Delete what had the name before; a failure is only logged, because the new checkpoint is in its place."""
+    try:
+        _delete(replaced)
+        sync_directory(os.path.dirname(final))
+    except OSError as error:
+        _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
 
 
 def _put_in_place(temporary: str, final: str) -> str | None:
