@@ -17,7 +17,8 @@ from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._resolve import AbsentSourceError, Call, Keep, Transforms, call_multi_value_fn, call_value_fn
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
-from flax_ckpt_compat.matching import Choose, modern_fields
+from flax_ckpt_compat.matching import Choose
+from flax_ckpt_compat.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule
 from flax_ckpt_compat.similar import nearest
 from flax_ckpt_compat.transforms import restore_args
@@ -66,7 +67,7 @@ class Adaptation:
             TransformError, NameCollisionError: a rule that does not fit.
         """
         if self.rules:
-            tree = _modern(tree)
+            tree = modernize(tree, target)
         for rule in self.rules:
             try:
                 tree = rule.apply(tree, target)
@@ -88,15 +89,6 @@ class Adaptation:
         """Says that transforms do nothing without a target, as in Flax."""
         if self._is_asked:
             _log.warning("orbax_transforms say what becomes of a target's leaves; without a target they do nothing")
-
-
-def _modern(tree: Node) -> Node:
-    """The tree with namedtuples of flax before 0.3.6 as they are written since, so that rules find their fields."""
-    if not isinstance(tree, Branch):
-        return tree
-    fields = modern_fields(tree)
-    children = {name: _modern(child) for name, child in fields.items()}
-    return Branch(children, tree.container, tree.int_keys) if fields is tree.children else Branch(children)
 
 
 def _rules(given: Any) -> tuple[Rule, ...]:

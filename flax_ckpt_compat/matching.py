@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Kept, Own, Stored, handles_of
+from flax_ckpt_compat.old_namedtuples import fields_of
 from flax_ckpt_compat.similar import MAX_SHOWN, nearest, shorten
-
-# How flax before 0.3.6 wrote a namedtuple: three maps instead of one.
-_OLD_NAMEDTUPLE = {"name", "fields", "values"}
-
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -92,7 +89,7 @@ class _Matcher:
         return self.absent(target, path) if target.children or stored is _Nothing.ABSENT else {}
 
     def branch(self, stored: Branch, target: Branch, path: Path) -> Any:
-        there = modern_fields(stored) if target.container is Container.NAMEDTUPLE else stored.children
+        there = fields_of(stored, target)
         if self.choose is None and self.takes_anything(path) and not _same_names(stored, target):
             return Stored(stored, None)
         for name, child in there.items():
@@ -166,15 +163,6 @@ def _differ(stored: LeafHandle | Computed, shape: tuple[int, ...]) -> bool:
         # The stored shape is that of the key data; a typed target shows the shape of the keys.
         return stored.shape[: len(shape)] != shape
     return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
-
-
-def modern_fields(stored: Branch) -> dict[str, Node]:
-    """The children of a branch; those of a namedtuple that flax before 0.3.6 wrote by the names of its fields."""
-    fields, values = stored.children.get("fields"), stored.children.get("values")
-    old = stored.children.keys() == _OLD_NAMEDTUPLE and isinstance(fields, Branch) and isinstance(values, Branch)
-    if not old or not isinstance(fields, Branch) or not isinstance(values, Branch):
-        return stored.children
-    return {fields.children[index].read(): value for index, value in values.children.items()}
 
 
 def _same_names(stored: Node, target: Node) -> bool:

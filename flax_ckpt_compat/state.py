@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import core, serialization
 
+from flax_ckpt_compat import old_namedtuples
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, show_path
 
@@ -41,7 +42,8 @@ class Described:
         self.tree = tree
         self._state = _state_dict(tree)
         self._foreign: list[Path] = []
-        self.node = _describe(tree, self._state, (), self._foreign)
+        self._misread: list[Path] = []
+        self.node = _describe(tree, self._state, (), self._foreign, self._misread)
 
     def nodes_with_own_rules(self) -> set[Path]:
         """Key paths of the nodes whose type was registered with Flax by somebody else.
@@ -71,6 +73,8 @@ class Described:
         """The user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
         # Most trees have no pytrees that Flax does not go into.
         unexpanded = _unexpand(self._state, state) if self._foreign else state
+        for path in self._misread:  # the inner ones come first
+            unexpanded = old_namedtuples.as_old(unexpanded, path)
         return serialization.from_state_dict(self.tree, unexpanded)
 
 
@@ -80,7 +84,7 @@ def describe(target: Any) -> Node:
     Raises:
         UnsupportedLeafError: two children of one node have the same name.
     """
-    return _describe(target, _state_dict(target), (), [])
+    return _describe(target, _state_dict(target), (), [], [])
 
 
 def _has_own_rules(node: Any) -> bool:
@@ -101,20 +105,23 @@ def _state_dict(target: Any) -> Any:
         raise UnsupportedLeafError(f"the tree has no state dict: {error}") from error
 
 
-def _describe(original: Any, state: Any, path: Path, foreign: list[Path]) -> Node:
-    """The neutral tree; notes the key paths of pytrees that Flax does not go into."""
+def _describe(original: Any, state: Any, path: Path, foreign: list[Path], misread: list[Path]) -> Node:
+    """The neutral tree; notes the key paths of pytrees that Flax does not go into, and of namedtuples it misreads."""
     entries = _entries(original, state, path)
     if entries is None:
         return state
     children = {
-        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name), foreign)
+        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name), foreign, misread)
         for name, child, value in entries
     }
     if type(state) is not dict:
         foreign.append(path)
         container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
         return Branch(children, container, _int_keys(state, children))
-    return Branch(children, _container(original, children), _int_keys(original, children))
+    branch = Branch(children, _container(original, children), _int_keys(original, children))
+    if branch.container is Container.NAMEDTUPLE and old_namedtuples.is_misread(branch):
+        misread.append(path)
+    return branch
 
 
 def _is_leaf(state: Any) -> bool:
