@@ -9,12 +9,7 @@ from tests.benchmarks import readme_figures
 from tests.benchmarks.readme_figures import README, RESULTS, updated
 
 BEGIN = "<!-- figures: written by `python -m tests.benchmarks.readme_figures` -->"
-TEXT = f"before
-{BEGIN}
-old
-<!-- end of figures -->
-after
-"
+TEXT = f"before\n{BEGIN}\nold\n<!-- end of figures -->\nafter\n"
 
 
 def test_readme_is_up_to_date() -> None:
