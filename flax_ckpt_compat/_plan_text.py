@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat.similar import shorten
 
 Plan = Any  # flax_ckpt_compat.plan.Plan, which imports this module
@@ -21,7 +22,7 @@ def plain(plan: Plan) -> str:
     rows = [_HEADINGS, *(_row(leaf) for leaf in _shown(plan))]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
-    return "\n".join([_title(plan), *lines, *_notes(plan)])
+    return "\n".join([_title(plan), *lines, *map(printable, _notes(plan))])
 
 
 def rich(plan: Plan, width: int) -> Iterator[Any]:
@@ -42,7 +43,7 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
         table.add_row(*map(Text, _row(leaf)), style=style)
     yield table
     for note in _notes(plan):
-        yield Text("\n".join(_narrow(line, width) for line in note.splitlines()))
+        yield Text("\n".join(_narrow(line, width) for line in printable(note).splitlines()))
 
 
 def _narrow(line: str, width: int) -> str:
@@ -65,7 +66,8 @@ def _title(plan: Plan) -> str:
         f"{counts['missing']} missing",
     ]
     told = ", ".join(word for word in words if not word.startswith("0 "))
-    return f"{plan.path} ({plan.format}): {told or 'no leaves'}; {_bytes(plan.nbytes)} to read"
+    path = printable(plan.path, one_line=True)
+    return f"{path} ({plan.format}): {told or 'no leaves'}; {_bytes(plan.nbytes)} to read"
 
 
 def _bytes(number: int) -> str:
@@ -89,7 +91,8 @@ def _is_simple(leaf: PlannedLeaf) -> bool:
 
 
 def _row(leaf: PlannedLeaf) -> tuple[str, str, str]:
-    return leaf.path, _source(leaf), _what(leaf)
+    path, source = (printable(text, one_line=True) for text in (leaf.path, _source(leaf)))
+    return path, source, _what(leaf)
 
 
 def _source(leaf: PlannedLeaf) -> str:

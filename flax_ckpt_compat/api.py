@@ -74,7 +74,6 @@ def restore(
         TransformError: a transform or rule that makes no sense, or does not fit.
         SettingError: a policy has no such value.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be restored.
-        CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system refused.
     """
     policies = {
@@ -140,6 +139,7 @@ def save(
         SettingError: no such format or codec, or a codec for a format that has none.
         UnsupportedLeafError, NameCollisionError: the tree cannot be held by the format; nothing was written.
         MPACheckpointingRequiredError: an array of which this process sees only a part.
+        CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system refused.
     """
     chosen = _format(format)

@@ -32,6 +32,7 @@ from flax_ckpt_compat._core.errors import (
     TransformError,
     UnrecognizedFormatError,
     UnsupportedLeafError,
+    shown,
 )
 
 __all__ = [
@@ -66,7 +67,7 @@ class _FlaxTooError(CheckpointError):
         super(CheckpointError, self).__init__(*args)
         self.path = path
         self.leaf = leaf
-        self._message = message
+        self._message = shown(message, path, leaf)
 
     def __str__(self) -> str:
         return self._message

@@ -13,6 +13,7 @@ from flax_ckpt_compat import _listing, notes, opening, placing, restoring, simil
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingLeavesError, NameCollisionError
+from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 
 # ``a/b/0``, or ``("a", "b", 0)`` where a name itself contains a slash.
@@ -78,7 +79,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         leaves = sum(1 for _ in self._handles())
-        return f"<Checkpoint {self.path} ({self.format}), step {self.step}, {leaves} leaves>"
+        return f"<Checkpoint {printable(self.path, one_line=True)} ({self.format}), step {self.step}, {leaves} leaves>"
 
     def close(self) -> None:
         """Closes its files; values read before stay valid."""

@@ -23,6 +23,8 @@ re-exports all of these. Each class inherits the built-in that callers of Flax a
 
 from __future__ import annotations
 
+from flax_ckpt_compat._core.printable import printable
+
 
 class CheckpointError(Exception):
     """Root of all our errors.
@@ -33,9 +35,20 @@ class CheckpointError(Exception):
     """
 
     def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None):
-        super().__init__(message)
+        super().__init__(shown(message, path, leaf))
         self.path = path
         self.leaf = leaf
+
+
+def shown(message: str, *names: str | None) -> str:
+    """Return a message that is safe to print: no control characters, no line breaks from these names."""
+    if message.isprintable():
+        return message
+    # Part by part: the message may name a directory above the path, too.
+    for part in (part for name in names if name and "\n" in name for part in name.split("/")):
+        if "\n" in part:
+            message = message.replace(part, printable(part, one_line=True))
+    return printable(message)
 
 
 class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
@@ -62,7 +75,7 @@ class MissingLeavesError(CheckpointError, ValueError):
     """
 
     def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = ()):
-        super().__init__(message, path=path, leaf=missing[0] if missing else None)
+        super().__init__(shown(message, path, *missing), path=path, leaf=missing[0] if missing else None)
         self.missing = missing
 
 

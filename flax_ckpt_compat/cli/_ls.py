@@ -16,6 +16,7 @@ import click
 from flax_ckpt_compat import _detect, _listing
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat.inventory import CheckpointRecord, iter_checkpoints
 
 _HEADINGS = ("step", "format", "size", "saved", "state", "name")
@@ -33,7 +34,7 @@ class _RefusedError(click.ClickException):
         super().__init__(f"{type(error).__name__}: {error}")
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"Error: {click.format_filename(self.message)}", file=file, err=file is None)
+        click.echo(f"Error: {self.message}", file=file, err=file is None)
 
 
 class _Row(NamedTuple):
@@ -59,7 +60,7 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(row) for row in rows], indent=2))
     elif why is not None:
-        click.echo(click.format_filename(why))
+        click.echo(printable(why))
     elif sys.stdout.isatty():
         _show_table(rows)
     else:
@@ -125,8 +126,8 @@ def _cells(row: _Row) -> tuple[str, ...]:
     step = _NO_TIME if record.step is None else str(record.step)
     when = saved.astimezone().isoformat(" ", "seconds")[: len("2026-01-01 00:00:00")] if saved else _NO_TIME
     state = "complete" if record.complete else f"incomplete: {record.why}"
-    shown = click.format_filename(name)
-    return step, record.format, _size(record.nbytes), when, click.format_filename(state), shown
+    cells = step, record.format, _size(record.nbytes), when, state, name
+    return tuple(printable(cell, one_line=True) for cell in cells)
 
 
 def _size(nbytes: int) -> str:

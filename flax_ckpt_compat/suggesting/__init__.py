@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 from flax_ckpt_compat.rules import Rule
 from flax_ckpt_compat.suggesting._akin import in_order
@@ -42,7 +43,8 @@ class Suggestion:
         return len(self.remaining), len(self.doubts), len(self.steps)
 
     def __str__(self) -> str:
-        lines = [f"    {step.rule},  # {step.reason}" for step in self.steps]
+        # A name with a line break must not become a line of Python.
+        lines = [f"    {step.rule},  # {printable(step.reason, one_line=True)}" for step in self.steps]
         return "\n".join(["from flax_ckpt_compat import rules", "", "transforms = [", *lines, "]"])
 
 
@@ -77,4 +79,5 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
 def _judged(stored: Node, target: Node, state: State) -> Suggestion:
     lacking = missing(state.tree, target)
     against = doubts(stored, target, state, lacking)
-    return Suggestion(state.steps, not against, tuple(map(show_path, lacking)), tuple(against))
+    told = tuple(printable(doubt, one_line=True) for doubt in against)
+    return Suggestion(state.steps, not against, tuple(map(show_path, lacking)), told)
