@@ -78,7 +78,7 @@ STRICT = Settings(shape_mismatch="error", structure="stored", must_exist=True)
 def _checked(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in changes.items():
         if name not in _NAMES:
-            raise SettingError(f"there is no setting {name!r}; the settings are {', '.join(_NAMES)}")
+            raise SettingError(_unknown(name))
         if name in _SECONDS:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise SettingError(f"setting {name} takes a positive number of seconds; found {value!r}")
@@ -86,6 +86,12 @@ def _checked(changes: Mapping[str, Any]) -> Mapping[str, Any]:
             allowed = ", ".join(repr(choice) for choice in _VALUES[name])
             raise SettingError(f"setting {name} takes {allowed}; found {value!r}")
     return changes
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, _NAMES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"there is no setting {name!r}; {hint}the settings are {', '.join(_NAMES)}"
 
 
 def _from_environment() -> Mapping[str, Any]:
@@ -190,12 +196,19 @@ def __getattr__(name: str) -> Any:
 
 
 class _Module(ModuleType):
-    """This module, which refuses a setting that is assigned to: the assignment would have no effect."""
+    """This module, which refuses assignments that would have no effect: settings, and names that it does not have."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NAMES:
             raise SettingError(f"a setting is not assigned to; call config.update({name}={value!r})")
+        if name not in vars(self) and not name.startswith("__"):
+            raise SettingError(f"{_unknown(name)}; settings are changed by config.update(name=value)")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _NAMES:
+            raise SettingError(f"a setting is not deleted; call config.update({name}={getattr(_DEFAULTS, name)!r})")
+        super().__delattr__(name)
 
 
 sys.modules[__name__].__class__ = _Module

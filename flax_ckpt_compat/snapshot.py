@@ -14,6 +14,7 @@ from flax_ckpt_compat._core.known import Sight
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, box_of, show_path
 from flax_ckpt_compat.copying import Copies
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
+from flax_ckpt_compat.plain_values import plain
 from flax_ckpt_compat.request import Request
 
 
@@ -77,11 +78,11 @@ class _Taker:
         return self._sight.is_whole(array) and not array.is_deleted()
 
     def _leaf(self, leaf: Any, path: Path) -> Any:
-        taken = _readable(path, leaf, self._request, self._together)
+        taken = _readable(path, plain(leaf, path), self._request, self._together)
         apart = state.key_apart(taken)
         if self._copies is not None:
             return _frozen(apart, self._copies)
-        if apart is taken:
+        if apart is taken and type(taken) is type(leaf):
             (self._arrays if isinstance(taken, jax.Array) else self._plain).add(type(taken))
         return apart
 

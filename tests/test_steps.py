@@ -6,6 +6,7 @@ import fractions
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -55,6 +56,17 @@ def test_what_is_no_step_is_refused(step: Any) -> None:
     """Bools, non-finite numbers, arrays of several elements and text that no name can hold raise StepError."""
     with pytest.raises(StepError):
         steps.step_text(step)
+
+
+def test_a_step_without_a_value_is_refused() -> None:
+    """Inside of jit and other transformations a step has no value; a donated one has none any more."""
+    for transform in (jax.jit, jax.grad, lambda function: jax.vmap(function, axis_size=2, in_axes=None)):
+        with pytest.raises(StepError, match="outside of jit"):
+            transform(lambda step: steps.step_text(step) and step)(3.0)
+    deleted = jnp.array(3)
+    deleted.delete()
+    with pytest.raises(StepError, match="deleted"):
+        steps.step_text(deleted)
 
 
 @pytest.mark.parametrize("text", ["7", "-1.5", "1e5", ".5", "1.", "+1", "007", "1e+22", "-0.0"])

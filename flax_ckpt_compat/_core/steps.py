@@ -10,6 +10,7 @@ import math
 import numbers
 import operator
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -108,8 +109,22 @@ def _number(step: Any) -> Any:
         return step
     if getattr(step, "shape", ()) != ():
         raise StepError(f"step must be one number, found an array of shape {step.shape}")
-    number = step.item()
+    if _is_traced(step):
+        raise StepError(
+            f"step has no value yet, because jax is tracing this function (found {step!r:.100}); call this outside of "
+            "jit and other transformations"
+        )
+    try:
+        number = step.item()
+    except RuntimeError as error:  # of a jax array that was deleted or donated
+        raise StepError(f"step cannot be read: {error}") from error
     return float(step) if not isinstance(number, (bool, int, float)) and hasattr(step, "__float__") else number
+
+
+def _is_traced(step: Any) -> bool:
+    """Return whether it is jax's stand-in for a value; whoever has one has loaded jax."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(step, jax.core.Tracer)
 
 
 def check_keep(keep: Any) -> int:
