@@ -60,9 +60,9 @@ def test_what_is_no_step_is_refused(step: Any) -> None:
 
 def test_a_step_without_a_value_is_refused() -> None:
     """Inside of jit and other transformations a step has no value; a donated one has none any more."""
-    for transform in (jax.jit, jax.grad, lambda function: jax.vmap(function, axis_size=2, in_axes=None)):
+    for transform, step in ((jax.jit, 3), (jax.grad, 3.0), (jax.vmap, jnp.arange(2))):
         with pytest.raises(StepError, match="outside of jit"):
-            transform(lambda step: steps.step_text(step) and step)(3.0)
+            transform(lambda step: steps.step_text(step) and step)(step)
     deleted = jnp.array(3)
     deleted.delete()
     with pytest.raises(StepError, match="deleted"):
