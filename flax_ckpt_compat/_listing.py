@@ -48,7 +48,7 @@ def place(ckpt_dir: str, prefix: str) -> Place:
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # Where the prefix climbs out of a linked directory, only the file system knows where to.
     climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
-    absolute = os.path.realpath(shown) if climbs else paths.absolute(shown)
+    absolute = os.path.realpath(paths.local(shown)) if climbs else paths.absolute(shown)
     return Place(absolute, tail, shown)
 
 

@@ -92,7 +92,14 @@ def _step_path(root: str, where: _listing.Place, text: str, prefix: str) -> str:
     there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]
     there += [f"{step:g}" for step in sorted(managed)]
     known = f"the steps there are: {', '.join(there)}" if there else _listing.why_none(where, prefix)
+    if not there and _is_checkpoint_itself(root):
+        known = f"{root} is itself a checkpoint; leave out step="
     raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
+
+
+def _is_checkpoint_itself(root: str) -> bool:
+    is_orbax = paths.isdir(root) and _detect.is_orbax_directory(root) and not _detect.is_doubtful(root)
+    return is_orbax or paths.isfile(root)
 
 
 class Opened:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import monitoring
 
-from flax_ckpt_compat import retention
+from flax_ckpt_compat import prefixes, retention
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError
@@ -51,7 +51,9 @@ class Request:
 
     def check(self) -> None:
         """Refuses what ``overwrite`` does not allow."""
+        prefixes.warn_of_overlap(self.where, self.name)
         with paths.snapshot(self.where.directory):
+            retention.check_directory(self.where, self.name, self.step)
             self.check_again()
             if self.step is not None and not self.overwrite:
                 retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
@@ -80,6 +82,7 @@ class Request:
     def committed(self) -> None:
         """What follows the commit: clean-up, and the event that Flax records."""
         global _last_saved
+        prefixes.record(self.where, self.name)
         try:
             self.clean_up()
         finally:  # it is saved in any case

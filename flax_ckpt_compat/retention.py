@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from typing import Any
 
-from flax_ckpt_compat import _detect, _listing, opening
+from flax_ckpt_compat import _detect, _listing, opening, prefixes
 from flax_ckpt_compat._core import files, paths, steps, store_commits
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, CleanupError, StorageError
@@ -20,6 +21,31 @@ _PARTS = {
     "np_random_key", "orbax.checkpoint",
 }  # fmt: skip
 _log = logging.getLogger("flax_ckpt_compat")
+
+
+def check_directory(where: Place, name: str, step: Any) -> None:
+    """Refuse a directory that is itself a checkpoint, in which no look-up would find another one.
+
+    Raises:
+        InvalidCheckpointError: it is a checkpoint.
+        StorageError: it is a file of another name.
+    """
+    directory, is_file = where.directory, paths.isfile(where.directory)
+    if not is_file and not _is_orbax(directory):
+        return
+    what = f"cannot save {'' if step is None else f'step {step} '}to {where.path(name)}: {directory}"
+    parent, own_name = os.path.split(directory)
+    if is_file and steps.step_of(own_name, where.prefix) is None:
+        message = f"{what} is a file; a directory was expected, perhaps {parent}"
+        raise StorageError(message, path=directory, errno=errno.ENOTDIR)
+    message = f"{what} is itself a checkpoint; pass the directory that holds it, {parent}"
+    raise InvalidCheckpointError(message, path=where.path(name), step=step)
+
+
+def _steps_of(where: Place, *, quiet: bool = False) -> list[str]:
+    """Return the complete steps of a prefix, oldest first, without those that another prefix saved in this process."""
+    others = prefixes.of_others(where)
+    return [name for name in _listing.complete_steps(where, quiet=quiet) if name not in others]
 
 
 def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool = True) -> None:
@@ -41,7 +67,7 @@ def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool =
         raise InvalidCheckpointError(
             f"cannot save step {step}: {path} {state}; pass overwrite=True to replace it.", path=path, step=step
         )
-    mine, complete = steps.step_of(name, where.prefix), _listing.complete_steps(where, quiet=True)
+    mine, complete = steps.step_of(name, where.prefix), _steps_of(where, quiet=True)
     if mine is None or not complete:
         return
     newest = _step(complete[-1], where)
@@ -59,13 +85,10 @@ def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) ->
     """Refuses to replace what is there, unless ``overwrite`` is given and all of it is one checkpoint.
 
     Raises:
-        InvalidCheckpointError: also where the directory is itself a checkpoint, which is no place for another.
+        InvalidCheckpointError: it may not be replaced.
     """
     path = where.path(name)
     what = f"cannot save to {path}: " if step is None else f"cannot save step {step} to {path}: "
-    if _is_orbax(where.directory):
-        message = f"{what}{where.directory} is itself a checkpoint; save to another directory."
-        raise InvalidCheckpointError(message, path=path, step=step)
     if not paths.lexists(path) or _is_void(path):
         return
     foreign = _what_is_foreign(path)
@@ -96,7 +119,8 @@ def _what_is_foreign(path: str) -> str | None:
 
 def _is_orbax(path: str) -> bool:
     """True for a directory that is certainly one checkpoint of Orbax, by a marker that nothing else has."""
-    return _detect.is_orbax_directory(path) and not _detect.is_doubtful(path)
+    # The cheap question first: a directory of many checkpoints is not gone through.
+    return paths.isdir(path) and not _detect.is_doubtful(path) and _detect.is_orbax_directory(path)
 
 
 def _strangers(path: str) -> list[str]:
@@ -161,7 +185,7 @@ def _clean_up(
     mine = steps.step_of(saved, where.prefix)
     if mine is None:
         return []  # ``prefix + text`` stands outside the order of steps: it evicts nothing
-    ordered = _listing.complete_steps(where)
+    ordered = _steps_of(where)
     if saved not in ordered:
         return []  # another writer removed it meanwhile: it is theirs to decide what stays
     # Two names can spell one step (7 and 7.0): overwriting the step replaces the other spelling too.
@@ -195,6 +219,7 @@ def _remove(where: Place, name: str) -> None:
     for doomed in (name, name + steps.ARRAYS_POSTFIX):
         if paths.is_url(where.directory) or paths.lexists(where.path(doomed)):
             _discard(where.path(doomed))
+    prefixes.forget(where, name)
 
 
 def _discard(path: str) -> None:

@@ -48,6 +48,12 @@ def save(
     start = time.time()
     text, where = steps.step_text(step), _place(ckpt_dir, prefix)
     name = steps.check_name(where.prefix + text)
+    if careful and os.path.basename(where.directory) == name:
+        parent = os.path.dirname(where.directory)
+        message = (
+            f"{where.directory} has the name of step {step} itself; leave out step=, or pass its directory {parent}"
+        )
+        raise StepError(message, path=where.directory)
     kept, every = steps.check_keep(keep), steps.check_every(keep_every_n_steps)
     # Flax sorts the maps of a msgpack file in save_checkpoint_multiprocess only (0.12.8, measured).
     request = Request(
@@ -69,7 +75,7 @@ def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format:
     """
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
-    directory, name = os.path.split(path)
+    directory, name = os.path.split(paths.local(path))
     if name in ("", os.curdir, os.pardir) or not paths.is_writable_place(path):
         raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
     where = _place(directory, "")

@@ -5,32 +5,62 @@ A local path takes the functions of `os`, unchanged. In a store, a folder is the
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core import files, store_commits, store_uploads, stores
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.store_errors import missing
-from flax_ckpt_compat._core.stores import is_url as is_url
 from flax_ckpt_compat._core.stores import snapshot as snapshot
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _SLASHES_OF_BUCKET = 2
-_MANGLED = re.compile(r"(s3|gs):/(?!/)")
+_BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
+_MANGLED = re.compile(r"(s3|gs|file):/(?!/)")
+_FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
+# What the system says of a path that is certainly not there.
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def absolute(path: str) -> str:
     """The absolute local path, or the normal URL."""
     _refuse_mangled(path)
-    return stores.normal(path) if is_url(path) else os.path.abspath(path)
+    return stores.normal(path) if is_url(path) else os.path.abspath(local(path))
 
 
 def normal(path: str) -> str:
-    """The path without what has no meaning; a relative one stays relative."""
+    """The path without what has no meaning; a relative one stays relative, and ``file://`` stays too."""
     _refuse_mangled(path)
-    return stores.normal(path) if is_url(path) else os.path.normpath(path)
+    if is_url(path):
+        return stores.normal(path)
+    plain = local(path)
+    return path[: len(path) - len(plain)] + os.path.normpath(plain)
+
+
+def is_url(path: str) -> bool:
+    """Return whether it is the URL of an object store."""
+    return stores.is_url(path) and not _FILE_URL.match(path)
+
+
+def local(path: str) -> str:
+    """Return the local path of a ``file://`` URL; any other path as it is.
+
+    Raises:
+        StorageError: the URL names another machine.
+    """
+    if not (match := _FILE_URL.match(path)):
+        return path
+    plain = path[match.end() :]
+    if not plain.startswith("/"):
+        message = (
+            f"{path}: the path in a file URL starts with a slash, as in file:///home/me; pass that, or a plain path"
+        )
+        raise StorageError(message, path=path)
+    return plain
 
 
 def _refuse_mangled(path: str) -> None:
@@ -55,19 +85,46 @@ def listdir(path: str) -> list[str]:
 
 def isdir(path: str) -> bool:
     """Whether it is a directory."""
-    return store_commits.counts_as_folder(path) if is_url(path) else os.path.isdir(path)
+    return store_commits.counts_as_folder(path) if is_url(path) else stat.S_ISDIR(_mode(path))
 
 
 def isfile(path: str) -> bool:
     """Whether it is a regular file."""
     if not is_url(path):
-        return os.path.isfile(path)
+        return stat.S_ISREG(_mode(path))
     return stores.is_object(path) and not store_commits.counts_as_folder(path)
 
 
 def lexists(path: str) -> bool:
     """Whether there is anything of this name."""
-    return stores.is_folder(path) or stores.is_object(path) if is_url(path) else os.path.lexists(path)
+    if is_url(path):
+        return stores.is_folder(path) or stores.is_object(path)
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return False
+        raise StorageError(f"{path}: {error.strerror}", path=path, errno=error.errno) from error
+    except ValueError:  # a NUL in the path
+        return False
+    return True
+
+
+def _mode(path: str) -> int:
+    """Return the mode of what is at a local path, links followed; 0 where there is nothing.
+
+    Raises:
+        StorageError: a directory above it may not be searched, so that nobody can tell.
+    """
+    try:
+        return os.stat(path).st_mode
+    except PermissionError as error:
+        # Else it is this one path that is refused, such as the mount point of another user.
+        if not os.access(os.path.dirname(path) or os.curdir, os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
+            raise StorageError(f"{path}: {error.strerror}", path=path, errno=error.errno) from error
+    except (OSError, ValueError):
+        pass
+    return 0
 
 
 def getsize(path: str) -> int:

@@ -70,7 +70,7 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
 def _saved(path: str) -> datetime.datetime | None:
     if not paths.is_url(path):
         with suppress(FileNotFoundError):  # another process has just evicted it
-            return datetime.datetime.fromtimestamp(os.stat(path).st_mtime, datetime.UTC)
+            return datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
     return None
 
 

@@ -1,0 +1,173 @@
+"""Directories that are no place for a checkpoint, file:// URLs, and directories that nobody may search."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from flax_ckpt_compat import (
+    checkpoints,
+    errors,
+    iter_checkpoints,
+    open_checkpoint,
+    plan_restore,
+    restore,
+    save,
+)
+from flax_ckpt_compat.cli import main
+from tests.support.saves import names, tree
+
+SAVES: dict[str, Callable[..., str]] = {
+    "save_checkpoint": checkpoints.save_checkpoint,
+    "save_checkpoint_multiprocess": checkpoints.save_checkpoint_multiprocess,
+    "save": lambda path, target, step: save(path, target, step=step),
+}
+LOOKS: dict[str, Callable[..., Any]] = {
+    "restore_checkpoint": lambda path, step: checkpoints.restore_checkpoint(path, None, step),
+    "restore": lambda path, step: restore(path, step=step),
+    "open_checkpoint": open_checkpoint,
+    "plan_restore": lambda path, step: plan_restore(path, tree(), step=step),
+}
+
+# A checkpoint's own directory
+
+
+@pytest.mark.parametrize("function", SAVES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_into_a_checkpoint_is_refused(flag: bool, tmp_path: Path, function: str, overwrite: bool) -> None:
+    """One level too deep it would never be found; the message names the directory that was meant."""
+    path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
+    before = names(path)
+    with pytest.raises(errors.InvalidCheckpointError, match=f"itself a checkpoint.*holds it, {tmp_path}$"):
+        if overwrite:
+            checkpoints.save_checkpoint(path, tree(2), 2, overwrite=True)
+        else:
+            SAVES[function](path, tree(2), 2)
+    assert names(path) == before
+    assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == 1
+
+
+def test_a_prefix_into_a_checkpoint_is_refused(flag: bool, tmp_path: Path) -> None:
+    """It is the same place, however it is written; without a step, too."""
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1, prefix="x_")
+    with pytest.raises(errors.CheckpointError, match=str(tmp_path)):
+        checkpoints.save_checkpoint(tmp_path, tree(2), 2, prefix="x_1/y_")
+    with pytest.raises(errors.CheckpointError, match=str(tmp_path)):
+        save(tmp_path / "x_1" / "best", tree(2))
+
+
+def test_a_directory_named_as_a_step_is_a_directory(flag: bool, tmp_path: Path) -> None:
+    """As in Flax: programs that keep every epoch in a directory of its own name it so."""
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path / f"checkpoint_{step}", tree(step), step)
+        assert checkpoints.restore_checkpoint(tmp_path / f"checkpoint_{step}", None, step)["n"] == step
+    with pytest.raises(errors.StepError, match="leave out step="):
+        save(tmp_path / "checkpoint_3", tree(3), step=3)
+
+
+@pytest.mark.parametrize("function", LOOKS)
+def test_a_checkpoint_and_its_step(flag: bool, tmp_path: Path, function: str) -> None:
+    """A checkpoint given together with step= is an error that says which of them to leave out."""
+    path = checkpoints.save_checkpoint(tmp_path, tree(10), 10)
+    with pytest.raises(errors.CheckpointNotFoundError, match=f"{path} is itself a checkpoint; leave out step="):
+        LOOKS[function](path, 10)
+
+
+# file://
+
+
+@pytest.mark.parametrize("scheme", ["file://", "file://localhost"])
+def test_file_urls(flag: bool, tmp_path: Path, scheme: str) -> None:
+    """They are local paths everywhere, and returned paths have the caller's form."""
+    url = f"{scheme}{tmp_path}"
+    for step in (1, 2):
+        assert checkpoints.save_checkpoint(url, tree(step), step, keep=2) == f"{url}/checkpoint_{step}"
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
+    assert checkpoints.latest_checkpoint(url) == f"{url}/checkpoint_2"
+    assert checkpoints.available_steps(url + "//") == [1, 2]
+    for path in (url, f"{url}/checkpoint_2"):
+        assert checkpoints.restore_checkpoint(path, None)["n"] == restore(path)["n"] == 2
+        assert not plan_restore(path, tree()).missing
+    with open_checkpoint(url, 1) as opened:
+        assert opened.path == f"{tmp_path}/checkpoint_1"
+    assert [record.path for record in iter_checkpoints(url)] == [f"{url}/checkpoint_1", f"{url}/checkpoint_2"]
+    listed = CliRunner().invoke(main, ["ls", url]).stdout.splitlines()
+    assert len(listed) == 3 and "20" in listed[1]  # with the year that it was saved in
+    assert save(f"{url}/a/../best", tree(3)) == f"{url}/best"
+    assert checkpoints.save_checkpoint(url, tree(4), 4, prefix="sub/../c_") == f"{url}/sub/../c_4"
+    assert names(tmp_path) == ["best", "c_4", "checkpoint_1", "checkpoint_2"]
+
+
+def test_file_urls_in_the_background(flag: bool, tmp_path: Path) -> None:
+    """A failure or a wait is of the same directory, with or without the scheme."""
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint(f"file://{tmp_path}", tree(1), 1, async_manager=manager)
+    checkpoints.save_checkpoint(tmp_path, tree(2), 2)
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+@pytest.mark.parametrize("url", ["file://host/tmp", "file:/tmp", "file://", "file://localhost"])
+def test_file_urls_that_mean_nothing_here(url: str) -> None:
+    """Of another machine, relative, or with a slash that pathlib dropped."""
+    for call in (lambda: checkpoints.save_checkpoint(url, {}, 1), lambda: checkpoints.latest_checkpoint(url)):
+        with pytest.raises(errors.StorageError):
+            call()
+
+
+# Permissions
+
+
+@pytest.fixture
+def unsearchable(tmp_path: Path) -> Iterator[Path]:
+    """A directory below one that this process may not search, which root may unless it is somebody else."""
+    hidden = tmp_path / "locked" / "run"
+    checkpoints.save_checkpoint(hidden, tree(1), 1)
+    checkpoints.restore_checkpoint(hidden, tree())  # all modules are loaded
+    list(iter_checkpoints(hidden))
+    user = os.geteuid()
+    hidden.parent.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield hidden
+    finally:
+        os.seteuid(user)
+        hidden.parent.chmod(0o700)
+
+
+def test_what_may_not_be_searched_is_not_absent(unsearchable: Path) -> None:
+    """No target comes back, and no program starts afresh, because a directory above is closed."""
+    target = tree()
+    for call in (
+        lambda: checkpoints.restore_checkpoint(unsearchable, target),
+        lambda: checkpoints.restore_checkpoint(unsearchable, target, 1),
+        lambda: checkpoints.restore_checkpoint(unsearchable / "checkpoint_1", target),
+        lambda: checkpoints.latest_checkpoint(unsearchable),
+        lambda: checkpoints.available_steps(unsearchable),
+        lambda: list(iter_checkpoints(unsearchable)),
+        lambda: restore(unsearchable, target),
+        lambda: open_checkpoint(unsearchable / "checkpoint_1"),
+        lambda: plan_restore(unsearchable, target),
+        lambda: checkpoints.save_checkpoint(unsearchable, target, 2),
+        lambda: checkpoints.save_checkpoint(unsearchable / "new", target, 2),
+        lambda: save(unsearchable / "best", target),
+    ):
+        with pytest.raises(errors.StorageError, match="Permission denied") as caught:
+            call()
+        assert caught.value.errno == 13
+        assert str(unsearchable) in str(caught.value)
+
+
+def test_what_is_absent_is_absent(tmp_path: Path) -> None:
+    """Names that are too long, below a file, or a loop of links, are not there."""
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "loop").symlink_to("loop")
+    target = {"w": np.zeros(1)}
+    for name in ("x" * 300, "file/below", "loop/below", "nothing"):
+        assert checkpoints.restore_checkpoint(tmp_path / name, target) is target
