@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import logging
 import os
@@ -18,6 +19,7 @@ from flax_ckpt_compat._core.errors import CleanupError
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
 _saves: dict[str, list[Future[Any]]] = {}  # real directory → background saves whose outcome nobody has seen
+_joint: dict[str, list[_JointSave]] = {}  # real directory → this process's parts of saves by several that go on
 
 
 class AsyncManager:
@@ -49,13 +51,71 @@ class AsyncManager:
         self.save_future = self.executor.submit(task)
 
 
-def start(manager: Any, directory: str, task: Callable[[], Any]) -> None:
-    """Hands a save to a manager (ours, Flax's own, or a user's) and remembers it until its outcome is seen."""
-    manager.save_async(functools.partial(_carry_out, task))
+@dataclasses.dataclass(eq=False)
+class _JointSave:
+    """This process's part of a background save by several processes.
+
+    Attributes:
+        patience: seconds that a look-up waits for it at most.
+        ended: it was published, or has failed.
+        future: has its outcome a moment later, where its manager has such a thing.
+        thread: the identifier of the thread that it runs in, once it does.
+    """
+
+    patience: float
+    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
+    future: Future[Any] | None = None
+    thread: int | None = None
+
+
+def start(manager: Any, directory: str, task: Callable[[], Any], *, joint: float | None = None) -> None:
+    """Hand a save to a manager (ours, Flax's own, or a user's) and remember it until its outcome is seen.
+
+    Args:
+        manager: has ``save_async``.
+        directory: that the checkpoint goes to.
+        task: the save.
+        joint: other processes take part in it, and look-ups of this one wait for it, so many seconds at most.
+    """
+    task = functools.partial(_carry_out, task)
+    if joint is None:
+        manager.save_async(task)
+    else:
+        _start_joint(manager, directory, task, _JointSave(joint))
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         with _lock:
             _saves.setdefault(_key(directory), []).append(future)
+
+
+def _start_joint(manager: Any, directory: str, task: Callable[[], Any], save: _JointSave) -> None:
+    key = _key(directory)
+
+    def run() -> None:
+        save.thread = threading.get_ident()
+        try:
+            task()
+        finally:
+            end()
+
+    def end(_: Any = None) -> None:
+        save.ended.set()
+        with _lock, suppress(KeyError, ValueError):
+            _joint[key].remove(save)
+            if not _joint[key]:
+                del _joint[key]
+
+    with _lock:
+        _joint.setdefault(key, []).append(save)
+    try:
+        manager.save_async(run)
+    except BaseException:
+        end()
+        raise
+    future = getattr(manager, "save_future", None)
+    if isinstance(future, Future):
+        save.future = future
+        future.add_done_callback(end)  # it may be cancelled before it runs
 
 
 def _carry_out(task: Callable[[], Any]) -> None:
@@ -64,6 +124,22 @@ def _carry_out(task: Callable[[], Any]) -> None:
         task()
     except CleanupError as error:
         _log.error("%s", error)
+
+
+def wait_for_joint_saves(directory: str) -> None:
+    """Wait until the background saves into a directory that this process takes part in were published, or failed.
+
+    Call this before every look-up of what the directory holds: processes that have all called the same saves then
+    find the same checkpoints. It waits for no other process, and raises no failure.
+    """
+    if not _joint:
+        return
+    with _lock:
+        saves = list(_joint.get(_key(directory), ()))
+    for save in saves:
+        if save.thread != threading.get_ident() and save.ended.wait(save.patience) and save.future is not None:
+            with suppress(CancelledError, TimeoutError):
+                save.future.exception(save.patience)
 
 
 def wait(manager: Any) -> None:
@@ -125,6 +201,7 @@ def _forget_after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _saves.clear()
+    _joint.clear()
 
 
 if hasattr(os, "register_at_fork"):

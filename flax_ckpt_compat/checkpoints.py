@@ -13,7 +13,7 @@ from typing import Any
 
 from flax import core
 
-from flax_ckpt_compat import _listing, naming, restoring, saving
+from flax_ckpt_compat import _listing, background, naming, restoring, saving
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat.background import AsyncManager
 from flax_ckpt_compat.errors import StepError
@@ -202,6 +202,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
     The highest step is the latest; ``prefix + text`` counts only where there is no step at all.
     """
     where = _listing.place(os.fspath(ckpt_dir), prefix)
+    background.wait_for_joint_saves(where.directory)
     name = _listing.newest(where)
     return None if name is None else os.path.join(where.shown, name)
 
@@ -215,6 +216,7 @@ def available_steps(
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
     """
     where = _listing.place(os.fspath(ckpt_dir), prefix)
+    background.wait_for_joint_saves(where.directory)
     found = []
     for name in _listing.complete_steps(where):
         try:

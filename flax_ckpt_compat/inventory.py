@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from flax_ckpt_compat import _detect, _listing
+from flax_ckpt_compat import _detect, _listing, background
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 
@@ -47,6 +47,7 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         StorageError: the file system refused.
     """
     where = _listing.place(os.fspath(directory), prefix)
+    background.wait_for_joint_saves(where.directory)
     if paths.is_url(where.directory):
         with paths.snapshot(where.directory):
             found = list(_iterate(where))

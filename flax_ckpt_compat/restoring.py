@@ -81,10 +81,14 @@ def restore(
 
 
 def settle(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
-    """Waits for background saves of real Orbax to where a restore will look, and raises what ours failed with."""
+    """Wait for background saves to where a restore will look, and raise what ours failed with.
+
+    Of ours only those are waited for in which other processes take part, so that all of them find the same checkpoint.
+    """
     where = _listing.place(ckpt_dir, prefix)
     for directory in {where.directory, os.path.dirname(paths.absolute(ckpt_dir))}:
         foreign.settle(orbax_checkpointer, directory)
+        background.wait_for_joint_saves(directory)
         background.raise_failures(directory)
 
 

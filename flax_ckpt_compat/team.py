@@ -40,6 +40,7 @@ class Team:
 
     Attributes:
         share: this process's.
+        timeout: how long it waits for the others at each meeting, in seconds.
     """
 
     def __init__(self, path: str, timeout: float):
@@ -50,7 +51,7 @@ class Team:
             timeout: how long to wait for the others at each meeting, in seconds.
         """
         self.share = Share(jax.process_index(), jax.process_count())
-        self._path, self._timeout, self._client = path, timeout, _client()
+        self._path, self.timeout, self._client = path, timeout, _client()
         self._short = min(timeout, _GRACE_SECONDS)
         self._seat = f"{self.share.index}-{next(_seats):08}"
         self._room = f"{_ROOT}/{self._seat}"
@@ -158,13 +159,13 @@ class Team:
             By process: seat and announcement of those who came for this path, and of those who only came for others.
         """
         start = time.monotonic()
-        for pause in _growing(0.005, min(0.5, self._timeout / 20)):
+        for pause in _growing(0.005, min(0.5, self.timeout / 20)):
             here, others = self._lobby()
             if len(here) == self.share.count - 1:
                 break
             failed = hurried or any(guest["error"] for _, guest in here.values())
             # Whoever is there for another path may belong to another thread of this process, which is on its way.
-            bound = self._short if failed or others else self._timeout
+            bound = self._short if failed or others else self.timeout
             if (failed and len(here) + len(others) == self.share.count - 1) or time.monotonic() > start + bound:
                 break
             time.sleep(pause)
@@ -200,7 +201,7 @@ class Team:
     def _wait_in_lobby(self, hurried: bool) -> Mapping[str, Any]:
         """What process 0 says to this one. If it has given up before, it may come again, but soon."""
         start, why, waits = time.monotonic(), None, _growing(*_WAITS)
-        bound = self._short if hurried else 2 * self._timeout
+        bound = self._short if hurried else 2 * self.timeout
         while (left := start + bound - time.monotonic()) > 0:
             found = self._get(f"{_VERDICTS}/{self._seat}", min(next(waits), left))
             if found is not None:
@@ -225,9 +226,9 @@ class Team:
     def _collect(self, stage: str) -> None:
         """Waits for all; once one has failed not for long, but the rest shall have stopped writing by then."""
         start = time.monotonic()
-        for pause in _growing(0.005, min(0.5, self._timeout / 20)):
+        for pause in _growing(0.005, min(0.5, self.timeout / 20)):
             reports = self._reports(stage)
-            bound = self._short if any(report["error"] for report in reports.values()) else self._timeout
+            bound = self._short if any(report["error"] for report in reports.values()) else self.timeout
             if len(reports) == self.share.count or time.monotonic() > start + bound:
                 self._judge(stage, reports)
                 return
@@ -246,7 +247,7 @@ class Team:
         )
 
     def _absent(self, stage: str, missing: list[int]) -> AbsentProcessesError:
-        shown, waited = ", ".join(map(str, missing)), self._timeout * (2 if missing == [0] else 1)
+        shown, waited = ", ".join(map(str, missing)), self.timeout * (2 if missing == [0] else 1)
         # Process 0 commits, and may have done so before it fell silent.
         outcome = "so nothing was saved"
         if missing == [0] and stage in ("commit", "published"):
@@ -261,7 +262,7 @@ class Team:
 
     def _verdict(self, stage: str) -> Mapping[str, Any]:
         """What process 0 says; it may wait as long as anybody for the others, and then has its own work to do."""
-        deadline, waits = time.monotonic() + 2 * self._timeout, _growing(*_WAITS)
+        deadline, waits = time.monotonic() + 2 * self.timeout, _growing(*_WAITS)
         while (left := deadline - time.monotonic()) > 0:
             found = self._get(f"{self._room}/{stage}/verdict", min(next(waits), left))
             if found is not None:

@@ -17,6 +17,9 @@ from flax_ckpt_compat._routing import backend_for
 from flax_ckpt_compat.request import Request
 from flax_ckpt_compat.team import Team
 
+# How often a look-up waits for ``coordination_timeout`` until it stops waiting for this process's part of a save.
+_PATIENCE = 4
+
 
 def save(request: Request, target: Any, async_manager: Any) -> None:
     """Saves a tree of which each process holds a part; called by all of them.
@@ -45,7 +48,7 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
         _write_and_commit(request, backend, prepared, options, team, told)
 
     if async_manager:
-        background.start(async_manager, request.where.directory, task)
+        background.start(async_manager, request.where.directory, task, joint=_PATIENCE * team.timeout)
     else:
         task()
 

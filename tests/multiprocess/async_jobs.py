@@ -6,13 +6,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
+import flax_ckpt_compat
 from flax_ckpt_compat import background, checkpoints, config
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError
@@ -53,19 +54,62 @@ def save_many(folder: str, orbax: bool, count: int) -> list[int]:
     return seen
 
 
-def save_slowly(folder: str, orbax: bool) -> list[int]:
+def save_slowly(folder: str, orbax: bool) -> list[str]:
     """Saves in the background where process 1 takes its time to write; what is there meanwhile."""
     use(orbax)
     manager, go = checkpoints.AsyncManager(), threading.Event()
     with _writing(orbax, lambda: go.wait(20) if jax.process_index() == 1 else None):
         checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
         time.sleep(0.2)
-        meanwhile = checkpoints.available_steps(folder)
+        # Our own look-ups wait for this process's part of the save.
+        meanwhile = [name for name in names(folder) if not name.startswith(".")]
         barrier("all have looked early")
         go.set()
         manager.wait_previous_save()
     assert checkpoints.available_steps(folder) == [1]
     return meanwhile
+
+
+LOOKS: dict[str, Callable[[str], Any]] = {
+    "restore": lambda folder: checkpoints.restore_checkpoint(folder, small(-1))["n"],
+    "latest": lambda folder: int(str(checkpoints.latest_checkpoint(folder)).rpartition("_")[2]),
+    "steps": lambda folder: checkpoints.available_steps(folder)[-1],
+    "iterate": lambda folder: list(flax_ckpt_compat.iter_checkpoints(folder))[-1].step,
+    "open": lambda folder: _opened(folder).step,
+    "plan": lambda folder: int(flax_ckpt_compat.plan_restore(folder, small(-1)).path.rpartition("_")[2]),
+}
+
+
+def look_at_once(folder: str, orbax: bool, step: int, look: str) -> int:
+    """Saves in the background where process 1 writes late, and looks: process 0 at once, process 1 after its wait."""
+    use(orbax)
+    manager, go = checkpoints.AsyncManager(), threading.Event()
+    late = jax.process_index() == 1
+    with _writing(orbax, lambda: go.wait(20) if late else None):
+        checkpoints.save_checkpoint_multiprocess(folder, small(step), step, keep=9, async_manager=manager)
+        threading.Timer(0.1, go.set).start()
+        if late:
+            manager.wait_previous_save()
+        seen = int(LOOKS[look](folder))
+        manager.wait_previous_save()
+    barrier("all have looked at once")
+    return seen
+
+
+def look_while_the_other_does_not(folder: str, orbax: bool, step: int) -> int | None:
+    """Saves in the background; then process 0 alone restores."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint_multiprocess(folder, small(step), step, async_manager=manager)
+    seen = int(LOOKS["steps"](folder)) if jax.process_index() == 0 else None
+    barrier("process 0 has looked")
+    manager.wait_previous_save()
+    return seen
+
+
+def _opened(folder: str) -> Any:
+    with flax_ckpt_compat.open_checkpoint(folder) as opened:
+        return opened
 
 
 def fail(folder: str, orbax: bool, at: str) -> tuple[tuple[str, ...], str]:

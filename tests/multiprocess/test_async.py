@@ -22,6 +22,14 @@ def test_the_commit_waits_for_all(orbax: bool, tmp_path: Path) -> None:
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [1, 1]
 
 
+def test_look_ups_after_a_background_save_agree(orbax: bool, tmp_path: Path) -> None:
+    """Each process waits for its own part, so that none looks before process 0 has published; and for nobody else."""
+    team = team_of(2)
+    for step, look in enumerate(async_jobs.LOOKS):
+        assert team.call(async_jobs.look_at_once, str(tmp_path), orbax, step, look) == [step, step], look
+    assert team.call(async_jobs.look_while_the_other_does_not, str(tmp_path), orbax, 99) == [99, None]
+
+
 def test_a_failure_is_raised_in_all_processes_at_the_next_call(orbax: bool, tmp_path: Path) -> None:
     """One process fails in the background: the next save, wait and restore tell so in each; then all goes on."""
     team = team_of(2)
