@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import tensorstore as ts
@@ -15,6 +16,9 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
 )
 
+from .btree import MANIFEST as MANIFEST
+from .btree import BTree
+from .codecs import UndecodableError
 from .loose import Files, Objects
 from .places import Extent as Extent
 from .places import Index as Index
@@ -22,43 +26,35 @@ from .places import Place as Place
 from .places import Present as Present
 from .places import stays_inside as stays_inside
 from .sources import directory_spec, new_context, read_range, wait
-from .walk import Walk, can_walk
 
-MANIFEST = "manifest.ocdbt"
 _MAX_METADATA_BYTES = 1 << 20
 
 
-def open_index(path: str, use_ocdbt: bool, base: dict[str, Any] | None = None, ahead: Walk | None = None) -> Index:
-    """The index of a checkpoint's directory.
+def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None = None) -> Index:
+    """Open the index of a checkpoint's directory.
 
     Args:
         path: of the directory.
         use_ocdbt: it has a database.
-        base: how TensorStore opens the directory, where its files are not all in one place.
-        ahead: what `walk_ahead` gave.
+        locate: of `BTree`, where the files of the database are not all in the directory.
 
     Raises:
         CorruptCheckpointError: the database does not decode.
     """
     if not use_ocdbt:
         return Objects(path) if paths.is_url(path) else Files(path)
-    if base is None and not paths.isfile(os.path.join(path, MANIFEST)):
+    if locate is None and not paths.isfile(os.path.join(path, MANIFEST)):
         raise _without_manifest(path)
-    if not can_walk():
-        return _Listed(path)
-    walk = ahead or Walk(path, base)
     try:
-        return _Dumped(path, walk.entries())
+        return _Known(path, BTree(path, locate).entries())
+    except UndecodableError as error:
+        if locate is not None:
+            raise _undecodable(path, error) from error
+        return _Listed(path)
     except (CorruptCheckpointError, StorageError):
         raise
-    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
+    except OSError as error:
         raise _undecodable(path, error) from error
-
-
-def walk_ahead(path: str) -> Walk | None:
-    """Begins to read the database of a local directory, if it has one; nothing that is wrong with it shows here."""
-    there = not paths.is_url(path) and can_walk() and paths.isfile(os.path.join(path, MANIFEST))
-    return Walk(path) if there else None
 
 
 def holds_array(path: str) -> bool:
@@ -91,7 +87,7 @@ def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": directory_spec(path), "path": prefix}
 
 
-class _Dumped:
+class _Known:
     """Every key of an OCDBT database, known from its B-tree."""
 
     def __init__(self, path: str, entries: dict[bytes, bytes | Extent]) -> None:
@@ -110,7 +106,7 @@ class _Dumped:
 
 
 class _Listed:
-    """An OCDBT database where TensorStore lacks the function that dumps its B-tree."""
+    """An OCDBT database that only TensorStore's own driver reads, which does not tell where values lie."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 from flax_ckpt_compat._core import stores
@@ -26,3 +28,8 @@ def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
         ],
         "path": inside and f"{inside}/",
     }
+
+
+def locator(local: str, url: str) -> Callable[[str], str]:
+    """Return what finds a file of that directory; see `layered`."""
+    return lambda file: f"{url}/{file}" if file.startswith(_OF_PROCESSES) else os.path.join(local, file)

@@ -20,7 +20,7 @@ from .assemble import build_tree
 from .decode import kinds_of, make_decoder
 from .fetch import Fetcher
 from .grid import Box
-from .index import Index, open_index, walk_ahead
+from .index import Index, open_index
 from .inline import Where, inline_key, take_inline
 from .items import implementation
 from .leaves import JAX_ARRAY, STRING
@@ -29,7 +29,6 @@ from .metadata import ARRAY_METADATAS
 from .names import key_prefix
 from .nested import Nested, Within, unmerged_database
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
-from .walk import Walk
 from .zarr import ArrayInfo, parse_array_metadata
 
 _EMPTY: dict[str, Callable[[], Node]] = {
@@ -226,9 +225,8 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> Orbax
     """
     aggregate = open_aggregate(path, open_msgpack)
     try:
-        ahead = walk_ahead(path)
         structure = read_structure(path, aggregate)
-        reader = OrbaxReader(path, _index_of(path, structure, ahead), structure)
+        reader = OrbaxReader(path, _index_of(path, structure), structure)
     except BaseException:
         if aggregate is not None:
             aggregate.close()
@@ -238,12 +236,12 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> Orbax
     return reader
 
 
-def _index_of(path: str, structure: Structure, ahead: Walk | None) -> Index | None:
+def _index_of(path: str, structure: Structure) -> Index | None:
     names = [e.name for e in structure.entries if not e.skipped and e.value_type != STRING]
     if not names:
         return None
     alone = unmerged_database(path, names) if structure.use_ocdbt else None
-    index = Within(path, alone) if alone else open_index(path, structure.use_ocdbt, ahead=ahead)
+    index = Within(path, alone) if alone else open_index(path, structure.use_ocdbt)
     return Nested(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
 
 

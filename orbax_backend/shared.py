@@ -17,7 +17,7 @@ from .database import Database, storage_errors
 from .files import make_directory, sync_directory, write_file
 from .files import storage_errors as file_errors
 from .index import MANIFEST, open_index
-from .layered import layered
+from .layered import locator
 from .plan import Plan
 from .sharding import ShardingTexts
 from .sources import sizes_of
@@ -136,7 +136,7 @@ def _check(path: str, plan: Plan, shares: Shares | None) -> None:
         index, known = open_index(path, use_ocdbt=True), dict[str, int]()
         check_complete(path, plan, index, lambda file: _size(path, file, known))
         return
-    index = open_index(shares.url, use_ocdbt=True, base=layered(path, shares.folder))
+    index = open_index(shares.url, use_ocdbt=True, locate=locator(path, shares.folder))
     files = [key for key in shares.written() if not key.endswith((MANIFEST, _ENDED))]
     found = sizes_of([f"{shares.folder}/{key}" for key in files])
     sizes = {key: size for key, size in zip(files, found, strict=True) if isinstance(size, int)}

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
@@ -160,36 +159,3 @@ def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
     shutil.copytree(files / "a", files.parent / "secret")
     with pytest.raises(CorruptCheckpointError, match="outside"):
         load(files)
-
-
-@pytest.mark.parametrize(
-    "location",
-    [
-        "value::../../secret:0:24",
-        "value:../:secret:0:24",
-        "value::%2E%2E/secret:0:24",
-        "value::/etc/passwd:0:24",
-        "value:/etc/:passwd:0:24",
-    ],
-)
-def test_a_database_cannot_lead_out_of_the_directory(
-    tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A B-tree whose values lie elsewhere is refused."""
-    path = save(tmp_path / "c", {"a": np.arange(3)})
-    dump = ts.ocdbt.dump
-
-    class Lying:
-        def __init__(self, future: Any) -> None:
-            self.future = future
-
-        def result(self) -> Any:
-            answer = self.future.result()
-            for entry in answer.get("entries", ()):
-                if entry.pop("inline_value", None) is not None:
-                    entry["indirect_value"] = location
-            return answer
-
-    monkeypatch.setattr(ts.ocdbt, "dump", lambda *args, **kwargs: Lying(dump(*args, **kwargs)))
-    with pytest.raises(CorruptCheckpointError, match="outside"):
-        load(path)

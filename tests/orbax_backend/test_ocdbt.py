@@ -1,0 +1,260 @@
+"""The array database's index is decoded as TensorStore decodes it, without a leak, and hostile files are refused."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import btree, codecs, index
+from flax_ckpt_compat.orbax_backend.btree import BTree
+from flax_ckpt_compat.orbax_backend.places import Extent
+
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from tests.support import ocdbt_files as made
+from tests.support.orbax_trees import load, save
+from tests.support.trees import fingerprint
+
+VALUES = {b"a": b"1", b"b/.zarray": b"{}", b"b/0": bytes(300)}
+ROOT = made.leaf(VALUES)
+
+
+def _database(path: Path, values: dict[bytes, bytes], **config: Any) -> Any:
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}, "config": config}
+    store = ts.KvStore.open(spec).result()
+    transaction = ts.Transaction(atomic=True)
+    for key, value in values.items():
+        store.with_transaction(transaction)[key] = value
+    transaction.commit_sync()
+    return store
+
+
+def _values(path: Path) -> dict[bytes, bytes]:
+    """Every value, also those outside the nodes."""
+    found = BTree(str(path)).entries()
+    return {
+        key: value
+        if isinstance(value, bytes)
+        else (path / value.file).read_bytes()[value.offset : value.offset + value.length]
+        for key, value in found.items()
+    }
+
+
+@pytest.mark.parametrize("compression", [None, {"id": "zstd"}, {"id": "zstd", "level": 1}, {"id": "zstd", "level": 9}])
+@pytest.mark.parametrize("node_bytes", [700, 8 << 20], ids=["tall", "one node"])
+def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_bytes: int) -> None:
+    """Keys and values of TensorStore's own databases: tall trees, several versions, values in nodes and in files."""
+    rng = np.random.default_rng(0)
+    values = {
+        f"layer_{number // 7}.kernel é{number}/{'x' * (number % 5)}".encode(): rng.bytes(int(rng.integers(0, 400)))
+        for number in range(200)
+    }
+    config = {"max_inline_value_bytes": 200, "max_decoded_node_bytes": node_bytes, "version_tree_arity_log2": 1}
+    store = _database(tmp_path, values, compression=compression, **config)
+    for number in range(5):
+        store[f"late {number}".encode()] = b"x" * number
+        del store[next(iter(values))]
+        values.pop(next(iter(values)))
+        values[f"late {number}".encode()] = b"x" * number
+    assert _values(tmp_path) == values
+    found = BTree(str(tmp_path)).entries()
+    assert any(isinstance(value, Extent) for value in found.values())
+
+
+@pytest.mark.parametrize("fill", [b"\0", None], ids=["zeros", "random"])
+@pytest.mark.parametrize("level", [1, 3, 19])
+def test_decodes_nodes_that_do_not_tell_their_length(tmp_path: Path, level: int, fill: bytes | None) -> None:
+    """Nodes above 64 KiB are compressed as streams, whose headers lack the length."""
+    rng = np.random.default_rng(0)
+    values = {b"%05d" % number: fill * 900 if fill else rng.bytes(900) for number in range(600)}
+    _database(tmp_path, values, compression={"id": "zstd", "level": level}, max_inline_value_bytes=1024)
+    assert _values(tmp_path) == values
+
+
+def test_finds_nothing_in_an_empty_database(tmp_path: Path) -> None:
+    """A version without a root has no keys."""
+    store = _database(tmp_path, {b"a": b"1"})
+    del store[b"a"]
+    assert BTree(str(tmp_path)).entries() == {}
+
+
+def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
+    """TensorStore reads the databases that the tests below damage, and so do we."""
+    two = [made.envelope(made.NODE, made.leaf({b"a": b"1"})), made.envelope(made.NODE, made.leaf({b"b": b"22"}))]
+    places = {b"a": (0, len(two[0])), b"b": (len(two[0]), len(two[1]))}
+    tall = made.write(tmp_path / "tall", [*two, made.envelope(made.NODE, made.inner(places, 1))], height=1)
+    flat = made.write(tmp_path / "flat", [made.envelope(made.NODE, ROOT)])
+    for path, expected in ((tall, {b"a": b"1", b"b": b"22"}), (flat, VALUES)):
+        store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
+        assert {key: store[key] for key in store.list().result()} == expected
+        assert _values(path) == expected
+
+
+def test_the_checksum_is_crc32c() -> None:
+    """The check of RFC 3720, B.4: 32 bytes of zeros, and of ones."""
+    codecs.check_crc32c(bytes(32) + bytes.fromhex("aa36918a"))
+    codecs.check_crc32c(b"\xff" * 32 + bytes.fromhex("43aba862"))
+    with pytest.raises(ValueError, match="8a9136aa"):
+        codecs.check_crc32c(bytes(32) + bytes(4))
+
+
+BODIES = {
+    "endless count": (made.leaf(VALUES, count=made.varint(2**62)), "expected"),
+    "endless number": (made.leaf(VALUES, count=b"\xff" * 9 + b"\2"), "64 bits"),
+    "cut off": (ROOT[:-1], "300 bytes|303 bytes|expected"),
+    "more than all": (ROOT + b"x", "found 1 more"),
+    "another height": (made.leaf(VALUES, height=b"\2"), "height 0 was expected, found one of height 2"),
+    "shares too much": (made.leaf(VALUES, shared=made.column([9, 0])), "share"),
+    "endless key": (made.leaf(VALUES, own=made.column([2**60, 1, 1])), "names of up to 65535"),
+    "not ascending": (made.leaf({b"b": b"", b"a": b""}), "ascending"),
+    "twice": (made.leaf(VALUES, keys=b"ab/0b/.zarray", own=made.column([1, 3, 9]), shared=made.column([0, 0])), "asc"),
+    "endless value": (made.leaf(VALUES, lengths=made.column([2**63, 1, 1])), "expected"),
+    "another kind": (made.leaf(VALUES, kinds=made.column([0, 7, 0])), "found 7"),
+    "no such file": (made.leaf({b"a": b"1"}, kinds=b"\1", places=made.column([5, 0]), values=b""), "found number 5"),
+    "endless files": (made.leaf(VALUES, files=made.varint(2**40)), "expected"),
+    "base too long": (made.leaf(VALUES, files=made.files([b"d/x"], [9])), "no longer than the path"),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_nodes_that_lie_are_refused(tmp_path: Path, case: str) -> None:
+    """The checksum is right and the content is not: file, expected and found are told."""
+    body, told = BODIES[case]
+    path = made.write(tmp_path, [made.envelope(made.NODE, body)])
+    with pytest.raises(CorruptCheckpointError, match=told) as caught:
+        BTree(str(path)).entries()
+    assert str(path / "d" / "x") in str(caught.value)
+    assert caught.value.path == str(path / "d" / "x")
+
+
+ENVELOPES = {
+    "newer version": (made.envelope(made.NODE, ROOT, version=1), "version 0 was expected, found 1"),
+    "another compression": (made.envelope(made.NODE, ROOT, compression=2), "compression 0 or 1 was expected, found 2"),
+    "no zstd": (made.envelope(made.NODE, ROOT, compression=1), "28b52ffd"),
+    "a manifest": (made.envelope(made.MANIFEST, ROOT), "0x0cdb20de was expected, found 0x0cdb3a2a"),
+    "foreign": (b"<html>" * 9, "found 0x3c68746d"),
+    "short": (b"\x0c\xdb\x20\xde", "18 bytes were expected, found 4"),
+    "flipped": (made.envelope(made.NODE, ROOT)[:-20] + b"\xff" + made.envelope(made.NODE, ROOT)[-19:], "[Dd]igest"),
+}
+
+
+@pytest.mark.parametrize("case", ENVELOPES)
+@pytest.mark.parametrize("where", ["node", "manifest"])
+def test_what_is_no_node_or_manifest_is_refused(tmp_path: Path, case: str, where: str) -> None:
+    """Newer, foreign, cut off or flipped: file, expected and found are told."""
+    data, told = ENVELOPES[case]
+    if where == "node":
+        path, file = made.write(tmp_path, [data]), "d/x"
+    else:
+        swapped = {made.NODE: made.MANIFEST, made.MANIFEST: made.NODE}.get(int.from_bytes(data[:4], "big"))
+        if swapped is not None and len(data) > 4:
+            data = swapped.to_bytes(4, "big") + data[4:-4]
+            data += (made.crc32c(data) ^ (case == "flipped")).to_bytes(4, "little")
+        told = "0x0cdb3a2a was expected, found 0x0cdb20de" if case == "a manifest" else told
+        path, file = made.write(tmp_path, [made.envelope(made.NODE, ROOT)], first=data), "manifest.ocdbt"
+    with pytest.raises(CorruptCheckpointError, match=told) as caught:
+        BTree(str(path)).entries()
+    assert str(path / file) in str(caught.value)
+
+
+def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
+    """40 KB of runs of zeros would be 1.3 GB."""
+    run = ((128 << 10) << 3 | 2).to_bytes(3, "little") + b"\0"
+    bomb = bytes.fromhex("28b52ffd0038") + run * 10_000 + b"\1\0\0"
+    path = made.write(tmp_path, [made.envelope(made.NODE, bomb, compression=1)])
+    with pytest.raises(CorruptCheckpointError, match=f"at most {1 << 30} decompressed bytes"):
+        BTree(str(path)).entries()
+
+
+@pytest.mark.parametrize("place", [(0, 2**62), (2**62, 40), (0, 41)], ids=str)
+def test_nodes_beyond_the_end_of_the_file_are_refused(tmp_path: Path, place: tuple[int, int]) -> None:
+    """No memory is asked for by what a reference claims."""
+    node = made.envelope(made.NODE, made.leaf({}))
+    path = made.write(tmp_path, [node], first=made.manifest(*place))
+    with pytest.raises(CorruptCheckpointError, match="expected"):
+        BTree(str(path)).entries()
+
+
+def test_nodes_with_two_parents_are_refused(tmp_path: Path) -> None:
+    """Forty such levels would have 2**40 keys."""
+    node = made.envelope(made.NODE, made.leaf({b"a": b"1"}))
+    both = made.inner({b"a": (0, len(node)), b"b": (0, len(node))}, 1)
+    path = made.write(tmp_path, [node, made.envelope(made.NODE, both)], height=1)
+    with pytest.raises(CorruptCheckpointError, match="two"):
+        BTree(str(path)).entries()
+
+
+@pytest.mark.parametrize("name", [b"../secret", b"d/../../secret", b"/etc/passwd", b"d/\0x"])
+@pytest.mark.parametrize("where", ["value", "node", "base"])
+def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, where: str) -> None:
+    """Neither a value, nor a node, nor a node through its parent's path."""
+    if where == "value":
+        body = made.leaf({b"a": b"1"}, [name], kinds=b"\1", places=made.column([0, 0]), values=b"")
+        path = made.write(tmp_path, [made.envelope(made.NODE, body)])
+    elif where == "node":
+        path = made.write(tmp_path, [made.envelope(made.NODE, ROOT)], first=made.manifest(0, 40, file=name))
+    else:
+        body = made.inner({b"a": (0, 40)}, 1, [name])
+        path = made.write(tmp_path, [made.envelope(made.NODE, body)], height=1)
+    with pytest.raises(CorruptCheckpointError, match="outside"):
+        BTree(str(path)).entries()
+
+
+def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) -> None:
+    """Its driver reads what only it can: the values are found, not where they lie."""
+    _database(tmp_path, VALUES, manifest_kind="numbered")
+    found = index.open_index(str(tmp_path), use_ocdbt=True)
+    assert {key: found.get(key.decode()) for key in VALUES} == VALUES
+    assert found.get("absent") is None
+
+
+def test_another_text_of_tensorstore_leaves_the_index_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of a node comes from a message; if that changes, checkpoints still restore."""
+    tree = {f"{number:04}": np.arange(50.0) + number for number in range(400)}
+    path = save(tmp_path / "c", tree)
+    seen = []
+    decode = codecs._decode
+
+    def reworded(data: bytes, codec: str, length: int) -> bytes:
+        try:
+            return decode(data, codec, length)
+        except ValueError as error:
+            seen.append(str(error))
+            raise ValueError("Not enough data, in other words") from error
+
+    monkeypatch.setattr(codecs, "_decode", reworded)
+    assert fingerprint(load(path)) == fingerprint(tree)
+    assert seen
+
+
+def _blocks_kept_by(restores: int, path: str) -> int:
+    """Memory blocks of Python that this many restores leave behind."""
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(restores):
+        load(path)
+    gc.collect()
+    return sys.getallocatedblocks() - before
+
+
+def test_restores_leave_nothing_behind(tmp_path: Path) -> None:
+    """TensorStore's dump left 12 blocks for each leaf and restore: 12,000 here."""
+    path = save(tmp_path / "c", {f"{number:03}": np.arange(40.0) for number in range(200)})
+    _blocks_kept_by(3, path)
+    assert _blocks_kept_by(5, path) < 200
+
+
+def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path) -> None:
+    """Files are looked for where `locate` says."""
+    path = made.write(tmp_path / "real", [made.envelope(made.NODE, ROOT)])
+    asked: list[str] = []
+
+    def locate(file: str) -> str:
+        asked.append(file)
+        return os.path.join(path, file)
+
+    assert btree.BTree("s3://bucket/absent", locate).entries() == VALUES
+    assert set(asked) == {"manifest.ocdbt", "d/x"}
