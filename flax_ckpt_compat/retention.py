@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from typing import Any
@@ -27,17 +26,14 @@ def check_directory(where: Place, name: str, step: Any) -> None:
     """Refuse a directory that is itself a checkpoint, in which no look-up would find another one.
 
     Raises:
-        InvalidCheckpointError: it is a checkpoint.
-        StorageError: it is a file of another name.
+        InvalidCheckpointError: it is a checkpoint. A file of any other name is refused by whoever makes directories.
     """
-    directory, is_file = where.directory, paths.isfile(where.directory)
-    if not is_file and not _is_orbax(directory):
+    directory = where.directory
+    parent, own_name = os.path.split(directory)
+    is_step = steps.step_of(own_name, where.prefix) is not None
+    if not (is_step and paths.isfile(directory)) and not _is_orbax(directory):
         return
     what = f"cannot save {'' if step is None else f'step {step} '}to {where.path(name)}: {directory}"
-    parent, own_name = os.path.split(directory)
-    if is_file and steps.step_of(own_name, where.prefix) is None:
-        message = f"{what} is a file; a directory was expected, perhaps {parent}"
-        raise StorageError(message, path=directory, errno=errno.ENOTDIR)
     message = f"{what} is itself a checkpoint; pass the directory that holds it, {parent}"
     raise InvalidCheckpointError(message, path=where.path(name), step=step)
 

@@ -13,6 +13,8 @@ from flax_ckpt_compat import _listing, background, config, foreign, snapshot, to
 from flax_ckpt_compat._core import files, paths, steps
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.errors import StepError
+from flax_ckpt_compat._core.tree import Node
+from flax_ckpt_compat._core.write_errors import writing
 from flax_ckpt_compat._listing import Place
 from flax_ckpt_compat._routing import backend_for
 from flax_ckpt_compat.request import Request
@@ -124,11 +126,12 @@ def _carry_out_together(request: Request, target: Any, async_manager: Any, orbax
 
 def _save_alone(request: Request, target: Any, async_manager: Any) -> None:
     backend = backend_for(request.format)
-    prepared = backend.prepare(snapshot.tree_to_save(target, request, copied=bool(async_manager)))
+    tree = snapshot.tree_to_save(target, request, copied=bool(async_manager))
+    prepared = backend.prepare(tree)
     options = WriteOptions(compression=config.current().compression)
 
     def task() -> None:
-        _write_and_commit(request, backend, prepared, options)
+        _write_and_commit(request, backend, prepared, options, tree)
 
     if async_manager:
         background.start(async_manager, request.where.directory, task)
@@ -136,14 +139,14 @@ def _save_alone(request: Request, target: Any, async_manager: Any) -> None:
         task()
 
 
-def _write_and_commit(request: Request, backend: Backend, prepared: Any, options: WriteOptions) -> None:
+def _write_and_commit(request: Request, backend: Backend, prepared: Any, options: WriteOptions, tree: Node) -> None:
     if backend.format is Format.MSGPACK:
         monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
     request.prepare_directory()
     temporary = paths.temporary_path(request.path)
     try:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
-        with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
+        with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, options)
         request.check_again()
         paths.publish(temporary, request.path, new=not request.overwrite)

@@ -10,9 +10,10 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat import background, config, foreign, snapshot
-from flax_ckpt_compat._core import files, sites
+from flax_ckpt_compat._core import sites
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, iter_leaves
+from flax_ckpt_compat._core.write_errors import writing
 from flax_ckpt_compat._routing import backend_for
 from flax_ckpt_compat.request import Request
 from flax_ckpt_compat.team import Team
@@ -71,7 +72,7 @@ def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOpti
     request.prepare_directory()
     site = sites.begin(request.path, beside=backend.format is Format.MSGPACK)
     try:
-        with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
+        with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
             backend.begin_shared(site.path, prepared, options, team.share, site.shares)
     except BaseException:
         site.give_up(leads=True)
@@ -85,7 +86,7 @@ def _write_and_commit(
     site, failed, leads = None, None, team.share.index == 0
     try:
         site = sites.join(told, leads)
-        with files.translated(request.path), jax.transfer_guard_device_to_host("allow"):
+        with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
             backend.write_share(site.path, prepared, options, team.share, site.shares)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
@@ -94,7 +95,7 @@ def _write_and_commit(
         assert site is not None
         if backend.format is Format.MSGPACK:
             monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
-        with files.translated(request.path):
+        with writing(request.path, site.path):
             backend.end_shared(site.path, prepared, options, team.share, site.shares)
         request.check_again()
         site.publish(request.path, new=not request.overwrite)

@@ -44,9 +44,7 @@ def write_tree(path: str, tree: Node) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        message = (
-            f"{path}: writing the checkpoint failed: {error.strerror or error}; free space or choose another place"
-        )
+        message = f"{path}: writing the checkpoint failed: {error.strerror or error}"
         raise StorageError(message, path=path, errno=error.errno) from error
 
 

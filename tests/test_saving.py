@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -232,7 +233,7 @@ def test_a_file_in_the_directorys_place_is_an_error(flag: bool, tmp_path: Path) 
 
 
 FULL = """
-import os, resource, signal, sys
+import errno, os, resource, signal, sys
 import numpy as np, flax
 from flax_ckpt_compat import checkpoints, errors
 folder, flag, limit = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
@@ -249,7 +250,14 @@ for manager in (None, checkpoints.AsyncManager()):
             checkpoints.save_checkpoint(folder, big, step, overwrite=True, async_manager=manager)
             manager.wait_previous_save()
         except errors.StorageError as error:
-            assert folder in str(error), error
+            assert str(error).startswith(f"{folder}/checkpoint_{step} could not be saved: "), error
+            assert "tmp" not in str(error).removeprefix(folder).replace(f"in {folder}", ""), error
+            if limit:
+                assert "ulimit -f" in str(error) and error.errno == errno.EFBIG, error
+            else:
+                assert "it needs 8 MB and " in str(error) and "MB are free in " in str(error), error
+                assert error.errno == errno.ENOSPC
+            assert error.path == f"{folder}/checkpoint_{step}"
             assert error.__cause__ is not None
         else:
             raise SystemExit("no error")
@@ -263,6 +271,23 @@ assert os.listdir(folder) == ["checkpoint_3"]
 def test_a_write_that_fails_midway_loses_nothing(flag: bool, tmp_path: Path) -> None:
     """With files cut at 1 MB, a large save is a StorageError; the old checkpoint stays, no temporary does."""
     run_python(FULL, tmp_path, flag, 10**6)
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.EACCES, "check the permissions of"), (errno.EIO, "disk")])
+def test_a_refused_write_names_the_checkpoint(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    """Not its temporary, and nobody is told to free space who lacks permission."""
+
+    def refuse(path: str, *args: Any) -> int:
+        raise OSError(number, os.strerror(number), path)
+
+    with monkeypatch.context() as patch, pytest.raises(errors.StorageError) as caught:
+        patch.setattr(os, "mkdir" if flag else "open", refuse)
+        ours.save_checkpoint(tmp_path, tree(), 1)
+    assert str(caught.value).startswith(f"{tmp_path}/checkpoint_1 could not be saved: {os.strerror(number)}; ")
+    assert remedy in str(caught.value) and "space" not in str(caught.value) and "tmp-" not in str(caught.value)
+    assert caught.value.errno == number and names(tmp_path) == []
 
 
 def test_a_full_disk_loses_nothing(flag: bool, tmp_path: Path) -> None:
