@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jax import monitoring
@@ -63,6 +65,22 @@ class Request:
         if self.careful:
             with paths.snapshot(self.where.directory):
                 retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+
+    def publish(self, publish: Callable[..., None]) -> None:
+        """Give what was written its name.
+
+        Args:
+            publish: does that; takes ``new``, which forbids to replace what another writer saved meanwhile.
+
+        Raises:
+            InvalidCheckpointError: it would have replaced something, and ``overwrite`` was not given.
+        """
+        try:
+            publish(new=not self.overwrite)
+        except StorageError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                self.check()  # says what is there
+            raise
 
     def clean_up(self) -> None:
         """What overwrite and retention remove, after the commit."""

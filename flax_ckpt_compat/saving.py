@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -149,7 +150,7 @@ def _write_and_commit(request: Request, backend: Backend, prepared: Any, options
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, options)
         request.check_again()
-        paths.publish(temporary, request.path, new=not request.overwrite)
+        request.publish(functools.partial(paths.publish, temporary, request.path))
     except BaseException:
         files.forget(temporary)
         raise

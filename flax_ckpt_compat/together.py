@@ -98,7 +98,7 @@ def _write_and_commit(
         with writing(request.path, site.path):
             backend.end_shared(site.path, prepared, options, team.share, site.shares)
         request.check_again()
-        site.publish(request.path, new=not request.overwrite)
+        request.publish(functools.partial(site.publish, request.path))
         request.committed()
         return ""
 

@@ -44,11 +44,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate before every commit; closed."""
     held, publish = Gate(), files.publish
 
-    def wait(temporary: str, final: str) -> None:
+    def wait(temporary: str, final: str, **options: Any) -> None:
         assert held.open.wait(30)
         if held.error is not None:
             raise held.error
-        publish(temporary, final)
+        publish(temporary, final, **options)
 
     monkeypatch.setattr(files, "publish", wait)
     yield held
@@ -161,10 +161,10 @@ def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeyp
     """Several managers with several workers, Flax's among them, mixed with saves in the foreground."""
     order, publish = [], files.publish
 
-    def slow(temporary: str, final: str) -> None:
+    def slow(temporary: str, final: str, **options: Any) -> None:
         time.sleep(0.02 if Path(final).name.endswith("0") else 0)
         order.append(Path(final).name)
-        publish(temporary, final)
+        publish(temporary, final, **options)
 
     monkeypatch.setattr(files, "publish", slow)
     managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
@@ -242,11 +242,11 @@ from flax_ckpt_compat._core import files
 folder, flag, fails = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
 flax.config.update("flax_use_orbax_checkpointing", flag)
 publish = files.publish
-def slow(*arguments):
+def slow(*arguments, **options):
     time.sleep(0.3)
     if fails:
         raise OSError("the disk broke")
-    publish(*arguments)
+    publish(*arguments, **options)
 files.publish = slow
 checkpoints.save_checkpoint(folder, {"w": np.arange(3)}, 1, async_manager=checkpoints.AsyncManager())
 """

@@ -62,8 +62,8 @@ def test_a_listing_refused_after_the_commit(flag: bool, tmp_path: Path, monkeypa
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied", path)
 
-    def then_refuse(*args: str) -> None:
-        publish(*args)
+    def then_refuse(*args: str, **options: bool) -> None:
+        publish(*args, **options)
         monkeypatch.setattr(os, "listdir", refuse)
 
     monkeypatch.setattr(files, "publish", then_refuse)

@@ -122,7 +122,7 @@ import flax, numpy as np
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core import files
 flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "True")
-def hold(*arguments):
+def hold(*arguments, **_):
     print("written", flush=True)
     signal.pause()
 files.publish = hold

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core import files, processes, steps
+from flax_ckpt_compat._core import files, processes, steps, unreplaced
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
 
@@ -262,8 +262,9 @@ def test_a_reboot_hides_a_set_aside_checkpoint_for_an_hour_at_most(
 def test_recover_never_replaces_a_checkpoint(tmp_path: Path, kind: str, dead: int) -> None:
     """Where the name is taken again, what was set aside is old and goes."""
     make(tmp_path / "c_1", "new", kind)
-    make(temporary_of(dead, tmp_path / "c_1", "old"), "old", kind)
-    assert not files._rename_new(temporary_of(dead, tmp_path / "c_1", "old"), str(tmp_path / "c_1"))
+    aside = temporary_of(dead, tmp_path / "c_1", "old")
+    make(aside, "old", kind)
+    assert not unreplaced.rename_new(aside, str(tmp_path / "c_1"))
     files.reclaim(str(tmp_path))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
 
@@ -308,7 +309,7 @@ def test_a_forked_child_is_another_writer(tmp_path: Path) -> None:
 
 FORK = """
 import os, sys
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core import files, unreplaced
 files.temporary_path(sys.argv[1])
 child = os.fork()
 os.write(1, files.temporary_path(sys.argv[1]).encode() + b"\\n")

@@ -23,6 +23,7 @@ from flax_ckpt_compat._core.temporaries import GONE, is_alive, parse
 from flax_ckpt_compat._core.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.temporaries import temporary_path as temporary_path
+from flax_ckpt_compat._core.unreplaced import put_new, rename_new
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -77,40 +78,29 @@ def recover(directory: str, names: Iterable[str]) -> list[str]:
             continue
         path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
         if not os.path.lexists(original) and os.path.lexists(path) and not is_alive(match, path):
-            with translated(path):
-                if _rename_new(path, original):
+            with translated(path), suppress(*GONE):  # another process was faster
+                if rename_new(path, original):
                     recovered.append(match["name"])
     return recovered
 
 
-def _rename_new(path: str, original: str) -> bool:
-    """Renames without replacing anything; False where another process was faster."""
-    try:
-        if os.path.isdir(path) or os.path.islink(path):
-            os.rename(path, original)  # onto a checkpoint, which is not empty, this fails
-        else:
-            os.link(path, original)
-            os.unlink(path)
-    except GONE:
-        return False
-    except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            return False
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        os.rename(path, original)  # a file system without hard links
-    return True
-
-
-def publish(temporary: str, final: str) -> None:
-    """Gives the finished temporary its final name, atomically, replacing what has that name; synced to disk.
+def publish(temporary: str, final: str, *, new: bool = False) -> None:
+    """Give the finished temporary its final name, atomically, replacing what has that name; synced to disk.
 
     A folder of arrays beside either of them is seen to as well; see `arrays`.
+
+    Args:
+        temporary: of `temporary_path`.
+        final: the name.
+        new: replace nothing but what is void.
+
+    Raises:
+        StorageError: the file system refused, or with ``new`` another checkpoint has the name.
     """
     with translated(final):
         move = arrays.move_in(temporary, final)
         try:
-            replaced = _put_in_place(temporary, final)
+            replaced = _put_in_place(temporary, final, new)
         except BaseException:
             arrays.undo(move)
             raise
@@ -129,8 +119,11 @@ def _remove_replaced(replaced: str, final: str) -> None:
         _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
 
 
-def _put_in_place(temporary: str, final: str) -> str | None:
-    """Renames, and returns where that which had the name is now, if anything is left of it."""
+def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
+    """Rename, and return where that which had the name is now, if anything is left of it."""
+    if new:
+        put_new(temporary, final)
+        return None
     try:
         os.replace(temporary, final)
     except OSError as error:

@@ -186,13 +186,13 @@ def publish(temporary: str, path: str, *, new: bool = False) -> None:
     Args:
         temporary: of `temporary_path`.
         path: the final one.
-        new: in a store, another checkpoint that has this name by now is not replaced.
+        new: another checkpoint that has this name by now is not replaced.
     """
     if is_url(path):
         store_uploads.check_sizes(temporary, path)  # before anything there is touched
         store_commits.publish(temporary, path, new=new)
     else:
-        files.publish(temporary, path)
+        files.publish(temporary, path, new=new)
 
 
 def discard(path: str) -> None:

@@ -81,9 +81,9 @@ def write(last):
             setattr(os, name, wrap(getattr(os, name)))
         files._exchange = wrap(files._exchange)
     publish = files.publish
-    def count_and_publish(*arguments):
+    def count_and_publish(*arguments, **options):
         count_all()
-        publish(*arguments)
+        publish(*arguments, **options)
     # Once with all of the writing, which goes on in temporaries; else what follows it.
     if before == "none":
         count_all()

@@ -151,7 +151,7 @@ def fail_to_publish(folder: str) -> tuple[str, str]:
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     own: Any = files.publish
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("no renaming in this test")
 
     files.publish = refuse

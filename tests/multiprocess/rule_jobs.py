@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from tests.multiprocess.jobs import large, mesh, put, small, use
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._routing import backend_for
+from tests.multiprocess.jobs import large, mesh, names, put, restore_small, small, use
 
 
 def save_with(folder: str, orbax: bool, changes: list[dict[str, Any]], wait: float = 3) -> str:
@@ -81,3 +85,31 @@ def save_in_two_threads(folder: str, orbax: bool, step: int) -> list[str]:
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(save, prefix) for prefix in prefixes]
         return sorted(future.result(60) for future in futures)
+
+
+def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tuple[str, float]:
+    """Saves step 1, and commits only when all jobs have written.
+
+    Returns:
+        The name of the error's class, or an empty text; and what a restore then gives.
+    """
+    use(orbax)
+    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+    kind, own = type(backend), type(backend).end_shared
+
+    def end_shared(*args: Any) -> None:
+        own(*args)
+        Path(folder, f"other_{job}").touch()
+        deadline = time.monotonic() + 20
+        while sum(name.startswith("other_") for name in names(folder)) < jobs and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    kind.end_shared = end_shared
+    error = ""
+    try:
+        checkpoints.save_checkpoint_multiprocess(folder, small(len(job)), 1)
+    except Exception as raised:
+        error = type(raised).__name__
+    finally:
+        kind.end_shared = own
+    return error, restore_small(folder)

@@ -66,6 +66,20 @@ def test_saves_of_one_and_of_several_processes_share_a_directory(orbax: bool, tm
     assert jobs.names(str(tmp_path)) == steps_and_arrays(tmp_path, orbax, 3)
 
 
+def test_two_jobs_save_one_step_without_overwrite(orbax: bool, tmp_path: Path) -> None:
+    """Both have written before one commits: in one job all processes say that they saved, in the other none does."""
+    teams = {"a": team_of(2), "bb": team_of(2, 4)}
+    for job, team in teams.items():
+        team.start(rule_jobs.save_beside_another_job, str(tmp_path), orbax, job, len(teams))
+    outcomes = {job: team.finish() for job, team in teams.items()}
+    assert all(outcome.ok for both in outcomes.values() for outcome in both), outcomes
+    saved = [job for job, both in outcomes.items() if [outcome.value[0] for outcome in both] == ["", ""]]
+    assert len(saved) == 1, outcomes
+    refused = next(both for job, both in outcomes.items() if job not in saved)
+    assert all(outcome.value[0] in ("InvalidCheckpointError", "StorageError") for outcome in refused), outcomes
+    assert {outcome.value[1] for both in outcomes.values() for outcome in both} == {len(saved[0])}
+
+
 def test_save_checkpoint_on_process_0_only(orbax: bool, tmp_path: Path) -> None:
     """It waits for nobody, with the flag on and off; so does a restore by one process."""
     team = team_of(2)

@@ -1,0 +1,85 @@
+"""Two writers save one step without ``overwrite`` at the same time: exactly one is refused, whatever the format."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints, errors, saving
+from flax_ckpt_compat._core import unreplaced
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.files import temporary_path
+from flax_ckpt_compat._routing import backend_for
+
+PAIRS = list(itertools.product(Format, repeat=2))
+
+
+@pytest.fixture
+def both_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has written waits until the other has, too, so that both have passed the check before."""
+    meeting = threading.Barrier(2, timeout=30)
+    for format in Format:
+        kind = type(backend_for(format))
+        monkeypatch.setattr(kind, "write", _then(kind.write, meeting.wait))
+
+
+def _then(write: Callable[..., None], wait: Callable[[], Any]) -> Callable[..., None]:
+    def write_and_wait(*args: Any) -> None:
+        write(*args)
+        wait()
+
+    return write_and_wait
+
+
+@pytest.mark.usefixtures("both_written")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Format, Format]) -> None:
+    """As a step that exists is refused; what is restored is the tree of the one that said that it saved."""
+
+    def save(number: int) -> str:
+        tree = {"n": number, "v": np.full(3, number)}
+        # As save_checkpoint, whose flag two threads cannot set to different values.
+        return saving.save(str(tmp_path), tree, 1, "checkpoint_", 1, False, None, None, None, format=pair[number])
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(save, number) for number in (0, 1)]
+    failed = [future.exception() for future in futures]
+    assert sum(error is None for error in failed) == 1, failed
+    refused = next(error for error in failed if error is not None)
+    assert isinstance(refused, errors.InvalidCheckpointError)
+    assert "already exists; pass overwrite=True" in str(refused)
+    assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == failed.index(None)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("there", ["nothing", "empty directory", "empty file", "file", "directory"])
+def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: str) -> None:
+    """A file of no size and an empty directory give way, as before; all else is refused, and stays."""
+    final = tmp_path / "c_1"
+    temporary = Path(temporary_path(str(final)))
+    (temporary if directory else tmp_path).mkdir(exist_ok=True)
+    (temporary / "new" if directory else temporary).write_text("new")
+    if "directory" in there:
+        final.mkdir()
+    if there == "directory":
+        (final / "old").touch()
+    if "file" in there:
+        final.write_text("" if "empty" in there else "old")
+    if there in ("file", "directory"):
+        with pytest.raises(errors.StorageError, match="another process has saved"):
+            unreplaced.put_new(str(temporary), str(final))
+        assert temporary.exists()
+        assert (final / "old").exists() if there == "directory" else final.read_text() == "old"
+    else:
+        unreplaced.put_new(str(temporary), str(final))
+        assert os.listdir(tmp_path) == ["c_1"]
+        assert (final / "new" if directory else final).read_text() == "new"
