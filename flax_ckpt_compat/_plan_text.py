@@ -6,20 +6,22 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from flax_ckpt_compat._core.folding import Row, fold, one_line
 from flax_ckpt_compat._core.printable import printable
-from flax_ckpt_compat.similar import shorten
 
 Plan = Any  # flax_ckpt_compat.plan.Plan, which imports this module
 PlannedLeaf = Any
-# Leaves that simply come from the stored leaf of the same name are listed up to this many, then only counted.
-_MAX_PLAIN = 30
+# Of more rows, those of numbered layers are folded, and then only counted; the simple ones first.
+_MAX_ROWS = 24
+_MAX_STEPS = 12
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
+_SAME = "same name"
 _STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "checkpoint": ""}
 
 
 def plain(plan: Plan) -> str:
     """The plan as text, with aligned columns and no colours."""
-    rows = [_HEADINGS, *(_row(leaf) for leaf in _shown(plan))]
+    rows = [_HEADINGS, *(_cells(row) for row in _shown(plan)[0])]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
     return "\n".join([_title(plan), *lines, *map(printable, _notes(plan))])
@@ -38,9 +40,8 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
     table = Table(title=Text(_title(plan)), title_justify="left")
     for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
-    for leaf in _shown(plan):
-        style = "magenta" if leaf.is_reshaped else _STYLES[leaf.origin]
-        table.add_row(*map(Text, _row(leaf)), style=style)
+    for row in _shown(plan)[0]:
+        table.add_row(*map(Text, _cells(row)), style=row.detail[0])
     yield table
     for note in _notes(plan):
         yield Text("\n".join(_narrow(line, width) for line in printable(note).splitlines()))
@@ -77,33 +78,46 @@ def _bytes(number: int) -> str:
     return f"{number} bytes"
 
 
-def _shown(plan: Plan) -> list[PlannedLeaf]:
-    simple = [leaf for leaf in plan.leaves if _is_simple(leaf)]
-    if len(simple) <= _MAX_PLAIN:
-        return list(plan.leaves)
-    left_out = {id(leaf) for leaf in simple[_MAX_PLAIN:]}
-    return [leaf for leaf in plan.leaves if id(leaf) not in left_out]
+def _shown(plan: Plan) -> tuple[list[Row], str]:
+    """Return the rows to show, and a line that counts the leaves they leave out; empty if none."""
+    rows = [_row(leaf) for leaf in plan.leaves]
+    if len(rows) <= _MAX_ROWS:
+        return rows, ""
+    rows = fold(rows)
+    # What simply comes from the stored leaf of the same name has the second place.
+    kept = sorted(range(len(rows)), key=lambda at: (_is_simple(rows[at]), at))[:_MAX_ROWS]
+    left_out = [row for at, row in enumerate(rows) if at not in set(kept)]
+    more = sum(row.count for row in left_out)
+    what = "each from the stored leaf of the same name" if all(map(_is_simple, left_out)) else "all in plan.leaves"
+    return [rows[at] for at in sorted(kept)], f"  … and {more} more, {what}" if more else ""
 
 
-def _is_simple(leaf: PlannedLeaf) -> bool:
-    same_name = leaf.origin == "checkpoint" and leaf.sources == (leaf.path,)
-    return same_name and not leaf.is_reshaped and not leaf.is_retyped
+def _row(leaf: PlannedLeaf) -> Row:
+    """Return a leaf with its style, how it comes about, and shape and dtype; of the detail nothing is folded."""
+    style = "magenta" if leaf.is_reshaped else _STYLES[leaf.origin]
+    how, sources = _source(leaf)
+    return Row((leaf.path, *sources), (style, how, _what(leaf)))
 
 
-def _row(leaf: PlannedLeaf) -> tuple[str, str, str]:
-    path, source = (printable(text, one_line=True) for text in (leaf.path, _source(leaf)))
-    return path, source, _what(leaf)
+def _is_simple(row: Row) -> bool:
+    return row.detail[:2] == (_STYLES["checkpoint"], _SAME) and ", target " not in row.detail[2]
 
 
-def _source(leaf: PlannedLeaf) -> str:
+def _cells(row: Row) -> tuple[str, str, str]:
+    path, *sources = row.names
+    _, how, what = row.detail
+    names = ", ".join(sources) if len(sources) < 3 else f"{sources[0]} … {sources[-1]}"
+    source = ": ".join(filter(None, (how, names))) or "None"
+    return printable(path, one_line=True), printable(source, one_line=True), f"{what}{row.note}"
+
+
+def _source(leaf: PlannedLeaf) -> tuple[str, tuple[str, ...]]:
+    """Return how a leaf comes about, and the stored leaves that are named with it."""
     if leaf.origin == "missing":
-        return "MISSING"
+        return "MISSING", ()
     if leaf.origin == "target":
-        return f"target ({leaf.how})"
-    if leaf.sources == (leaf.path,) and not leaf.how:
-        return "same name"
-    names = ", ".join(leaf.sources) if len(leaf.sources) < 3 else f"{leaf.sources[0]} … {leaf.sources[-1]}"
-    return f"{leaf.how}: {names}" if leaf.how else names or "None"
+        return f"target ({leaf.how})", ()
+    return (_SAME, ()) if leaf.sources == (leaf.path,) and not leaf.how else (leaf.how, leaf.sources)
 
 
 def _what(leaf: PlannedLeaf) -> str:
@@ -115,11 +129,10 @@ def _what(leaf: PlannedLeaf) -> str:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    more = sum(map(_is_simple, plan.leaves)) - _MAX_PLAIN
-    if more > 0:
-        yield f"  … and {more} more, each from the stored leaf of the same name"
+    if more := _shown(plan)[1]:
+        yield more
     if plan.unused:
-        yield f"Stored, but not used: {shorten(plan.unused)}"
+        yield f"Stored, but not used: {one_line(plan.unused)}"
     if any(leaf.is_reshaped for leaf in plan.leaves) and plan.raises is None:
         yield "Where shapes differ, restore_checkpoint gives what is stored, with a warning; restore refuses."
     if plan.raises is not None:
@@ -131,4 +144,5 @@ def _notes(plan: Plan) -> Iterator[str]:
         if not plan.suggestion.confident:
             doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
             sure = f"A guess, to be checked leaf by leaf{doubt}"
-        yield f"{sure}:\n{plan.suggestion}"
+        is_long = len(plan.suggestion.steps) > _MAX_STEPS
+        yield f"{sure}:\n{'print(plan.suggestion)' if is_long else plan.suggestion}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -81,6 +81,19 @@ class Transforms:
     def unmatched(self, keys: Sequence[str]) -> list[str]:
         """The transforms' keys that match none of these."""
         return [entry.key for entry in self._entries if not any(map(entry.pattern.fullmatch, keys))]
+
+    def reversed_one(self, stored: Sequence[str], wanted: Set[str]) -> tuple[str, str] | None:
+        """Return a stored name that a key matches, and the target's that its original_key gives, if there is one.
+
+        Such a transform says where a stored leaf goes; transforms say where the target's leaves come from.
+        """
+        for entry in self._entries:
+            for matched in filter(None, map(entry.pattern.fullmatch, stored)):
+                new = entry.transform.original_key and _source(entry, matched)
+                new = "/".join(new) if isinstance(new, tuple) else new
+                if new in wanted and matched.string not in wanted:
+                    return matched.string, new
+        return None
 
     def resolve(
         self, key: str, has: Callable[[str | Path], bool], default_to_original: bool = True

@@ -14,13 +14,14 @@ import jax
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._resolve import AbsentSourceError, Call, Keep, Transforms, call_multi_value_fn, call_value_fn
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
 from flax_ckpt_compat.matching import Choose
 from flax_ckpt_compat.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule
-from flax_ckpt_compat.similar import nearest
+from flax_ckpt_compat.similar import Names
 from flax_ckpt_compat.transforms import restore_args
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -79,11 +80,28 @@ class Adaptation:
         """What each target leaf gets, or None where there is nothing to ask."""
         return _Chooser(tree, self._transforms, self._default_to_original) if self._is_asked else None
 
-    def idle_transforms(self, target: Node) -> list[str]:
-        """The keys of transforms that match no leaf of the target's neutral tree: most likely they are misspelt."""
+    def explain_idle(self, target: Node, tree: Node) -> str:
+        """Return which transforms have keys that match no leaf of the target, most likely misspelt; empty if none.
+
+        Args:
+            target: the target's neutral tree.
+            tree: of the checkpoint.
+        """
         if not self._transforms:  # as in most restores, whose leaves need no joined names then
-            return []
-        return self._transforms.unmatched(["/".join(path) for path, _ in iter_leaves(target)])
+            return ""
+        wanted = ["/".join(path) for path, _ in iter_leaves(target)]
+        idle = self._transforms.unmatched(wanted)
+        if not idle:
+            return ""
+        message = f"transforms whose keys match no leaf of the target do nothing: {one_line(idle)}"
+        turned = self._transforms.reversed_one(["/".join(path) for path, _ in iter_leaves(tree)], frozenset(wanted))
+        if turned is None:
+            return message
+        old, new = turned
+        return (
+            f"{message}; keys are names of the target and original_key is the stored one, so {old!r} looks reversed: "
+            f"write {{{new!r}: Transform(original_key={old!r})}}"
+        )
 
     def warn_without_target(self) -> None:
         """Says that transforms do nothing without a target, as in Flax."""
@@ -151,7 +169,7 @@ class _Chooser:
             raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error
 
     def _like(self, name: str) -> str:
-        near = nearest(name, list(self._paths))
+        near = Names(list(self._paths)).nearest(name)
         return f"; stored names like it: {', '.join(near)}" if near else ""
 
     def _has(self, source: str | Path) -> bool:

@@ -13,10 +13,10 @@ import numpy as np
 
 from flax_ckpt_compat import _casting, placing, state
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
+from flax_ckpt_compat._core.folding import Row, one_line
 from flax_ckpt_compat._core.tree import Path, is_jax_array, show_path
 from flax_ckpt_compat.leaves import Computed, Stored
 from flax_ckpt_compat.matching import ShapeDifference
-from flax_ckpt_compat.similar import shorten
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -136,7 +136,7 @@ class Run:
             _log.warning(
                 "%s: cast to what the abstract target says, which cannot hold every value that was saved: %s",
                 self._reader.path,
-                shorten(self._narrowed),
+                one_line(Row((leaf,), (what,)) for leaf, _, what in (text.rpartition(": ") for text in self._narrowed)),
             )
 
     def value(self, path: Path, leaf: LeafHandle | Computed, how: placing.Wish | placing.Form) -> Any:
@@ -159,7 +159,7 @@ class Run:
         try:
             return _placed(value, how)
         except ValueError as error:
-            names = ", ".join(show_path(handle.path) for handle in leaf.handles)
+            names = one_line(show_path(handle.path) for handle in leaf.handles)
             raise placing.misfit(
                 f"{show_path(path)} ({leaf.how} of {names})", tuple(value.shape), how, self._reader.path
             ) from error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat.leaves import Computed, Kept, Own, Stored, handles_of
 from flax_ckpt_compat.old_namedtuples import fields_of
-from flax_ckpt_compat.similar import MAX_SHOWN, nearest, shorten
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -171,41 +170,3 @@ def _same_names(stored: Node, target: Node) -> bool:
     return stored.children.keys() == target.children.keys() and all(
         _same_names(stored.children[name], child) for name, child in target.children.items()
     )
-
-
-def explain_missing(match: Match, stored: Node, source: str) -> str:
-    """The message for missing leaves: every path, what is stored instead, and the remedy."""
-    names = [show_path(path) for path, _ in iter_leaves(stored)]
-    lines, any_near = [f"{source} lacks {len(match.missing)} of the leaves that the target asks for:"], False
-    for number, path in enumerate(match.missing):
-        near = nearest(show_path(path), names) if number < MAX_SHOWN else []
-        any_near = any_near or bool(near)
-        line = f"  {show_path(path)}" + (f"   (stored: {', '.join(near)})" if near else "")
-        lines.append(line + ("   (empty: holds no values)" if path in match.empty else ""))
-    if not any_near:
-        lines.append(_top_level(stored))
-    lines.append(
-        "To keep the target's own values for them, pass orbax_transforms={} to restore_checkpoint or "
-        "missing_leaves='keep' to restore, or set flax_ckpt_compat.config.update(missing_leaves='keep')."
-    )
-    return "\n".join(lines)
-
-
-def _top_level(stored: Node) -> str:
-    if not isinstance(stored, Branch):
-        return "The checkpoint is a single value, without names."
-    if not stored.children:
-        return "The checkpoint holds no names at all."
-    return f"None of the stored names is similar. At the top level the checkpoint holds: {shorten(stored.children)}"
-
-
-def explain_shapes(shapes: Sequence[ShapeDifference], source: str, *, refused: bool) -> str:
-    """The message for shapes that differ: a line for every leaf up to twenty, and what to do."""
-    shown = [f"  {show_path(path)}: stored {was}, target {want}" for path, was, want in shapes[:MAX_SHOWN]]
-    if len(shapes) > MAX_SHOWN:
-        shown.append(f"  and {len(shapes) - MAX_SHOWN} more")
-    remedy = "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
-    first = f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"
-    first += ":" if refused else "; they are returned as stored:"
-    last = "Change the model's configuration to the one that was saved." + (f" {remedy}" if refused else "")
-    return "\n".join([first, *shown, last])

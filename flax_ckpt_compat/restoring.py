@@ -17,6 +17,7 @@ from flax_ckpt_compat import (
     background,
     config,
     executing,
+    explaining,
     foreign,
     matching,
     opening,
@@ -30,12 +31,14 @@ from flax_ckpt_compat._core.errors import (
     ShapeMismatchError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.tree import Node, show_path
+from flax_ckpt_compat._core.folding import MAX_SHOWN, one_line
+from flax_ckpt_compat._core.tree import Node, iter_leaves, show_path
 from flax_ckpt_compat.adapting import Adaptation
-from flax_ckpt_compat.similar import shorten
 from flax_ckpt_compat.works import Work, main_item, plan_all, plan_tree
 
 _log = logging.getLogger("flax_ckpt_compat")
+# Stored leaves, above which an error does not wait for a suggestion.
+_MANY = 1500
 
 
 def restore(
@@ -151,36 +154,51 @@ def _values(work: Work, lists: bool) -> Any:
 def _judge(work: Work, target: state.Described) -> None:
     """Applies the policies to what did not match."""
     match, path, policy = work.match, work.path, config.current().missing_leaves
-    idle = work.adaptation.idle_transforms(target.node)
+    idle = work.adaptation.explain_idle(target.node, work.tree)
+    missing = tuple(map(show_path, match.missing))
     if idle:
-        _log.warning("%s: transforms whose keys match no leaf of the target do nothing: %s", path, shorten(idle))
-    if match.missing and work.adaptation.lenient:
-        _log.info("%s: not in the checkpoint, kept: %s", path, shorten(map(show_path, match.missing)))
-    elif match.missing and policy != "keep":
-        message = matching.explain_missing(match, work.tree, path)
+        kept = f"; these leaves kept the target's own values: {one_line(missing)}" if work.adaptation.lenient else ""
+        _log.warning("%s: %s%s", path, idle, kept if missing else "")
+    if missing and work.adaptation.lenient:
+        _log.info("%s: not in the checkpoint, kept: %s", path, one_line(missing))
+    elif missing and policy != "keep":
+        message = explaining.missing_leaves(match, work.tree, path)
         if policy == "error":
-            missing = tuple(show_path(leaf) for leaf in match.missing)
-            raise MissingLeavesError(message + _suggestion(work), path=path, missing=missing)
+            remedies = explaining.missing_remedies(match, target.node, _suggestion(work))
+            raise MissingLeavesError(f"{message}\n{remedies}", path=path, missing=missing)
         _log.warning("%s\nThe target's own values were kept.", message)
     _judge_shapes(work, match.shapes)
     if match.unused:
-        _log.info("%s: not in the target, dropped: %s", path, shorten(map(show_path, match.unused)))
+        _log.info("%s: not in the target, dropped: %s", path, one_line(map(show_path, match.unused)))
 
 
 def _judge_shapes(work: Work, shapes: Sequence[matching.ShapeDifference]) -> None:
     policy = config.current().shape_mismatch
     if not shapes or policy == "ignore":
         return
-    message = matching.explain_shapes(shapes, work.path, refused=policy == "error")
-    if policy == "error":
-        raise ShapeMismatchError(message + _suggestion(work), path=work.path, leaf=show_path(shapes[0][0]))
+    assert work.target is not None  # whose shapes they are not
+    refused = policy == "error"
+    message = explaining.other_shapes(
+        shapes,
+        work.path,
+        work.target.node,
+        arrays=work.arrays,
+        refused=refused,
+        suggestion=_suggestion(work) if refused else "",
+    )
+    if refused:
+        raise ShapeMismatchError(message, path=work.path, leaf=show_path(shapes[0][0]))
     _log.warning(message)
 
 
 def _suggestion(work: Work) -> str:
     """What to add to a message about leaves: rules that map the checkpoint to the target, if that is clear."""
+    if sum(1 for _ in iter_leaves(work.tree)) > _MANY:
+        return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
     suggestion = work.suggest()
     if suggestion is None or not suggestion.confident:
         return ""
+    if len(suggestion.steps) > MAX_SHOWN:
+        return f"{len(suggestion.steps)} rules would map it: the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if work.adaptation.rules else ""
-    return f"\nThese rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"
+    return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"

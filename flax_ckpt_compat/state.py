@@ -7,6 +7,7 @@ lists, tuples and int-keyed dicts, and go into registered pytrees that Flax's ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from flax import core, serialization
 
 from flax_ckpt_compat import old_namedtuples
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, show_path
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
@@ -190,8 +192,9 @@ def _is_sequence(entries: list[tuple[Any, Any]]) -> bool:
 def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
     names = [str(_key_name(keys[0])) for keys, _ in entries]
     if len(set(names)) != len(names):
+        twice = one_line(name for name, count in Counter(names).items() if count > 1)
         raise UnsupportedLeafError(
-            f"cannot save {show_path(path)}: its keys {names} are not unique as text; rename them",
+            f"cannot save {show_path(path)}: several of its keys are, as text, {twice}; rename them",
             leaf=show_path(path),
         )
     return names

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._resolve import (
     Call,
@@ -142,7 +143,7 @@ def apply_transformations(
         else:
             values.append(original.value(outcome, key, own))
     if unknown:
-        _log.info("not in the original tree nor named by a transform, kept from the new tree: %s", ", ".join(unknown))
+        _log.info("not in the original tree nor named by a transform, kept from the new tree: %s", one_line(unknown))
     return jax.tree_util.tree_unflatten(structure, values)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flax_ckpt_compat import _detect, matching, opening, state
 from flax_ckpt_compat._core import memory, paths
-from flax_ckpt_compat._core.backend import LeafHandle, Part
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
 from flax_ckpt_compat.adapting import Adaptation
@@ -48,6 +48,14 @@ class Work:
         is_plain = not self.adaptation.rules and not self.adaptation.is_orbaxs
         return is_plain and not paths.is_url(self.path) and _nbytes(self.tree) < _SHORT_BYTES
 
+    @property
+    def arrays(self) -> int:
+        """How many arrays of the target come from stored ones."""
+        return sum(
+            isinstance(one.node, LeafHandle) and one.node.kind is LeafKind.ARRAY and hasattr(one.target, "shape")
+            for one in _stored(self.match.sources)
+        )
+
     def suggest(self) -> Any:
         """The `flax_ckpt_compat.suggesting.Suggestion` for what is missing or of another shape, or None."""
         from flax_ckpt_compat import suggesting  # most restores need none of it
@@ -65,6 +73,14 @@ class Work:
         assert self.target is not None  # only targets have rules
         match = _match(self.tree, self.target.node, self.adaptation, frozenset())
         return dataclasses.replace(self, match=match, own_rules=frozenset())
+
+
+def _stored(sources: Any) -> Iterator[Stored]:
+    if isinstance(sources, dict):
+        for child in sources.values():
+            yield from _stored(child)
+    elif isinstance(sources, Stored):
+        yield sources
 
 
 def _nbytes(node: Node) -> int:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import optax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,56 +136,9 @@ def test_old_namedtuples_are_read_as_new_ones() -> None:
     assert match({"p": old}, {"p": {"name": 0}}).missing == []
 
 
-def test_the_message_names_everything() -> None:
-    """All missing paths are listed, the nearest stored names with the same last part first, and the remedy last."""
-    stored = handles({"encoder": {"layer_0": {"kernel": 1}}, "bias": 2})
-    message = matching.explain_missing(matching.Match(missing=[("enc", "layer_0", "kernel"), ("zzz",)]), stored, "/p")
-    lines = message.splitlines()
-    assert lines[0].startswith("/p lacks 2 of the leaves")
-    assert lines[1] == "  enc/layer_0/kernel   (stored: encoder/layer_0/kernel)"
-    assert lines[2] == "  zzz"
-    assert "orbax_transforms={}" in lines[-1] and len(lines) == 4
-
-
-def test_stored_names_where_none_is_similar() -> None:
-    """Where nothing stored resembles what is missing, the stored top-level names are told; all missing stay listed."""
-    stored, target = {"encoder": {"w": 1}, "opt": {"m": 2}}, {"qq": dict.fromkeys(map(str, range(30)), 0)}
-    message = matching.explain_missing(match(stored, target), handles(stored), "/p")
-    assert [f"  qq/{n}" for n in range(30)] == message.splitlines()[1:31]
-    assert message.splitlines()[31].endswith("holds: encoder, opt")
-    for bare, word in ((5, "single value"), ({}, "no names")):
-        assert word in matching.explain_missing(match(bare, target), handles(bare), "/p")
-
-
-def test_empty_nodes_are_marked() -> None:
-    """A missing container without children, such as optax.EmptyState, is told to hold no values; others are not."""
-    stored, target = {"w": 1}, {"opt_state": (optax.EmptyState(), 3), "n": None}
-    message = matching.explain_missing(match(stored, target), handles(stored), "/p")
-    assert message.splitlines()[1:4] == ["  opt_state/0   (empty: holds no values)", "  opt_state/1", "  n"]
-
-
-def test_shapes_have_a_line_each() -> None:
-    """Shapes that differ are told one leaf a line, up to twenty; only the warning says that they are returned."""
-    target = {f"k{n:02}": np.zeros(2) for n in range(25)}
-    outcome = match({name: np.zeros(3) for name in target}, target)
-    for refused in (True, False):
-        lines = matching.explain_shapes(outcome.shapes, "/p", refused=refused).splitlines()
-        assert lines[1:21] == [f"  k{n:02}: stored (3,), target (2,)" for n in range(20)]
-        assert lines[21] == "  and 5 more" and "model's configuration" in lines[22] and len(lines) == 23
-        assert lines[0].startswith("/p: 25 of") and ("are returned" in lines[0]) == (not refused)
-        assert ("shape_mismatch='warn'" in lines[-1]) == refused
-
-
-def test_lists_of_paths_are_shortened() -> None:
-    """One line of a log holds twenty paths and says how many more there are."""
-    assert matching.shorten("abc") == "a, b, c"
-    assert matching.shorten(str(n) for n in range(25)).endswith(", 19 and 5 more")
-
-
 def test_a_missing_whole_tree_is_called_root() -> None:
     """A bare leaf has no key path: the message says <root>."""
     outcome = match({"a": 1}, 5)
     assert isinstance(outcome.sources, matching.Stored)
     outcome = match(5, {"a": {"b": 1}})
     assert outcome.missing == [("a", "b")]
-    assert "<root>" in matching.explain_missing(matching.Match(missing=[()]), handles(5), "/p")

@@ -177,11 +177,32 @@ def test_it_prints_as_text_and_as_a_table(saved: str, tmp_path: Path) -> None:
 
 
 def test_many_plain_leaves_are_counted_and_odd_ones_listed(flag: bool, tmp_path: Path) -> None:
-    """Of leaves under their own names thirty are listed; a missing one among hundreds is still seen."""
-    tree = {f"layer_{n}": np.ones(2) for n in range(300)}
+    """Of leaves under their own names some are listed; a missing one among hundreds is still seen."""
+    tree = {f"layer_{chr(65 + n % 26)}{chr(65 + n // 26)}": np.ones(2) for n in range(300)}
     checkpoints.save_checkpoint(tmp_path, tree, 1)
-    text = str(plan_restore(tmp_path, {**tree, "new": np.ones(1)}))
-    assert "MISSING" in text and "270 more" in text and len(text.splitlines()) < 45
+    plan = plan_restore(tmp_path, {**tree, "new": np.ones(1)})
+    text = str(plan)
+    assert "MISSING" in text and "277 more, each from the stored leaf" in text and len(text.splitlines()) < 40
+    odd = plan_restore(tmp_path, {name + "z": one for name, one in tree.items()})
+    assert "276 more, all in plan.leaves" in str(odd) and len(str(odd).splitlines()) < 40
+
+
+def test_numbered_layers_are_one_row(flag: bool, tmp_path: Path) -> None:
+    """Layers that get the same are folded, with their sources; what differs among them has a row of its own."""
+    blocks = {f"block_{n}": {"w": np.ones((2, 3)), "b": np.ones(3)} for n in range(24)}
+    checkpoints.save_checkpoint(tmp_path, {"net": blocks}, 1)
+    target = {"net": {name.replace("block", "layer"): dict(one) for name, one in blocks.items()}}
+    target["net"]["layer_7"]["w"] = np.ones((2, 4))
+    plan = plan_restore(tmp_path, target, transforms=[rules.rename(r"block_(\d+)", r"layer_\1")])
+    rows = [line.split(maxsplit=2) for line in str(plan).splitlines()[2:5]]
+    assert rows[0][:2] == ["net/layer_{0..6,8..23}/w", "net/block_{0..6,8..23}/w"] and rows[0][2].endswith(
+        "(23 leaves)"
+    )
+    assert rows[1][:2] == ["net/layer_{0..23}/b", "net/block_{0..23}/b"]
+    assert rows[2][:2] == ["net/layer_7/w", "net/block_7/w"] and "target (2, 4)" in rows[2][2]
+    console = rich.console.Console(file=io.StringIO(), width=150)
+    console.print(plan)
+    assert "net/block_{0..23}/b" in console.file.getvalue()
 
 
 def test_without_a_target(saved: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,23 @@ def test_rename_whole_names_only() -> None:
     """A part of a name does not match; the error tells names like it."""
     with pytest.raises(TransformError, match="near it: params/Dense_1, params/Dense_0"):
         rules.rename("Dense", "x").apply(stored(TREE), None)
+
+
+@pytest.mark.parametrize("pattern", ["(?i)dense_0", "(?i)(?s)DENSE_0", "(?i:dense_0)", "(?x) Dense _0  # the first"])
+def test_rename_with_flags(pattern: str) -> None:
+    """Flags at the beginning hold for the pattern as they do in Python, and whole names it is still."""
+    check(TREE, rules.rename(pattern, "enc"), renamed(TREE, lambda name: name.replace("Dense_0", "enc")))
+    with pytest.raises(TransformError, match="matches nothing"):
+        rules.rename("(?i)dense", "x").apply(stored(TREE), None)
+
+
+@pytest.mark.parametrize(("pattern", "place"), [("a|(b", 2), ("a)|(b", 1), ("a(?i)b", 1)])
+def test_errors_of_a_pattern_count_from_its_beginning(pattern: str, place: int) -> None:
+    """What is put around a pattern is nobody's mistake: neither does it move the place, nor make it right."""
+    if sys.version_info < (3, 11) and "(?i)" in pattern:
+        pytest.skip("this Python takes flags anywhere")
+    with pytest.raises(TransformError, match=f"no regular expression: .* at position {place}$"):
+        rules.rename(pattern, "x")
 
 
 def test_rename_from_the_root() -> None:

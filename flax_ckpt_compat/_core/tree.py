@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,17 @@ def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
         yield path, node
         for name, child in node.children.items():
             yield from iter_branches(child, (*path, name))
+
+
+def topmost(node: Node, paths: Set[Path], path: Path = ()) -> Iterator[Path]:
+    """Yields the key paths of the topmost nodes, below the root, all of whose leaves are among some."""
+    leaves = [(*path, *rest) for rest, _ in iter_leaves(node)]
+    count = sum(leaf in paths for leaf in leaves)
+    if count == len(leaves) and path:
+        yield path
+    elif count and isinstance(node, Branch):
+        for name, child in node.children.items():
+            yield from topmost(child, paths, (*path, name))
 
 
 def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()) -> Node:

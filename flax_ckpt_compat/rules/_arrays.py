@@ -11,6 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, Part
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, Own, box, is_array
 from flax_ckpt_compat.rules import _trees
@@ -21,7 +22,7 @@ Array = LeafHandle | Computed
 def describe(node: Node) -> str:
     """A node in a few words: names of its children, dtype and shape, or its kind."""
     if isinstance(node, Branch):
-        return f"a subtree of {', '.join(sorted(node.children)) or 'nothing'}"
+        return f"a subtree of {one_line(sorted(node.children)) or 'nothing'}"
     if is_array(node):
         return f"{node.dtype}{list(node.shape)}"
     if isinstance(node, LeafHandle):

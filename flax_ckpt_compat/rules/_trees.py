@@ -6,8 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, show_path
 from flax_ckpt_compat.similar import nearest
+
+# Flags that hold for a whole expression, which Python wants at its very beginning.
+_FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
 
 
 def near_names(wanted: str, tree: Node) -> str:
@@ -18,7 +22,7 @@ def near_names(wanted: str, tree: Node) -> str:
     if close := nearest(wanted, names):
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
-    return f"at the top it has: {', '.join(top[:20]) or 'no names'}"
+    return f"at the top it has: {one_line(top) or 'no names'}"
 
 
 def find(tree: Node, text: str, who: str, *, whose: str = "the checkpoint") -> Path:
@@ -131,7 +135,11 @@ def whole_names(pattern: str, who: str) -> re.Pattern[str]:
         TransformError: it is none.
     """
     try:
-        return re.compile(rf"(?<![^/])(?:{pattern})(?![^/])")
+        # By itself first: errors count from its own beginning, and its flags hold for what is put around it.
+        flags = re.compile(pattern).flags
+        rest = _FLAGS.sub("", pattern)
+        end = "\n" if flags & re.VERBOSE else ""  # which ends a comment
+        return re.compile(rf"(?<![^/])(?:{rest}{end})(?![^/])", flags)
     except re.error as error:
         raise TransformError(f"{who}: {pattern!r} is no regular expression: {error}") from error
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, show_path
 from flax_ckpt_compat.naming import linen_names
 from flax_ckpt_compat.rules import _trees, targets
@@ -130,7 +131,7 @@ class _Old:
         if len(homes) > 1:
             homes = [home for home in homes if _child(self.target, *home, *parameter) is not None]
         if len(homes) > 1:
-            shown = ", ".join(map(show_path, homes))
+            shown = one_line(map(show_path, homes))
             raise TransformError(f"{self.who}: {show_path(path)} would fit in {shown}", leaf=show_path(path))
         return (*homes[0], *parameter) if homes else None
 

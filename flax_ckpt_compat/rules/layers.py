@@ -11,6 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.folding import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat.leaves import Computed, is_array
 from flax_ckpt_compat.rules import _arrays, _trees
@@ -237,7 +238,7 @@ def _common_length(node: Node, where: Path, axis: int, who: str) -> int:
             shape = _arrays.require_array(leaf, full, who).shape or ()
             lengths.setdefault(shape[_arrays.axis_of(axis, len(shape), full, who)], show_path(full))
     if len(lengths) != 1 or math.prod(lengths) == 0:
-        shown = ", ".join(f"{leaf}: {length}" for length, leaf in lengths.items()) or "no arrays"
+        shown = one_line(Row((leaf,), (str(length),)) for length, leaf in lengths.items()) or "no arrays"
         raise TransformError(
             f"{who}: {show_path(where)} has lengths on axis {axis} other than one and the same: {shown}"
         )

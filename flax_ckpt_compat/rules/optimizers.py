@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, show_path
 from flax_ckpt_compat.leaves import Own
 from flax_ckpt_compat.rules import _states, _trees, targets
@@ -71,13 +72,13 @@ class _Call:
     def ambiguous(self, pairs: list[tuple[State, State]], wanted: list[State], stored: list[State]) -> TransformError:
         """The error for states of the target and stored ones that fit equally well."""
         first, second = (dict.fromkeys(states) for states in zip(*pairs, strict=True))
-        targets_own = ", ".join(show_path((*self.where, *one.path)) for one in first)
-        others = ", ".join(show_path((*self.start, *one.path)) for one in second)
+        targets_own = [show_path((*self.where, *one.path)) for one in first]
+        others = [show_path((*self.start, *one.path)) for one in second]
         lines = " or ".join(self._line(*pair, wanted, stored) for pair in pairs[:4])
         return TransformError(
-            f"{self.who}: the target's {targets_own} and the stored {others} fit equally well; name those that belong "
+            f"{self.who}: the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally well; name those that belong "
             f"together, each in a rule of its own: {lines}; use from_target for one that starts anew",
-            leaf=targets_own.split(", ")[0],
+            leaf=targets_own[0],
         )
 
     def _line(self, one: State, source: State, wanted: list[State], stored: list[State]) -> str:

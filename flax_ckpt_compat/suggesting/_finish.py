@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, topmost
 from flax_ckpt_compat.leaves import handles_of
 from flax_ckpt_compat.suggesting._looks import EMPTY, MOMENTS, Roles, fits, flatten, look, node_at
 from flax_ckpt_compat.suggesting._names import Step
@@ -75,7 +73,7 @@ def _kept(search: Search, state: State, stored: Node) -> State:
     idle = unused(stored, state.tree, search.goal)
     rivals = {seen for path, seen in idle.items() if not roles.is_optimizer(path)}
     steps: dict[str, list[str]] = {}
-    for path in _tops(search.target, lacking, ()):
+    for path in topmost(search.target, lacking):
         leaves = flatten(node_at(search.target, path)).values()
         if path and not any(len(seen[0]) > 1 and seen in rivals for seen in leaves):
             steps.setdefault(_reason(state.tree, search.target, path), []).append("/".join(path))
@@ -83,17 +81,6 @@ def _kept(search: Search, state: State, stored: Node) -> State:
         return state
     all_steps = tuple(Step(rules.from_target(*paths), reason) for reason, paths in steps.items())
     return (search.tried(state, all_steps) if all_steps else None) or state
-
-
-def _tops(target: Node, lacking: set[Path], path: Path) -> Iterator[Path]:
-    """The topmost nodes of which every leaf is lacking."""
-    leaves = [(*path, *rest) for rest, _ in iter_leaves(target)]
-    count = sum(leaf in lacking for leaf in leaves)
-    if count == len(leaves) and path:
-        yield path
-    elif count and isinstance(target, Branch):
-        for name, child in target.children.items():
-            yield from _tops(child, lacking, (*path, name))
 
 
 def _reason(tree: Node, target: Node, path: Path) -> str:

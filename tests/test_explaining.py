@@ -1,0 +1,173 @@
+"""What errors and warnings say about leaves that are missing or of another shape: all of them, in few lines."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import flax.jax_utils
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import traverse_util
+
+from flax_ckpt_compat import checkpoints, config, explaining, matching, restore, rules, state
+from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
+from flax_ckpt_compat.transforms import Transform
+from tests.test_matching import handles, match
+
+
+def missing(stored: Any, target: Any) -> list[str]:
+    """The lines of the message without remedies."""
+    return explaining.missing_leaves(match(stored, target), handles(stored), "/p").splitlines()
+
+
+def test_every_missing_leaf_is_named() -> None:
+    """With the nearest stored names, those with the same last part first."""
+    stored = {"encoder": {"layer_0": {"kernel": 1}}, "bias": 2}
+    assert missing(stored, {"enc": {"layer_0": {"kernel": 0}}, "zzz": 0}) == [
+        "/p lacks 2 of the leaves that the target asks for:",
+        "  enc/layer_0/kernel   (stored: encoder/layer_0/kernel)",
+        "  zzz",
+    ]
+    assert "<root>" in explaining.missing_leaves(matching.Match(missing=[()]), handles(5), "/p")
+
+
+def test_stored_names_where_none_is_similar() -> None:
+    """Where nothing stored resembles what is missing, the stored top-level names are told."""
+    stored, target = {"encoder": {"w": 1}, "opt": {"m": 2}}, {"qq": dict.fromkeys(map(str, range(30)), 0)}
+    assert missing(stored, target)[1:] == [
+        "  qq/{0..29}   (30 leaves)",
+        "None of the stored names is similar. At the top level the checkpoint holds: encoder, opt",
+    ]
+    for bare, word in ((5, "single value"), ({}, "no names")):
+        assert word in missing(bare, target)[-1]
+
+
+def test_empty_nodes_are_marked() -> None:
+    """A missing container without children, such as optax.EmptyState, is told to hold no values; others are not."""
+    lines = missing({"w": 1}, {"opt_state": (optax.EmptyState(), 3), "n": None})
+    assert lines[1:4] == ["  opt_state/0   (empty: holds no values)", "  opt_state/1", "  n"]
+
+
+def test_layers_are_folded_and_the_rest_counted(flag: bool, tmp_path: Path) -> None:
+    """A model of hundreds of layers takes a line for each leaf of a layer, one of thousands of names about thirty."""
+    leaves = {name: np.ones(2) for name in ("kernel", "bias")}
+    stored = {f"block_{n}": leaves for n in range(40)}
+    checkpoints.save_checkpoint(tmp_path, stored, 1)
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, {"net": {f"layer_{n}": leaves for n in range(40)}, "x": 0})
+    lines = str(caught.value).splitlines()
+    assert any(line.startswith("  net/layer_{0..39}/kernel   (stored: block_") for line in lines)
+    assert len(caught.value.missing) == 81 and len(lines) < 20
+    words = {"".join("abcdefgh"[int(digit)] for digit in f"{n:04o}"): 0 for n in range(2000)}
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, words)
+    lines = str(caught.value).splitlines()
+    assert len(caught.value.missing) == 2000 and len(lines) < 40
+    assert any("and 1980 more" in line and "plan_restore" in line for line in lines)
+
+
+def test_remedies_come_from_the_safest_on(flag: bool, tmp_path: Path) -> None:
+    """Rules for what was renamed first; then, named leaf by leaf, what the target shall keep; all of it last."""
+    old = {"Dense_0": {"kernel": np.ones((2, 3)), "bias": np.ones(3)}, "step": 1}
+    checkpoints.save_checkpoint(tmp_path, old, 1)
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, {"enc": old["Dense_0"], "step": 0})
+    *_, last = lines = str(caught.value).splitlines()
+    assert any("rules.rename" in line for line in lines[:-1])
+    assert "missing_leaves='keep'" in last and "keep'" not in "".join(lines[:-1])
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, {**old, "head": {"w": np.ones(5)}})
+    *_, last = str(caught.value).splitlines()
+    at = last.index("orbax_transforms=[rules.from_target('head')]")
+    assert at < last.index("orbax_transforms={}") < last.index("missing_leaves='keep'")
+    with config.override(missing_leaves="warn"):
+        given = [rules.from_target("head")]
+        assert checkpoints.restore_checkpoint(tmp_path, {**old, "head": 7}, orbax_transforms=given)["head"] == 7
+
+
+def shapes(stored: Any, target: Any, path: Path) -> str:
+    """The error's message for a target of other shapes."""
+    checkpoints.save_checkpoint(path, stored, 1)
+    with pytest.raises(ShapeMismatchError) as caught:
+        restore(path, target)
+    return str(caught.value)
+
+
+def test_shapes_have_a_line_each(flag: bool, tmp_path: Path) -> None:
+    """One leaf a line, rows of layers folded if there are many; the error names the setting last."""
+    target = {f"k{n:02}": np.zeros(2) for n in range(25)}
+    lines = shapes({name: np.zeros(3) for name in target}, target, tmp_path).splitlines()
+    assert lines[0].endswith(": 25 of the stored arrays have another shape than the target's:")
+    assert lines[1] == "  k{00..24}: stored (3,), target (2,)   (25 leaves)"
+    assert "model's configuration" in lines[2] and "shape_mismatch='warn'" in lines[3] and len(lines) == 4
+
+
+def test_shapes_of_a_new_head(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rule that leaves the head to the target is named after the configuration, and it works."""
+    body = {"kernel": np.ones((4, 4)), "bias": np.ones(4)}
+    saved = {"body": body, "head": {"kernel": np.ones((4, 10)), "bias": np.ones(10)}}
+    target = {"body": body, "head": {"kernel": np.zeros((4, 3)), "bias": np.zeros(3)}}
+    message = shapes(saved, target, tmp_path)
+    assert message.index("configuration") < message.index("rules.from_target('head')")
+    assert restore(tmp_path, target, transforms=[rules.from_target("head")])["head"] is not None
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        checkpoints.restore_checkpoint(tmp_path, target)
+    assert "they are returned as stored" in caplog.text and "rules.from_target('head')" in caplog.text
+
+
+def test_shapes_of_a_replicated_state(flag: bool, tmp_path: Path) -> None:
+    """A leading axis on every array of one side is told as what it is, and the remedy works."""
+    plain = {"params": {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3)}, "step": np.array(3)}
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * 8), plain)
+    message = shapes(plain, stacked, tmp_path / "plain")
+    assert "leading axis of 8" in message and "unreplicate(target)" in message and "configuration" not in message
+    message = shapes(stacked, plain, tmp_path / "stacked")
+    assert "Every stored array has a leading axis of 8" in message and "configuration" not in message
+    restored = restore(tmp_path / "stacked", plain, shape_mismatch="warn")
+    jax.tree.map(np.testing.assert_array_equal, flax.jax_utils.unreplicate(restored), plain)
+    some = {**plain, "step": stacked["step"]}
+    assert "leading axis" not in shapes(plain, some, tmp_path / "some")
+
+
+def test_raw_keys_for_typed_ones(flag: bool, tmp_path: Path) -> None:
+    """Another kind of key is no other configuration."""
+    typed = jax.random.key(1)
+    raw = jax.random.key_data(typed)
+    message = shapes({"rng": raw, "w": np.ones(2)}, {"rng": typed, "w": np.ones(2)}, tmp_path)
+    assert "raw data (2,), target typed keys of shape ()" in message and "configuration" not in message
+    restored = restore(tmp_path, {"rng": raw, "w": np.ones(2)})
+    assert jax.random.wrap_key_data(jnp.asarray(restored["rng"])) == typed
+
+
+def test_a_reversed_transform(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says that it does nothing, which leaves kept their values, and the transform that was meant."""
+    checkpoints.save_checkpoint(tmp_path, {"Dense_0": {"kernel": np.ones(2)}, "step": 3}, 1)
+    target = {"encoder": {"kernel": np.zeros(2)}, "step": 0}
+    for turned in (
+        {"Dense_0/kernel": Transform(original_key="encoder/kernel")},
+        {r"Dense_0/(.*)": Transform(original_key=r"encoder/\1")},
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+            restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=turned)
+        assert restored["encoder"]["kernel"].tolist() == [0, 0] and restored["step"] == 3
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert "kept the target's own values: encoder/kernel" in told
+        assert "{'encoder/kernel': Transform(original_key='Dense_0/kernel')}" in told
+    meant = {"encoder/kernel": Transform(original_key="Dense_0/kernel")}
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=meant)
+    assert restored["encoder"]["kernel"].tolist() == [1, 1]
+
+
+def test_a_described_target_has_its_leaves() -> None:
+    """Rules for the topmost nodes only: all of a subtree, or the leaf alone."""
+    target = state.describe(traverse_util.unflatten_dict({("a", "x"): 1, ("a", "y"): 1, ("b", "x"): 1, ("b", "y"): 1}))
+    lacking = matching.Match(missing=[("a", "x")])
+    assert "rules.from_target('a/x')" in explaining.missing_remedies(lacking, target, "")
+    lacking = matching.Match(missing=[("a", "x"), ("a", "y")])
+    assert "from_target" not in explaining.missing_remedies(lacking, target, "")
