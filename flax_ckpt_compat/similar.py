@@ -6,6 +6,8 @@ import difflib
 import heapq
 from collections.abc import Sequence
 
+from flax_ckpt_compat._core.printable import printable
+
 # Comparing names well takes time: of more, only those that share most pairs of letters are looked at.
 _MAX_COMPARED = 40
 
@@ -26,7 +28,8 @@ class Names:
         if len(names) > _MAX_COMPARED:
             pairs = _pairs_of(wanted)
             names = heapq.nlargest(_MAX_COMPARED, names, key=lambda name: self._likeness(name, pairs))
-        return difflib.get_close_matches(wanted, names, n=2, cutoff=0.5)
+        near = difflib.get_close_matches(wanted, names, n=2, cutoff=0.5)
+        return [printable(name, one_line=True) for name in near]
 
     def _likeness(self, name: str, pairs: frozenset[str]) -> float:
         own = self._pairs.get(name)

@@ -195,9 +195,8 @@ def test_numbered_layers_are_one_row(flag: bool, tmp_path: Path) -> None:
     target["net"]["layer_7"]["w"] = np.ones((2, 4))
     plan = plan_restore(tmp_path, target, transforms=[rules.rename(r"block_(\d+)", r"layer_\1")])
     rows = [line.split(maxsplit=2) for line in str(plan).splitlines()[2:5]]
-    assert rows[0][:2] == ["net/layer_{0..6,8..23}/w", "net/block_{0..6,8..23}/w"] and rows[0][2].endswith(
-        "(23 leaves)"
-    )
+    assert rows[0][:2] == ["net/layer_{0..6,8..23}/w", "net/block_{0..6,8..23}/w"]
+    assert rows[0][2].endswith("(23 leaves)")
     assert rows[1][:2] == ["net/layer_{0..23}/b", "net/block_{0..23}/b"]
     assert rows[2][:2] == ["net/layer_7/w", "net/block_7/w"] and "target (2, 4)" in rows[2][2]
     console = rich.console.Console(file=io.StringIO(), width=150)

@@ -76,8 +76,9 @@ class _Call:
         others = [show_path((*self.start, *one.path)) for one in second]
         lines = " or ".join(self._line(*pair, wanted, stored) for pair in pairs[:4])
         return TransformError(
-            f"{self.who}: the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally well; name those that belong "
-            f"together, each in a rule of its own: {lines}; use from_target for one that starts anew",
+            f"{self.who}: the target's {one_line(targets_own)} and the stored {one_line(others)} fit equally well; "
+            f"name those that belong together, each in a rule of its own: {lines}; use from_target for "
+            "one that starts anew",
             leaf=targets_own[0],
         )
 
