@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import logging
 import os
 import threading
@@ -13,7 +12,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import paths, pools
 from flax_ckpt_compat._core.errors import CleanupError
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -46,7 +45,11 @@ class AsyncManager:
             future.result()
 
     def save_async(self, task: Callable[[], Any]) -> None:
-        """Runs a task in the background, after the previous one; it is tracked as ``save_future``."""
+        """Runs a task in the background, after the previous one; it is tracked as ``save_future``.
+
+        Raises:
+            RuntimeError: the executor was shut down, or the interpreter ends; `save_checkpoint` then saves at once.
+        """
         self.wait_previous_save()
         self.save_future = self.executor.submit(task)
 
@@ -77,11 +80,19 @@ def start(manager: Any, directory: str, task: Callable[[], Any], *, joint: float
         task: the save.
         joint: other processes take part in it, and look-ups of this one wait for it, so many seconds at most.
     """
-    task = functools.partial(_carry_out, task)
-    if joint is None:
-        manager.save_async(task)
-    else:
-        _start_joint(manager, directory, task, _JointSave(joint))
+    save = pools.Once(_carry_out, task)
+    try:
+        if joint is None:
+            manager.save_async(save)
+        else:
+            _start_joint(manager, directory, save, _JointSave(joint))
+    except RuntimeError as error:
+        if not pools.is_refusal(error):
+            raise
+        # The pool was shut down, or the program has ended and calls this from an exit handler or a late thread.
+        _log.info("Saving into %s in the foreground, because the background refuses: %s", directory, error)
+        save()
+        return
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
         with _lock:

@@ -117,7 +117,10 @@ class _Pending:
             self._replaced = {name: own[name] for name in own if name == "wait_until_finished"}
             self.checkpointer.wait_until_finished = self._wait
         if self.leads:
-            threading.Thread(target=self._poll, name="flax_ckpt_compat-commit", daemon=True).start()
+            try:
+                threading.Thread(target=self._poll, name="flax_ckpt_compat-commit", daemon=True).start()
+            except RuntimeError:  # the interpreter ends, and has no more threads
+                self._wait()
 
     def _wait(self) -> None:
         """The checkpointer's own wait, then our clean-up."""

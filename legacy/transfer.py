@@ -6,7 +6,6 @@ import collections
 import itertools
 import operator
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.pools import Pool
 from flax_ckpt_compat._core.tree import show_path
 
 from .source import Source
@@ -59,7 +59,7 @@ def fetch(source: Source, spans: list[Span]) -> None:
     if workers < 2:
         _drain(source, queue)
         return
-    with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-read") as pool:
+    with Pool(workers, thread_name_prefix="flax-ckpt-read") as pool:
         futures = [pool.submit(_drain, source, queue) for _ in range(workers)]
         for future in futures:
             future.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import logging
 import math
@@ -15,6 +14,7 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import mapping, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.pools import Pool
 
 from . import grid, plain, remote
 from .grid import Box
@@ -274,7 +274,7 @@ def _share_chunks(group: list[Request]) -> bool:
 
 def _read_by_chunk(path: str, group: list[Request], store: Any) -> None:
     """Decodes each chunk once, whatever number of boxes lie in it."""
-    with concurrent.futures.ThreadPoolExecutor(_CHUNKS_AT_ONCE) as pool:
+    with Pool(_CHUNKS_AT_ONCE) as pool:
         chunks = by_chunk(group).items()
         for done in [pool.submit(_read_chunk, path, store, start, copies) for start, (_, copies) in chunks]:
             done.result()

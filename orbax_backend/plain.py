@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import math
 import os
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.pools import Pool
 
 from . import grid
 from .grid import Box, Shape
@@ -157,7 +157,7 @@ def in_threads(function: Callable[[Piece], None], pieces: list[Piece]) -> None:
     if sum(piece.extent.length for piece in pieces) < _PIECE_BYTES // 4:
         _each(function, pieces)
         return
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    with Pool(_THREADS) as pool:
         # Few tasks of many pieces: a task costs more than a small read.
         step = max(1, len(pieces) // (_THREADS * 8))
         groups = [pieces[start : start + step] for start in range(0, len(pieces), step)]

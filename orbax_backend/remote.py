@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable
+
+from flax_ckpt_compat._core.pools import Pool
 
 from .plain import Piece
 
@@ -47,7 +48,7 @@ def in_threads(function: Callable[[list[Piece]], None], found: list[list[Piece]]
         for run in found:
             function(run)
         return
-    with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(found))) as pool:
+    with Pool(min(_AT_ONCE, len(found))) as pool:
         futures = [pool.submit(function, run) for run in found]
         try:
             for future in futures:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tensorstore as ts
 
 from flax_ckpt_compat._core import paths, store_errors, store_specs, stores
+from flax_ckpt_compat._core.pools import Pool
 
 # Of waiting for TensorStore, which tries again by itself: seconds, beside the time that the bytes may take.
 _PATIENCE = 60.0
@@ -61,7 +61,7 @@ def sizes_of(files: list[str]) -> list[int | OSError]:
     """Bytes in each file, or why that cannot be told; those in stores are asked for side by side."""
     if len(files) < 2 or not paths.is_url(files[0]):
         return list(map(_size, files))
-    with ThreadPoolExecutor(min(_SIZES_AT_ONCE, len(files))) as pool:
+    with Pool(min(_SIZES_AT_ONCE, len(files))) as pool:
         return list(pool.map(_size, files))
 
 

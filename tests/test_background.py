@@ -267,6 +267,59 @@ def test_a_failure_is_logged_at_exit(flag: bool, tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+LATE = """
+import atexit, sys, threading, flax
+import numpy as np
+from flax.training import checkpoints as theirs
+from flax_ckpt_compat import checkpoints
+folder, flag = sys.argv[1], sys.argv[2] == "True"
+flax.config.update("flax_use_orbax_checkpointing", flag)
+tree = {"w": np.arange(300000.0), "s": "x", **{f"a{n}": np.ones(300) for n in range(20)}}
+
+def save(where, manager):
+    for step in (1, 2):
+        checkpoints.save_checkpoint(f"{folder}/{where}", tree, step, async_manager=manager)
+        manager.wait_previous_save()
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(f"{folder}/{where}", None)["w"], tree["w"])
+    print(where)
+
+def after_main():
+    threading.main_thread().join()
+    save("thread", checkpoints.AsyncManager())
+
+ended = checkpoints.AsyncManager()
+ended.executor.shutdown()
+save("shutdown", ended)
+atexit.register(save, "ours", checkpoints.AsyncManager())
+atexit.register(save, "flax", theirs.AsyncManager())
+threading.Thread(target=after_main).start()
+"""
+
+
+def test_saves_when_there_are_no_more_threads(flag: bool, tmp_path: Path) -> None:
+    """After main, in exit handlers and with a pool that was shut down, an async save is done at once."""
+    out, err = run_python(LATE, tmp_path, flag)
+    assert sorted(out.split()) == ["flax", "ours", "shutdown", "thread"], err
+    assert "Traceback" not in err
+
+
+def test_a_managers_own_error_is_raised(flag: bool, tmp_path: Path) -> None:
+    """Only a pool's refusal makes a save go on without it."""
+
+    class Broken:
+        save_future = None
+
+        def wait_previous_save(self) -> None:
+            pass
+
+        def save_async(self, task: Callable[[], Any]) -> None:
+            raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        ours.save_checkpoint(tmp_path, tree(), 1, async_manager=Broken())
+    assert names(tmp_path) == []
+
+
 FORK = """
 import os, signal, sys, threading
 import flax_ckpt_compat.checkpoints as checkpoints
