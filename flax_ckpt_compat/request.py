@@ -53,7 +53,8 @@ class Request:
 
     def check(self) -> None:
         """Refuses what ``overwrite`` does not allow."""
-        prefixes.warn_of_overlap(self.where, self.name)
+        if self.step is not None:
+            prefixes.warn_of_overlap(self.where, self.name)
         with paths.snapshot(self.where.directory):
             retention.check_directory(self.where, self.name, self.step)
             self.check_again()
@@ -100,7 +101,8 @@ class Request:
     def committed(self) -> None:
         """What follows the commit: clean-up, and the event that Flax records."""
         global _last_saved
-        prefixes.record(self.where, self.name)
+        if self.step is not None:
+            prefixes.record(self.where, self.name)
         try:
             self.clean_up()
         finally:  # it is saved in any case

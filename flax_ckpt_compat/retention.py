@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat import _detect, _listing, opening, prefixes
@@ -19,6 +21,8 @@ _PARTS = {
     "commit_success.txt", "d", "descriptor", "jax_random_key", "manifest.ocdbt", "metadata", "metrics",
     "np_random_key", "orbax.checkpoint",
 }  # fmt: skip
+# How often to look at a checkpoint that others replace meanwhile.
+_LOOKS = 100
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -87,7 +91,7 @@ def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) ->
     what = f"cannot save to {path}: " if step is None else f"cannot save step {step} to {path}: "
     if not paths.lexists(path) or _is_void(path):
         return
-    foreign = _what_is_foreign(path)
+    foreign = _settled(path, _what_is_foreign)
     if foreign:
         hint = ", pass step= to save into this directory" if step is None and paths.isdir(path) else ""
         remedy = f"save under another name{hint}, or remove it yourself"
@@ -95,6 +99,31 @@ def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) ->
         raise InvalidCheckpointError(message, path=path, step=step)
     if not overwrite:
         raise InvalidCheckpointError(f"{what}it exists; pass overwrite=True to replace it.", path=path, step=step)
+
+
+def _settled(path: str, judge: Callable[[str], str | None]) -> str | None:
+    """Return what ``judge`` says of a path, judged again while other writers replace what is there."""
+    for _ in range(_LOOKS):
+        before = _identity(path)
+        if before is None and not paths.is_url(path):
+            return None  # another writer has just removed it
+        try:
+            verdict = judge(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if _identity(path) != before:
+                continue
+            raise
+        if verdict is None or _identity(path) == before:
+            return verdict
+    return "other writers keep replacing it"
+
+
+def _identity(path: str) -> tuple[int, ...] | None:
+    """Return what tells a local path's file or directory from its successor; None where there is nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        status = os.lstat(path)
+        return status.st_dev, status.st_ino, status.st_mode, status.st_ctime_ns  # inodes are used again
+    return None
 
 
 def _what_is_foreign(path: str) -> str | None:
@@ -147,9 +176,10 @@ def _is_void(path: str) -> bool:
         return store_commits.is_unfinished(paths.listdir(path))
     if os.path.islink(path):
         return False
-    with files.translated(path):
+    with files.translated(path), suppress(FileNotFoundError, NotADirectoryError):
         # Devices and pipes have no size either.
         return not paths.listdir(path) if paths.isdir(path) else paths.isfile(path) and paths.getsize(path) == 0
+    return False  # another writer has just replaced it
 
 
 def clean_up(
