@@ -106,7 +106,8 @@ class Wish:
 
     Attributes:
         handle: its handle.
-        asked: what of it has to be read: all, or each distinct shard that a device of this process shall hold.
+        asked: what of it has to be read: all, or each distinct shard that a device of this process shall hold; nothing
+            where none of its devices shall hold any.
     """
 
     __slots__ = ("_form", "asked", "handle")
@@ -124,6 +125,8 @@ class Wish:
         self.handle, self._form = handle, form
         boxes = self._boxes() if handle.kind is LeafKind.ARRAY and not state.is_prng_key(form.target) else []
         self.asked: list[LeafHandle | Part] = [Part(handle, box) for box in boxes] or [handle]
+        if self._is_elsewhere():
+            self.asked = []
 
     def grant(self, values: list[Any]) -> Any:
         """The leaf in its final form.
@@ -131,6 +134,8 @@ class Wish:
         Args:
             values: what the backend read of what was asked.
         """
+        if not self.asked:
+            return state.without_shards(self.handle.shape, self.dtype, self._form.sharding)
         if isinstance(self.asked[0], Part):
             return self._sharded(values)
         target = self._form.target
@@ -181,6 +186,19 @@ class Wish:
             raise self._misfit() from error
         boxes = {_key(box): box for box in (box_of(index, shape) for index in indices)}
         return list(boxes.values())
+
+    def _is_elsewhere(self) -> bool:
+        """Whether it is an array that only devices of other processes shall hold."""
+        handle, sharding = self.handle, self._form.sharding
+        if handle.kind is not LeafKind.ARRAY or state.is_prng_key(self._form.target):
+            return False
+        if sharding is None or sharding.addressable_devices or not _is_held(self.dtype):
+            return False
+        try:
+            sharding.shard_shape(handle.shape)
+        except ValueError as error:  # as in the processes that hold it
+            raise self._misfit() from error
+        return True
 
     def _sharded(self, values: list[Any]) -> jax.Array:
         """An array of its shards; each value goes to all devices that hold its box."""
@@ -233,6 +251,8 @@ def transfers_allowed() -> Any:
 
 def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
     """The array where the sharding says; the CPU backend may take over its memory."""
+    if not sharding.addressable_devices:
+        return state.without_shards(value.shape, value.dtype, sharding)
     # For one device, too: half the time of jax.device_put.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from flax_ckpt_compat import state
+from flax_ckpt_compat import agreement, state
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.known import Sight
@@ -105,10 +105,10 @@ def _readable(path: Path, leaf: Any, request: Request, together: bool) -> Any:
         )
     if leaf.is_fully_addressable:
         return leaf
-    if leaf.is_fully_replicated:
-        return leaf.addressable_data(0)
     if together:
-        return leaf
+        return _of_several(path, leaf)
+    if leaf.is_fully_replicated and leaf.addressable_shards:
+        return leaf.addressable_data(0)
     what = "" if request.step is None else f"step {request.step} "
     raise MPACheckpointingRequiredError(
         f"cannot save {what}to {request.path}: {show_path(path)} is spread over several processes and "
@@ -119,12 +119,33 @@ def _readable(path: Path, leaf: Any, request: Request, together: bool) -> Any:
     )
 
 
+def _of_several(path: Path, leaf: jax.Array) -> Any:
+    """An array of other processes: process 0 writes what it has whole, and each process its shards of the rest.
+
+    Raises:
+        UnsupportedLeafError: it lies on the devices of one other process, which takes it for its own.
+    """
+    owners = {int(device.process_index) for device in cast(Any, leaf.sharding).device_set}
+    if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
+        return leaf.addressable_data(0) if leaf.addressable_shards else agreement.unseen(leaf)
+    if len(owners) == 1:
+        shown = show_path(path)
+        raise UnsupportedLeafError(
+            f"{shown} lies wholly on the devices of process {owners.pop()}, and process {jax.process_index()} sees "
+            "nothing of it; spread or replicate it over several processes, or put it on process 0, before saving",
+            leaf=shown,
+        )
+    return leaf
+
+
 def _frozen(leaf: Any, copies: Copies) -> Any:
     """The leaf's values as they are when the copies are made, whatever is mutated or donated later."""
     if isinstance(leaf, KeyData):
         return KeyData(leaf.impl, _frozen(leaf.data, copies))
     if isinstance(leaf, jax.Array):
         return _host_copy(leaf, copies)
+    if type(leaf) is np.ndarray and agreement.is_unseen(leaf):
+        return leaf
     if type(leaf) is np.ndarray and not leaf.dtype.hasobject:
         return copies.of(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
@@ -132,7 +153,7 @@ def _frozen(leaf: Any, copies: Copies) -> Any:
 
 def _host_copy(array: jax.Array, copies: Copies) -> HostCopy:
     array.copy_to_host_async()
-    if array.is_fully_replicated:
+    if array.is_fully_replicated and array.is_fully_addressable:
         return HostCopy.whole(copies.of(np.asarray(array.addressable_data(0))), array.sharding)
     # Replicas hold the same values, so one of them is enough.
     shards = tuple(

@@ -249,4 +249,16 @@ def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
     keys: jax.Array = jax.random.wrap_key_data(jax.device_put(key.data), impl=key.impl)
     if sharding is None or sharding.is_fully_addressable:
         return keys if sharding is None else cast(jax.Array, jax.device_put(keys, sharding))
+    if not sharding.addressable_devices:
+        return without_shards(keys.shape, keys.dtype, sharding)
     return jax.make_array_from_callback(keys.shape, sharding, lambda index: keys[index])
+
+
+def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    """Return this process's side of an array that lies on devices of other processes alone."""
+    try:
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    except TypeError:  # up to jax 0.5 its dtype is that of the shards, and no other function makes one without
+        from jax._src import array, core
+
+        return array.ArrayImpl(core.ShapedArray(shape, dtype), sharding, [], committed=True)

@@ -11,13 +11,15 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
 
 from flax_ckpt_compat._core.backend import Share
-from flax_ckpt_compat._core.errors import AbsentProcessesError, TeamError
+from flax_ckpt_compat._core.errors import AbsentProcessesError, CheckpointError, TeamError
 from flax_ckpt_compat._told import error_of, tell
+from flax_ckpt_compat.agreement import Summary
 
 _ROOT = "flax_ckpt_compat"
 _LOBBY, _VERDICTS = f"{_ROOT}/lobby", f"{_ROOT}/verdicts"
@@ -41,6 +43,7 @@ class Team:
     Attributes:
         share: this process's.
         timeout: how long it waits for the others at each meeting, in seconds.
+        is_over: process 0 has said that the save failed.
     """
 
     def __init__(self, path: str, timeout: float):
@@ -52,6 +55,7 @@ class Team:
         """
         self.share = Share(jax.process_index(), jax.process_count())
         self._path, self.timeout, self._client = path, timeout, _client()
+        self.is_over = False
         self._short = min(timeout, _GRACE_SECONDS)
         self._seat = f"{self.share.index}-{next(_seats):08}"
         self._room = f"{_ROOT}/{self._seat}"
@@ -59,22 +63,35 @@ class Team:
         self._note = f"{_ROOT}/notes/{path.encode('utf-8', 'surrogateescape').hex()}/"
 
     def gather(
-        self, *, failed: BaseException | None = None, agree: str = "", lead: Callable[[], str] = lambda: ""
+        self,
+        *,
+        failed: BaseException | None = None,
+        agree: str = "",
+        tree: Summary | None = None,
+        lead: Callable[[], str] = lambda: "",
     ) -> str:
         """The first meeting: `meet`, with all who want to save this path.
 
         Args:
             agree: text that has to be the same in all processes.
+            tree: what this process saves, of which the arrays that are spread have to be the same.
             failed, lead: as for `meet`.
 
         Returns, Raises:
             As `meet`.
         """
+        details = {} if tree is None else tree.details
+        agree += f" and {tree.spread}" if tree is not None else ""
         if self.share.index == 0:
-            verdict = self._receive_all(agree, failed, lead)
+            verdict = self._receive_all(agree, tree, failed, lead)
         else:
-            self._set(f"{_LOBBY}/{self._seat}", {"path": self._path, "agree": agree, "error": tell(failed)})
-            verdict = self._wait_in_lobby(failed is not None)
+            guest = {"path": self._path, "agree": agree, "tree": details, "error": tell(failed)}
+            try:
+                self._set(f"{_LOBBY}/{self._seat}", guest)
+                verdict = self._wait_in_lobby(failed is not None)
+            except BaseException as error:
+                self._leave_lobby(error)
+                raise
         self._room = verdict.get("room", self._room)
         return self._taken(verdict, failed)
 
@@ -100,6 +117,7 @@ class Team:
             # If process 0 has given up before, it has removed what this one was writing to.
             earlier = self._look(f"{self._room}/{stage}/", "verdict")
             if earlier is not None:
+                self.is_over = True
                 raise error_of(json.loads(earlier)["error"], self._path) from failed
             raise failed
         return self._taken(self._lead(stage, lead) if self.share.index == 0 else self._verdict(stage), failed)
@@ -123,11 +141,26 @@ class Team:
             raise failed
         if isinstance(verdict["error"], BaseException):
             raise verdict["error"]
+        self.is_over = verdict["error"] is not None
         if verdict["error"] is not None:
             raise error_of(verdict["error"], self._path)
         return str(verdict["value"])
 
-    def _receive_all(self, agree: str, failed: BaseException | None, lead: Callable[[], str]) -> Mapping[str, Any]:
+    def _leave_lobby(self, error: BaseException) -> None:
+        """Take the seat back after an interruption, so that no later save waits for who will not come.
+
+        If process 0 has answered, it waits at the commit already, and hears there why this process does not come.
+        """
+        with suppress(CheckpointError):
+            self._delete(f"{_LOBBY}/{self._seat}")
+            verdict = json.loads(self._look(f"{_VERDICTS}/", self._seat) or "{}")
+            self._delete(f"{_VERDICTS}/{self._seat}")
+            if "room" in verdict and verdict["error"] is None:
+                self._set(f"{verdict['room']}/commit/{self.share.index}", {"error": tell(error)})
+
+    def _receive_all(
+        self, agree: str, tree: Summary | None, failed: BaseException | None, lead: Callable[[], str]
+    ) -> Mapping[str, Any]:
         """What process 0 does at first."""
         self._delete(self._note)
         here: _Guests = {}
@@ -137,7 +170,7 @@ class Team:
             here, others = self._watch_lobby(failed is not None)
             if failed is None:
                 self._judge("begin", {index: guest for index, (_, guest) in here.items()}, others)
-                self._compare(agree, here)
+                self._compare(agree, tree, here)
                 value = lead()
         except BaseException as raised:  # noqa: BLE001  (the others have to hear of it, whatever it is)
             error = raised
@@ -178,7 +211,10 @@ class Team:
         for key, text in sorted(found):
             seat, guest = key.rpartition("/")[2], json.loads(text)
             index = int(seat.partition("-")[0])
-            (here if guest["path"] == self._path else others).setdefault(index, (seat, guest))
+            group = here if guest["path"] == self._path else others
+            if index in group:  # the process has left that seat, and could not take it back
+                self._delete(f"{_LOBBY}/{group[index][0]}")
+            group[index] = seat, guest
         return here, {index: guest for index, guest in others.items() if index not in here}
 
     def _judge(self, stage: str, reports: Mapping[int, Any], others: _Guests | None = None) -> None:
@@ -234,15 +270,18 @@ class Team:
                 return
             time.sleep(pause)
 
-    def _compare(self, agree: str, here: _Guests) -> None:
+    def _compare(self, agree: str, tree: Summary | None, here: _Guests) -> None:
         for index, (_, guest) in sorted(here.items()):
             if guest["agree"] != agree:
-                raise self._differ(index, guest["agree"], agree)
+                look_at = "" if tree is None else tree.differences(guest["tree"])
+                raise self._differ(index, guest["agree"], agree, look_at)
+        if tree is not None:
+            tree.warn_of_values(self._path, {index: guest["tree"] for index, (_, guest) in here.items()})
 
-    def _differ(self, index: int, theirs: str, mine: str) -> TeamError:
+    def _differ(self, index: int, theirs: str, mine: str, look_at: str = "") -> TeamError:
         return TeamError(
-            f"{self._path}: process {index} saves {theirs}, process 0 {mine}; call save_checkpoint_multiprocess with "
-            "the same arguments in all processes",
+            f"{self._path}: process {index} saves {theirs}, process 0 {mine}{look_at}; call "
+            "save_checkpoint_multiprocess with the same arguments in all processes",
             path=self._path,
         )
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat import background, config, foreign, snapshot
+from flax_ckpt_compat import agreement, background, config, foreign, snapshot
 from flax_ckpt_compat._core import sites
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Node, iter_leaves
 from flax_ckpt_compat._core.write_errors import writing
 from flax_ckpt_compat._routing import backend_for
 from flax_ckpt_compat.request import Request
@@ -31,7 +31,7 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
     """
     team = Team(request.path, config.current().coordination_timeout)
     options = WriteOptions(compression=config.current().compression)
-    backend, prepared, failed = backend_for(request.format), None, None
+    backend, prepared, failed, summary = backend_for(request.format), None, None, None
     agree = f"{request.format.value} with overwrite={request.overwrite}"
     try:
         if async_manager:
@@ -39,31 +39,32 @@ def save(request: Request, target: Any, async_manager: Any) -> None:
         background.settle(request.where.directory)
         tree = snapshot.tree_to_save(target, request, copied=bool(async_manager), together=True)
         prepared = backend.prepare(tree, team.share)
-        agree += f" and {_spread(tree)}"
+        summary = agreement.Summary(tree)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
     begin = functools.partial(_begin, request, backend, prepared, options, team)
-    told = team.gather(failed=failed, agree=agree, lead=begin)
+    told = team.gather(failed=failed, agree=agree, tree=summary, lead=begin)
 
-    def task() -> None:
-        _write_and_commit(request, backend, prepared, options, team, told)
-
+    task = functools.partial(_write_and_commit, request, backend, prepared, options, team, told)
     if async_manager:
-        background.start(async_manager, request.where.directory, task, joint=_PATIENCE * team.timeout)
+        _start(async_manager, request.where.directory, task, _PATIENCE * team.timeout)
     else:
         task()
 
 
-def _spread(tree: Node) -> str:
-    """The arrays of which each process writes a part, in a form that tells whether two processes hold the same."""
-    digest, number = hashlib.sha256(), 0
-    for path, leaf in iter_leaves(tree):
-        array = leaf.data if isinstance(leaf, KeyData) else leaf
-        sharding = getattr(array, "sharding", None) if isinstance(array, jax.Array | HostCopy) else None
-        if sharding is not None and not sharding.is_fully_addressable and not sharding.is_fully_replicated:
-            digest.update(f"{path} {array.shape} {array.dtype}\n".encode("utf-8", "surrogateescape"))
-            number += 1
-    return f"{number} arrays spread over processes (names, shapes and dtypes: {digest.hexdigest()[:8]})"
+def _start(manager: Any, directory: str, task: Callable[..., None], patience: float) -> None:
+    begun = threading.Event()
+
+    def run() -> None:
+        begun.set()
+        task()
+
+    try:
+        background.start(manager, directory, run, joint=patience)
+    except BaseException as error:
+        if not begun.is_set():  # the others must not wait for this process
+            task(failed=error)
+        raise
 
 
 def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team) -> str:
@@ -81,13 +82,20 @@ def _begin(request: Request, backend: Backend, prepared: Any, options: WriteOpti
 
 
 def _write_and_commit(
-    request: Request, backend: Backend, prepared: Any, options: WriteOptions, team: Team, told: str
+    request: Request,
+    backend: Backend,
+    prepared: Any,
+    options: WriteOptions,
+    team: Team,
+    told: str,
+    failed: BaseException | None = None,
 ) -> None:
-    site, failed, leads = None, None, team.share.index == 0
+    site, leads = None, team.share.index == 0
     try:
         site = sites.join(told, leads)
-        with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
-            backend.write_share(site.path, prepared, options, team.share, site.shares)
+        if failed is None:
+            with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
+                backend.write_share(site.path, prepared, options, team.share, site.shares)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
 
@@ -106,7 +114,7 @@ def _write_and_commit(
         team.meet("commit", failed=failed, lead=commit)
     except BaseException:
         if site is not None:
-            site.give_up(leads)
+            site.give_up(leads, late=team.is_over)
         raise
     if not leads and site is not None:
         site.leave()

@@ -145,7 +145,7 @@ def _spread(path: Path, leaf: Any, share: Share) -> Any:
     if not (isinstance(array, HostCopy) or is_jax_array(array)):
         return None
     sharding = array.sharding
-    if sharding.is_fully_addressable or (isinstance(array, HostCopy) and sharding.is_fully_replicated):
+    if sharding.is_fully_addressable:
         return None
     owners = {device.process_index for device in sharding.device_set}
     if len(owners) == 1 and owners != {share.index}:

@@ -227,7 +227,8 @@ def _placed(leaf: Any, shown: str, together: bool) -> Stored:
         raise UnsupportedLeafError(
             f"{shown}: this process sees only a part of the array; use save_checkpoint_multiprocess", leaf=shown
         )
-    if stored.spread and stored.part == stored.shape and 0 not in stored.shape:
+    is_cut = stored.spread and not leaf.sharding.is_fully_replicated
+    if is_cut and stored.part == stored.shape and 0 not in stored.shape:
         raise UnsupportedLeafError(
             f"{shown}: the array is spread over processes in shards of different sizes ({leaf.sharding}), and zarr has "
             f"only grids of equal chunks; give it a NamedSharding with jax.device_put before saving",

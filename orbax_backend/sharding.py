@@ -99,8 +99,10 @@ def _everywhere(devices: tuple[Any, ...]) -> Any:
 
 
 def is_spread(sharding: Any) -> bool:
-    """Whether no process sees the whole array."""
-    return sharding is not None and not sharding.is_fully_addressable and not sharding.is_fully_replicated
+    """Whether process 0, which writes all else, does not have the whole array."""
+    if sharding is None or sharding.is_fully_addressable:
+        return False
+    return not (sharding.is_fully_replicated and any(device.process_index == 0 for device in sharding.device_set))
 
 
 def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:

@@ -19,12 +19,13 @@ from flax_ckpt_compat._core import arrays
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.syncing import sync_directory as sync_directory
-from flax_ckpt_compat._core.temporaries import GONE, is_alive, parse
+from flax_ckpt_compat._core.temporaries import GONE, abandon, is_alive, parse
 from flax_ckpt_compat._core.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.temporaries import temporary_path as temporary_path
 from flax_ckpt_compat._core.unreplaced import put_new, rename_new
 
+_TRIES = 3
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -162,10 +163,12 @@ def discard(path: str) -> None:
 
 def forget(temporary: str) -> None:
     """Removes what a failed save wrote, its arrays too; what cannot be removed now is reclaimed later."""
+    abandon(temporary)
     for path in (temporary, arrays.folder_of(temporary)):
-        with suppress(StorageError, OSError):
-            if os.path.lexists(path):
-                discard(path)
+        for _ in range(_TRIES):  # late processes of the same save may remove it at the same time
+            with suppress(StorageError, OSError):
+                if os.path.lexists(path):
+                    discard(path)
 
 
 def make_directory(path: str) -> None:

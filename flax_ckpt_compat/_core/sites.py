@@ -36,12 +36,16 @@ class Site:
         else:
             store_shares.publish(self.shares, self.path, new=new)
 
-    def give_up(self, leads: bool) -> None:
-        """Removes what this process wrote, and process 0 what all did, of a save that failed.
+    def give_up(self, leads: bool, *, late: bool = False) -> None:
+        """Remove what this process wrote, and process 0 what all did, of a save that failed.
 
         What a store may already count as a checkpoint stays.
+
+        Args:
+            leads: in process 0.
+            late: process 0 has given up before this process had ended, which may have made anew what was removed.
         """
-        if leads or self.shares is not None:
+        if leads or late or self.shares is not None:
             files.forget(self.path)
         if leads and self.shares is not None and not self.begun:
             store_shares.withdraw(self.shares)

@@ -29,6 +29,9 @@ _NEST = re.compile(rf"\.{_TAG}")
 _PATIENCE = {"new": 24 * 3600.0, "put": 24 * 3600.0, "old": 3600.0}
 _MAX_NAME = 255
 _counter = itertools.count()
+# Tags of temporaries of this process that nothing will be made of any more. What is still there of them, because it
+# could not be removed or a late process of the same job wrote it again, is removed by the next save.
+_abandoned: set[str] = set()
 
 
 def temporary_path(path: str, role: str = "new") -> str:
@@ -91,8 +94,17 @@ def witness_of(temporary: str) -> str | None:
     return os.path.join(directory, basename[: match.start("role")] + "put" + basename[end:])
 
 
+def abandon(temporary: str) -> None:
+    """Note that a save of this process has failed, so that its temporary no longer counts as a live writer's."""
+    match = parse(os.path.basename(temporary))
+    if match is not None:
+        _abandoned.add(match["tag"])
+
+
 def is_alive(match: re.Match[str], path: str) -> bool:
     """Whether the writer of this temporary, whose name matched, may still be at work."""
+    if match["tag"] in _abandoned:
+        return False
     if match["machine"] == processes.machine():
         return processes.start_of(int(match["pid"])) == int(match["start"])
     return time.time() - _last_change(path) < _PATIENCE[match["role"]]

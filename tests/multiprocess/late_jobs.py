@@ -1,0 +1,272 @@
+"""What the processes of a team do in the tests of what failed saves leave, and of trees that differ."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_ckpt_compat import checkpoints, config, state
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._routing import backend_for
+from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
+
+WHOLE = count((24, 4), np.float32)
+
+
+def save_late(folder: str, orbax: bool, step: int) -> str:
+    """Saves where process 1 has opened its files, and writes to them when the others have given up; the error."""
+    use(orbax)
+    _routed(orbax)
+
+    def wait() -> None:
+        deadline = time.monotonic() + 15
+        while any(name.startswith(".") for name in names(folder)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    with _late(orbax, wait if jax.process_index() == 1 else lambda: None):
+        return _error(save_small, folder, orbax, step, None, 1)
+
+
+def _routed(orbax: bool) -> Any:
+    return backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+
+
+@contextmanager
+def _late(orbax: bool, wait: Callable[[], None]) -> Iterator[None]:
+    """Calls this when all is open that the values of the arrays are going to be written to."""
+    name = "flax_ckpt_compat.orbax_backend.database" if orbax else "flax_ckpt_compat.legacy.shared"
+    module: Any = importlib.import_module(name)
+    holder, attribute = (module.Database, "begin_commit") if orbax else (module, "_open")
+    own = getattr(holder, attribute)
+
+    def opened(*args: Any) -> Any:
+        store = None if orbax else own(*args)
+        wait()
+        return own(*args) if orbax else store
+
+    setattr(holder, attribute, opened)
+    try:
+        yield
+    finally:
+        setattr(holder, attribute, own)
+
+
+def _error(job: Callable[..., Any], *args: Any) -> str:
+    try:
+        job(*args)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def save_without_descriptors(folder: str, orbax: bool, step: int) -> str:
+    """Saves where process 0 has no file descriptor left once it has begun; the error."""
+    use(orbax)
+    kind: Any = type(_routed(orbax))
+    own, limits = kind.begin_shared, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def begin_shared(*args: Any) -> None:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        own(*args)
+
+    kind.begin_shared = begin_shared
+    try:
+        return _error(save_small, folder, orbax, step, None, 5)
+    finally:
+        kind.begin_shared = own
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def save_interrupted(folder: str, orbax: bool, step: int) -> str:
+    """Saves in this process alone, and is interrupted while it waits for the others; the error."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        return _error(save_small, folder, orbax, step, None, 3)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def save_without_a_pool(folder: str, orbax: bool, step: int) -> str:
+    """Saves in the background where process 1's manager takes no task; the error of the save, or of the wait."""
+    use(orbax)
+    manager = checkpoints.AsyncManager()
+    if jax.process_index() == 1:
+        manager.executor.shutdown()
+
+    def save() -> None:
+        with config.override(coordination_timeout=20.0):
+            checkpoints.save_checkpoint_multiprocess(folder, small(step), step, async_manager=manager)
+        manager.wait_previous_save()
+
+    return _error(save)
+
+
+def save_split_otherwise(folder: str, orbax: bool) -> str:
+    """Saves an array that process 1 splits over the devices in another order, beside one like those of the others."""
+    use(orbax)
+    kind = "flat" if jax.process_index() else "plain"
+    tree = {"odd": put(WHOLE, NamedSharding(mesh(kind), P("x"))), **small(1)}
+    with config.override(coordination_timeout=20.0):
+        return _error(checkpoints.save_checkpoint_multiprocess, folder, tree, 1)
+
+
+def save_differing(folder: str, orbax: bool, background: bool) -> list[str]:
+    """Saves two steps with leaves that differ between processes, and one after that without; what was warned of."""
+    use(orbax)
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flax_ckpt_compat")
+    logger.addHandler(handler)
+    manager = checkpoints.AsyncManager() if background else None
+    try:
+        for step in (1, 2, 3):
+            tree = _differing(jax.process_index() if step < 3 else 0)
+            checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=9, async_manager=manager)
+        if manager:
+            manager.wait_previous_save()
+    finally:
+        logger.removeHandler(handler)
+    for step in (1, 2, 3):
+        got = checkpoints.restore_checkpoint(folder, _differing(9), step)
+        assert got["n"] == 7
+        np.testing.assert_array_equal(got["v"], np.zeros(3))
+        np.testing.assert_array_equal(np.asarray(got["copies"].addressable_data(0)), WHOLE)
+        check_shards("halves", got["halves"], WHOLE)
+    return told
+
+
+def _differing(own: int) -> dict[str, Any]:
+    where = mesh()
+    return {
+        "n": 7 + own,
+        "v": np.full(3, own, np.float32),
+        "copies": put(WHOLE + own, NamedSharding(where, P())),
+        "halves": put(WHOLE + own, NamedSharding(where, P("y"))),
+        "same": np.arange(5),
+        "split": put(WHOLE, NamedSharding(where, P("x"))),
+        "large": np.zeros((100, 100)) + np.float32(own),
+    }
+
+
+# Name → the processes whose devices hold an array, and how it is split.
+SUB_MESHES: dict[str, tuple[tuple[int, ...], P]] = {
+    "split01": ((0, 1), P("x")),
+    "split12": ((1, 2), P("x")),
+    "copies01": ((0, 1), P()),
+    "copies12": ((1, 2), P()),
+    "split0": ((0,), P("x")),
+}
+
+
+def sub_mesh(name: str) -> NamedSharding:
+    """The devices of some of three processes."""
+    owners, spec = SUB_MESHES[name]
+    return NamedSharding(Mesh(np.array([one for one in jax.devices() if one.process_index in owners]), ("x",)), spec)
+
+
+def sub_mesh_tree(scale: float, *, of_one: bool = True) -> dict[str, Any]:
+    """Arrays that leave out one process or two, and one that all of them hold."""
+    tree: dict[str, Any] = {"n": int(scale), "all": put(WHOLE * scale, NamedSharding(mesh(), P("x")))}
+    for name, (owners, _) in SUB_MESHES.items():
+        if of_one or len(owners) > 1:
+            tree[name] = _put_some(WHOLE * np.float32(scale), sub_mesh(name))
+    return tree
+
+
+def _put_some(values: Any, sharding: Any) -> Any:
+    places = sharding.addressable_devices_indices_map(values.shape).items()
+    shards = [jax.device_put(values[index], device) for device, index in places]
+    if not shards:
+        return state.without_shards(values.shape, values.dtype, sharding)
+    return jax.make_array_from_single_device_arrays(values.shape, sharding, shards)
+
+
+def save_on_sub_meshes(folder: str, orbax: bool, background: bool) -> None:
+    """Saves them as step 1."""
+    use(orbax)
+    manager = checkpoints.AsyncManager() if background else None
+    checkpoints.save_checkpoint_multiprocess(folder, sub_mesh_tree(1), 1, async_manager=manager)
+    if manager:
+        manager.wait_previous_save()
+
+
+def restore_on_sub_meshes(folder: str, abstract: bool) -> None:
+    """Restores them where they were, in all processes, and checks each bit."""
+    target = sub_mesh_tree(0)
+    asked = jax.tree.map(_abstract, target) if abstract else target
+    check_sub_meshes(checkpoints.restore_checkpoint(folder, asked), target)
+
+
+def _abstract(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def check_sub_meshes(got: Any, target: Any) -> None:
+    """Each array has the shards of this process, which may be none, and their values."""
+    assert got["n"] == 1
+    for name in target:
+        if name == "n":
+            continue
+        leaf, wanted = got[name], target[name]
+        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype), name
+        if isinstance(leaf, jax.Array):  # else of this process alone, which a msgpack file has whole
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), name
+            assert len(leaf.addressable_shards) == len(wanted.addressable_shards), name
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), WHOLE[shard.index], name)
+        else:
+            np.testing.assert_array_equal(leaf, WHOLE, name)
+
+
+def sub_meshes_with_flax(folder: str, writer: str) -> None:
+    """Saves with ours and restores with real Flax, flag off, or the other way round."""
+    from flax.training import checkpoints as flax_checkpoints
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+    use(False)
+    manager = GlobalAsyncCheckpointManager()
+    tree, target = sub_mesh_tree(1, of_one=False), sub_mesh_tree(0, of_one=False)
+    if writer == "flax":
+        flax_checkpoints.save_checkpoint_multiprocess(folder, tree, 1, gda_manager=manager)
+        manager.wait_until_finished()
+    else:
+        checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+    barrier("saved on sub-meshes")
+    module: Any = checkpoints if writer == "flax" else flax_checkpoints
+    check_sub_meshes(module.restore_checkpoint(folder, target, 1, gda_manager=manager), target)
+
+
+def read_with_orbax(path: str) -> None:
+    """Reads the checkpoint of `save_on_sub_meshes` with real Orbax in a single process, as numpy."""
+    import orbax.checkpoint as ocp
+
+    tree = dict.fromkeys(["n", "all", *SUB_MESHES], 0)
+    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    arguments["n"] = ocp.RestoreArgs(restore_type=int)
+    got = ocp.PyTreeCheckpointer().restore(path, restore_args=arguments)
+    assert got.pop("n") == 1
+    for name, values in got.items():
+        np.testing.assert_array_equal(values, WHOLE, name)
