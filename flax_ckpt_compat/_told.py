@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.errors import AbsentProcessesError, CheckpointError,
 
 # Those that are made of a message and a path alone.
 _PLAIN = {
-    "CleanupError", "NameCollisionError", "SettingError", "StepError", "StorageError", "TeamError",
+    "CleanupError", "DepthError", "NameCollisionError", "SettingError", "StepError", "StorageError", "TeamError",
     "UnsupportedLeafError",
 }  # fmt: skip
 

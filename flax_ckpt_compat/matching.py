@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
@@ -94,20 +94,22 @@ class _Matcher:
         for name, child in there.items():
             if name not in target.children:
                 self.leave(child, (*path, name))
-        if self.choose is not None:
-            return {name: self.child(there, name, child, path) for name, child in target.children.items()}
-        return {
-            name: Stored(found, child)
+        # A loop that calls node itself, because Flax's own functions nest no fewer than three calls for a level, and
+        # what Flax restores within the recursion limit is restored here.
+        children = {}
+        for name, child in target.children.items():
+            found = there.get(name, _Nothing.ABSENT)
             # As almost all leaves are: an array where the target has one of the same shape.
-            if type(found := there.get(name)) is LeafHandle
-            and found.kind is LeafKind.ARRAY
-            and getattr(child, "shape", None) == found.shape
-            else self.child(there, name, child, path)
-            for name, child in target.children.items()
-        }
-
-    def child(self, there: Mapping[str, Node], name: str, target: Node, path: Path) -> Any:
-        return self.node(there.get(name, _Nothing.ABSENT), target, (*path, name))
+            if (
+                type(found) is LeafHandle
+                and found.kind is LeafKind.ARRAY
+                and getattr(child, "shape", None) == found.shape
+                and self.choose is None
+            ):
+                children[name] = Stored(found, child)
+            else:
+                children[name] = self.node(found, child, (*path, name))
+        return children
 
     def leaf(self, stored: Node, target: Any, path: Path) -> Any:
         if self.lenient and target is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flax_ckpt_compat import _plan_text, config, opening, placing, restoring
+from flax_ckpt_compat import _plan_text, config, depth, opening, placing, restoring
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
@@ -105,6 +105,7 @@ class Plan:
         return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises)
 
 
+@depth.limited("restored")
 def plan_restore(
     path: str | os.PathLike[str],
     target: Any = None,

@@ -16,6 +16,7 @@ from flax_ckpt_compat import (
     _listing,
     background,
     config,
+    depth,
     executing,
     explaining,
     foreign,
@@ -41,6 +42,7 @@ _log = logging.getLogger("flax_ckpt_compat")
 _MANY = 1500
 
 
+@depth.limited("restored")
 def restore(
     ckpt_dir: str,
     target: Any,
@@ -95,6 +97,7 @@ def settle(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
         background.raise_failures(directory)
 
 
+@depth.limited("read")
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
     """What a restore without a target gives.
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat import _listing, background, config, foreign, snapshot, together
+from flax_ckpt_compat import _listing, background, config, depth, foreign, snapshot, together
 from flax_ckpt_compat._core import files, paths, steps
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.errors import StepError
@@ -21,6 +21,7 @@ from flax_ckpt_compat._routing import backend_for
 from flax_ckpt_compat.request import Request
 
 
+@depth.limited("saved")
 def save(
     ckpt_dir: str,
     target: Any,
@@ -67,6 +68,7 @@ def save(
     return os.path.join(ckpt_dir, f"{prefix}{text}")
 
 
+@depth.limited("saved")
 def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format: Format) -> str:
     """Saves a tree at exactly this path, and looks at no other checkpoint; see `flax_ckpt_compat.save`.
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from flax_ckpt_compat import agreement, state
+from flax_ckpt_compat import agreement, depth, state
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.known import Sight
@@ -33,7 +33,9 @@ def tree_to_save(target: Any, request: Request, *, copied: bool, together: bool 
     """
     in_order = request.sort_keys and request.format is Format.MSGPACK
     copies = Copies() if copied else None
-    tree = _Taker(request, copies, together=together, in_order=in_order).node(state.describe(target), ())
+    taker = _Taker(request, copies, together=together, in_order=in_order)
+    tree = taker.node(state.describe(target), ())
+    depth.check(taker.levels, request.path)
     if copies is not None:
         copies.make()
     return tree
@@ -56,11 +58,13 @@ class _Taker:
         self._plain: set[type] = set()
         self._arrays: set[type] = set()
         self._sight = Sight()
+        self.levels = 0  # of the deepest branch met
 
     def node(self, node: Node, path: Path) -> Node:
         """A node, of which the branches are made anew."""
         if not isinstance(node, Branch):
             return self._leaf(node, path)
+        self.levels = max(self.levels, len(path) + 1)
         children = {}
         for name in sorted(node.children) if self._in_order else node.children:
             child = node.children[name]

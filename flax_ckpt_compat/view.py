@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from flax_ckpt_compat import _listing, notes, opening, placing, restoring, similar
+from flax_ckpt_compat import _listing, depth, notes, opening, placing, restoring, similar
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingLeavesError, NameCollisionError
@@ -21,6 +21,7 @@ LeafPath = str | tuple[str | int, ...]
 _MANAGED_STEP = re.compile(r"(?:.*_)?(\d+)")
 
 
+@depth.limited("opened")
 def open_checkpoint(
     path: str | os.PathLike[str], step: int | float | str | None = None, prefix: str = "checkpoint_"
 ) -> Checkpoint:

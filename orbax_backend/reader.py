@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
 
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
@@ -68,7 +68,11 @@ class OrbaxReader:
         try:
             self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
         except RecursionError as error:
-            raise self._corrupt("<root>", "the tree is nested too deeply") from error
+            raise DepthError(
+                f"{path}: the stored tree is nested too deeply for Python's recursion limit; raise the limit with "
+                "sys.setrecursionlimit",
+                path=path,
+            ) from error
 
     def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""

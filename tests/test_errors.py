@@ -20,6 +20,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "ShapeMismatchError": (ValueError,),
     "UnsupportedLeafError": (TypeError, ValueError),
     "NameCollisionError": (ValueError,),
+    "DepthError": (ValueError, RecursionError),
     "TransformError": (ValueError,),
     "StepError": (ValueError,),
     "SettingError": (ValueError,),

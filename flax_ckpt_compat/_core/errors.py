@@ -9,6 +9,7 @@ CheckpointError
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
 ├── TransformError(ValueError)               a transform or rule that makes no sense, or does not fit this checkpoint
 ├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
+├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
 ├── NameCollisionError(ValueError)           two key paths with one stored name
 ├── StepError(ValueError)                    a step, ``keep`` or prefix that means nothing
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
@@ -89,6 +90,10 @@ class TransformError(CheckpointError, ValueError):
 
 class UnsupportedLeafError(CheckpointError, TypeError, ValueError):
     """A leaf of the tree to save is of a type or dtype that no checkpoint format can hold."""
+
+
+class DepthError(CheckpointError, ValueError, RecursionError):
+    """A tree is nested too deeply to be saved or restored within Python's recursion limit."""
 
 
 class NameCollisionError(CheckpointError, ValueError):

@@ -1,0 +1,68 @@
+"""How deeply a tree may be nested: as deep as Python's recursion limit lets a restore into a target go."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+from flax_ckpt_compat._core.errors import CheckpointError, DepthError
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+# Calls that Flax's own functions, and so a restore, nest for each level, and those besides (measured: 3 and 17).
+_CALLS_A_LEVEL = 3
+_CALLS_BESIDE = 40
+_NEVER_TOO_DEEP = 50
+
+
+def check(levels: int, path: str) -> None:
+    """Refuse to save a tree that a restore into such a tree, called from here, could not rebuild.
+
+    Raises:
+        DepthError: it is nested too deeply.
+    """
+    if levels <= _NEVER_TOO_DEEP:
+        return
+    most = (sys.getrecursionlimit() - _calls() - _CALLS_BESIDE) // _CALLS_A_LEVEL
+    if levels > most:
+        raise DepthError(
+            f"cannot save to {path}: the tree has {levels} levels, and a restore of more than {most} would exceed "
+            f"Python's recursion limit ({sys.getrecursionlimit()}). {_REMEDY}",
+            path=path,
+        )
+
+
+def limited(doing: str) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+    """Return a decorator that translates a RecursionError; ``doing`` completes "cannot be …"."""
+
+    def decorate(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        @functools.wraps(function)
+        def limit(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+            try:
+                return function(*args, **kwargs)
+            except RecursionError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise DepthError(
+                    f"the tree is nested too deeply and cannot be {doing} within Python's recursion limit "
+                    f"({sys.getrecursionlimit()}). {_REMEDY}"
+                ) from error
+
+        return limit
+
+    return decorate
+
+
+_REMEDY = "Flatten the tree, or raise the limit with sys.setrecursionlimit, before saving and before restoring"
+
+
+def _calls() -> int:
+    """Return how many calls are nested here."""
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
