@@ -106,12 +106,18 @@ def save_interrupted(folder: str, orbax: bool, step: int) -> str:
         signal.signal(signal.SIGALRM, before)
 
 
-def save_without_a_pool(folder: str, orbax: bool, step: int) -> str:
+class Refusing(checkpoints.AsyncManager):
+    """A manager of the user's that takes no task."""
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        """Refuses."""
+        raise OSError("no tasks in this test")
+
+
+def save_without_a_manager(folder: str, orbax: bool, step: int) -> str:
     """Saves in the background where process 1's manager takes no task; the error of the save, or of the wait."""
     use(orbax)
-    manager = checkpoints.AsyncManager()
-    if jax.process_index() == 1:
-        manager.executor.shutdown()
+    manager = Refusing() if jax.process_index() == 1 else checkpoints.AsyncManager()
 
     def save() -> None:
         with config.override(coordination_timeout=20.0):
