@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core import arrays, files, store_shares, stores
+from flax_ckpt_compat._core import arrays, files, paths, store_shares, stores
 from flax_ckpt_compat._core.backend import Share
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.pools import Pool
@@ -162,12 +162,12 @@ def _translated(base: str, array: SpreadArray) -> Iterator[None]:
         raise
     except (ValueError, RuntimeError, OSError) as error:
         folder, name = os.path.join(base, array.subpath), array.subpath or "the array"
-        message = f"{folder}: writing {name} failed: {error}; free space or choose another place"
+        message = f"{folder}: writing {name} failed: {error}"
         raise StorageError(message, path=folder, errno=getattr(error, "errno", None)) from error
 
 
 def _open(tensorstore: Any, folder: str, array: SpreadArray, context: Any) -> Any:
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder}}
+    spec = {"driver": "zarr", "kvstore": paths.local_kvstore(folder)}
     store = tensorstore.open(spec, open=True, context=context).result()
     array.check_same(folder, tuple(store.shape), store.dtype.numpy_dtype)
     return store

@@ -77,7 +77,7 @@ class Database:
     def _base(self, inside: str = "") -> dict[str, Any]:
         if self._url is not None:
             return layered(self._path, self._url, inside)
-        return {"driver": "file", "path": os.path.join(self._path, inside, "")}
+        return paths.local_kvstore(os.path.join(self._path, inside, ""))
 
     def put(self, name: str, stored: Stored, compressor: dict[str, Any] | None, leads: bool = True) -> None:
         """Adds one array; its memory must not change before the commit has ended.

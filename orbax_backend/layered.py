@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from flax_ckpt_compat._core import stores
+from flax_ckpt_compat._core import paths, stores
 
 _OF_PROCESSES = "ocdbt.process_"
 
@@ -23,7 +23,7 @@ def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
     return {
         "driver": "kvstack",
         "layers": [
-            {"base": {"driver": "file", "path": f"{local}/"}},
+            {"base": paths.local_kvstore(f"{local}/")},
             {"base": {**stored, "path": stored["path"] + _OF_PROCESSES}, "prefix": _OF_PROCESSES},
         ],
         "path": inside and f"{inside}/",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flax_ckpt_compat._core import stores
+from flax_ckpt_compat._core import paths, stores
 
 from .places import Extent, Place, Present, refuse_escape
 from .sources import directory_spec
@@ -34,7 +34,7 @@ class Files:
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """See `Index.kvstore`."""
-        return {"driver": "file", "path": self._file(prefix)}
+        return paths.local_kvstore(self._file(prefix))
 
     def _file(self, key: str) -> str:
         refuse_escape(key, self._path)

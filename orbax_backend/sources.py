@@ -18,7 +18,7 @@ _SIZES_AT_ONCE = 16
 
 def directory_spec(path: str) -> dict[str, Any]:
     """How TensorStore opens the directory ``path``."""
-    return stores.spec(path) if paths.is_url(path) else {"driver": "file", "path": os.path.join(path, "")}
+    return stores.spec(path) if paths.is_url(path) else paths.local_kvstore(os.path.join(path, ""))
 
 
 def new_context(path: str, cache_bytes: int) -> Any:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from flax_ckpt_compat import (
     checkpoints,
+    config,
     errors,
     iter_checkpoints,
     open_checkpoint,
@@ -118,6 +119,47 @@ def test_file_urls_that_mean_nothing_here(url: str) -> None:
     for call in (lambda: checkpoints.save_checkpoint(url, {}, 1), lambda: checkpoints.latest_checkpoint(url)):
         with pytest.raises(errors.StorageError):
             call()
+
+
+# Names that are not UTF-8
+
+WITH_ARRAYS = {"w": np.arange(3), "big": np.ones(200_000), "text": "x"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_saves_to_names_that_are_not_utf8(flag: bool, tmp_path: Path, background: bool) -> None:
+    """msgpack saves; Orbax's format is refused with the reason, because TensorStore takes no such path."""
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    manager = checkpoints.AsyncManager() if background else None
+
+    def save_it() -> None:
+        checkpoints.save_checkpoint(folder, WITH_ARRAYS, 1, async_manager=manager)
+        if manager is not None:
+            manager.wait_previous_save()
+
+    if not flag:
+        save_it()
+        assert checkpoints.restore_checkpoint(folder, None)["text"] == "x"
+        return
+    with pytest.raises(errors.StorageError, match=r"is not UTF-8.*save as msgpack") as caught:
+        save_it()
+    assert str(caught.value).startswith(f"{tmp_path}/run\\xff/checkpoint_1") and "tmp-" not in str(caught.value)
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_restores_from_names_that_are_not_utf8(flag: bool, tmp_path: Path, compression: str | None) -> None:
+    """What can be read without TensorStore is read; else the error says what to rename."""
+    with config.override(compression=compression):
+        checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, 1)
+    folder = (tmp_path / "run").rename(tmp_path / os.fsdecode(b"run\xff"))
+    if flag and compression:
+        with pytest.raises(errors.StorageError, match=r"is not UTF-8.*rename the directory"):
+            checkpoints.restore_checkpoint(folder, None)
+    else:
+        np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, None)["big"], WITH_ARRAYS["big"])
+    with open_checkpoint(folder) as opened:
+        assert sorted(opened.leaves()) == sorted(WITH_ARRAYS)
 
 
 # Permissions

@@ -211,7 +211,24 @@ def prepare_directory(path: str) -> None:
 
 def tensorstore_folder(path: str) -> dict[str, Any]:
     """TensorStore's description of a directory, as the base of an array or of a database."""
-    return stores.spec(path) if is_url(path) else {"driver": "file", "path": os.path.abspath(path)}
+    return stores.spec(path) if is_url(path) else local_kvstore(os.path.abspath(path))
+
+
+def local_kvstore(path: str) -> dict[str, Any]:
+    """Return TensorStore's description of a local path.
+
+    Raises:
+        StorageError: a name in it is not UTF-8, which TensorStore cannot take.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        message = (
+            f"{path}: a name in this path is not UTF-8, and TensorStore, which reads and writes arrays of Orbax's "
+            "format, takes no other; rename the directory, or save as msgpack"
+        )
+        raise StorageError(message, path=path, errno=errno.EILSEQ) from error
+    return {"driver": "file", "path": path}
 
 
 def tensorstore_context(path: str) -> Any:
