@@ -17,6 +17,7 @@ from flax import errors as _flax
 
 from flax_ckpt_compat._core.errors import (
     AbsentProcessesError,
+    CheckpointerError,
     CheckpointError,
     CheckpointNotFoundError,
     CleanupError,
@@ -40,6 +41,7 @@ __all__ = [
     "AbsentProcessesError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointerError",
     "CleanupError",
     "CorruptCheckpointError",
     "DepthError",

@@ -1,4 +1,4 @@
-"""Checkpointer objects of real Orbax that callers pass in: they write and read, our rules stay around them.
+"""Checkpointer objects of real Orbax that callers pass in: they write, our rules stay around them.
 
 Never imports orbax: whoever passes such an object has imported it already.
 """
@@ -9,20 +9,13 @@ import atexit
 import functools
 import logging
 import os
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import jax
-import numpy as np
-
-from flax_ckpt_compat import state
 from flax_ckpt_compat._core import files
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
 from flax_ckpt_compat.team import Team
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -59,7 +52,14 @@ def save(
         team: of several processes, of which process 0 publishes and does ``on_commit``.
     """
     pending = _Pending(checkpointer, written or written_path(path), path, on_commit, team)
-    checkpointer.save(pending.written, target)
+    try:
+        checkpointer.save(pending.written, target)
+    except (TypeError, AttributeError, KeyError) as error:  # its other errors say what is wrong with the tree
+        raise CheckpointerError(
+            f"{path}: the given orbax_checkpointer ({described(checkpointer)}) cannot save this tree: {error}; give "
+            f"one for pytrees, or leave orbax_checkpointer out",
+            path=path,
+        ) from error
     if is_async(checkpointer):
         pending.watch()
     elif pending.leads:
@@ -77,6 +77,13 @@ def settle(checkpointer: Any, directory: str) -> None:
     for pending in list(_pending):
         if os.path.dirname(pending.path) == directory:
             pending.checkpointer.wait_until_finished()
+
+
+def described(checkpointer: Any) -> str:
+    """Return its type and that of its handler, for messages."""
+    handler = getattr(checkpointer, "handler", None)
+    names = [type(checkpointer).__name__, *([type(handler).__name__] if handler is not None else [])]
+    return " with ".join(names)
 
 
 def is_async(checkpointer: Any) -> bool:
@@ -215,79 +222,3 @@ def _finish_all() -> None:
             pending.checkpointer.wait_until_finished()
         except Exception:  # noqa: BLE001  (the interpreter is going: nobody is left to raise it to)
             _log.exception("A background save of the checkpoint at %s failed", pending.path)
-
-
-class Reader:
-    """Reads a checkpoint through the caller's checkpointer; what is in it, our own metadata reader tells."""
-
-    format = Format.ORBAX
-
-    def __init__(self, checkpointer: Any, path: str, tree: Node):
-        self._checkpointer, self.path, self.tree = checkpointer, path, tree
-
-    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
-        """The values of these handles of the tree, or parts of them, in their order; arrays in host memory."""
-        restored = self._checkpointer.restore(self.path, **self._arguments())
-        paths = {id(leaf): path for path, leaf in iter_leaves(self.tree)}
-
-        def value(handle: LeafHandle) -> Any:
-            return _own(_at(restored, paths[id(handle)]), handle)
-
-        return [one.cut(value(one.handle)) if isinstance(one, Part) else value(one) for one in handles]
-
-    def _arguments(self) -> Mapping[str, Any]:
-        """What makes the known handlers read arrays to the host, whatever devices they were saved from."""
-        handler = type(getattr(self._checkpointer, "handler", None)).__mro__
-        names = {kind.__name__ for kind in handler}
-        if "PyTreeCheckpointHandler" in names:
-            return {"restore_args": _plain(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
-        if "StandardCheckpointHandler" in names:
-            return {"target": _plain(map_leaves(lambda _, leaf: _example(leaf), self.tree))}
-        return {}
-
-
-def restore_raw(checkpointer: Any, path: str) -> Any:
-    """Whatever the checkpointer makes of a directory that our own reader does not know."""
-    return checkpointer.restore(path)
-
-
-def _restore_args(leaf: Any) -> Any:
-    orbax: Any = sys.modules["orbax.checkpoint"]
-    kind = leaf.kind if isinstance(leaf, LeafHandle) else None
-    if kind is LeafKind.ARRAY:
-        return orbax.RestoreArgs(restore_type=np.ndarray)
-    if kind is LeafKind.PRNG_KEY:  # restores as a jax.Array only, and by default where it was saved
-        return orbax.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
-    return orbax.RestoreArgs()
-
-
-def _example(leaf: Any) -> Any:
-    """Something of the leaf's type, of no size in memory, for handlers that want an example."""
-    if not isinstance(leaf, LeafHandle):
-        return leaf
-    if leaf.kind is LeafKind.ARRAY:
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    return {LeafKind.INT: 0, LeafKind.FLOAT: 0.0}.get(leaf.kind)
-
-
-def _own(value: Any, handle: LeafHandle) -> Any:
-    """The value as our own readers give it: arrays in memory that the caller may write to, keys taken apart."""
-    if state.is_prng_key(value):
-        return state.key_apart(value)
-    if handle.kind is not LeafKind.ARRAY:
-        return value
-    array = np.asarray(value)
-    return array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
-
-
-def _plain(node: Node) -> Any:
-    if not isinstance(node, Branch):
-        return node
-    children = {name: _plain(child) for name, child in node.children.items()}
-    return list(children.values()) if node.container.is_sequence else children
-
-
-def _at(tree: Any, path: Path) -> Any:
-    for name in path:
-        tree = tree[int(name)] if isinstance(tree, (list, tuple)) else tree[name]
-    return tree

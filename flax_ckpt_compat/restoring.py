@@ -20,6 +20,7 @@ from flax_ckpt_compat import (
     executing,
     explaining,
     foreign,
+    foreign_reader,
     matching,
     opening,
     placing,
@@ -114,12 +115,14 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
 def _through_checkpointer(checkpointer: Any, path: str, target: Any, adaptation: Adaptation) -> Any:
     try:
         with closing(opening.Opened(path)) as opened:
-            tree = opened.reader(main_item(opened)).tree
-            reader = foreign.Reader(checkpointer, path, tree)
-            return _carry_out(plan_tree(reader, tree, target, adaptation, path))
+            if opened.trees:
+                own = opened.reader(main_item(opened))
+                reader = foreign_reader.Reader(checkpointer, path, own.tree, own)
+                return _carry_out(plan_tree(reader, own.tree, target, adaptation, path))
     except UnrecognizedFormatError:
-        tree = state.describe(foreign.restore_raw(checkpointer, path))
-        return _carry_out(plan_tree(foreign.Reader(checkpointer, path, tree), tree, target, adaptation, path))
+        pass
+    tree = state.describe(foreign_reader.restore_raw(checkpointer, path))
+    return _carry_out(plan_tree(foreign_reader.Reader(checkpointer, path, tree), tree, target, adaptation, path))
 
 
 def _carry_out(work: Work) -> Any:

@@ -21,6 +21,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "UnsupportedLeafError": (TypeError, ValueError),
     "NameCollisionError": (ValueError,),
     "DepthError": (ValueError, RecursionError),
+    "CheckpointerError": (ValueError,),
     "TransformError": (ValueError,),
     "StepError": (ValueError,),
     "SettingError": (ValueError,),

@@ -96,6 +96,10 @@ class DepthError(CheckpointError, ValueError, RecursionError):
     """A tree is nested too deeply to be saved or restored within Python's recursion limit."""
 
 
+class CheckpointerError(CheckpointError, ValueError):
+    """The ``orbax_checkpointer`` that was given cannot save this tree, or restore this checkpoint."""
+
+
 class NameCollisionError(CheckpointError, ValueError):
     """Two key paths of the tree to save would be stored under one name, so one would be lost."""
 

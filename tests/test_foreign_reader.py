@@ -1,0 +1,135 @@
+"""Every checkpointer and handler of Orbax as reader: the values that were stored, or an error that says what to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.errors import CheckpointerError, CheckpointError
+from tests.support.orbax_trees import on_host
+from tests.support.peers import skip_without_typed_keys
+from tests.support.saves import use_flag
+from tests.support.trees import fingerprint
+
+PYTREE_READERS: dict[str, Callable[[], Any]] = {
+    "PyTreeCheckpointer": ocp.PyTreeCheckpointer,
+    "StandardCheckpointer": ocp.StandardCheckpointer,
+    "Checkpointer, PyTree": lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
+    "Checkpointer, Standard": lambda: ocp.Checkpointer(ocp.StandardCheckpointHandler()),
+    "AsyncCheckpointer, PyTree": lambda: ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler()),
+    "AsyncCheckpointer, Standard": lambda: ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler()),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "Array": lambda: ocp.Checkpointer(ocp.ArrayCheckpointHandler()),
+    "Json": lambda: ocp.Checkpointer(ocp.JsonCheckpointHandler()),
+    "Composite": lambda: ocp.Checkpointer(ocp.CompositeCheckpointHandler()),
+    "async Composite": lambda: ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler()),
+    "key": lambda: ocp.Checkpointer(ocp.JaxRandomKeyCheckpointHandler()),
+}
+
+
+def _tree() -> dict[str, Any]:
+    skip_without_typed_keys()
+    return {
+        "array": np.arange(6.0).reshape(2, 3),
+        "jax": jnp.arange(3),
+        "bfloat16": np.arange(3).astype(ml_dtypes.bfloat16),
+        "nothing in it": np.zeros((0, 3)),
+        "key": jax.random.key(3),
+        "bool": True,
+        "int": 5,
+        "float": 1.5,
+        "complex": 1 + 2j,
+        "text": "hello",
+        "bytes": b"\0x",
+        "int64": np.int64(7),
+        "float32": np.float32(2.5),
+        "bool_": np.bool_(True),
+        "none": None,
+        "list": [1, {"x": 2.5}],
+    }
+
+
+def _save(directory: Path, tree: Any) -> None:
+    with use_flag(True):
+        checkpoints.save_checkpoint(directory, tree, 1)
+
+
+@pytest.mark.parametrize("with_target", [False, True], ids=["no target", "target"])
+@pytest.mark.parametrize("name", PYTREE_READERS)
+def test_every_leaf_has_its_type(name: str, with_target: bool, tmp_path: Path) -> None:
+    """No reader turns a leaf into None, or into another type, for lack of an example of it."""
+    tree = _tree()
+    _save(tmp_path, tree)
+    checkpointer = PYTREE_READERS[name]()
+    restored = checkpoints.restore_checkpoint(tmp_path, tree if with_target else None, orbax_checkpointer=checkpointer)
+    for key, value in on_host(tree).items():
+        expected = {"0": value[0], "1": value[1]} if key == "list" and not with_target else value
+        assert fingerprint(on_host(restored[key])) == fingerprint(expected), key
+        assert type(restored[key]) is type(tree[key]) or key in ("bool_", "jax", "list"), key
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("name", PYTREE_READERS)
+def test_what_it_wrote_it_reads(name: str, tmp_path: Path) -> None:
+    """Each of them as writer, then as reader, in the same object."""
+    tree = {"a": np.arange(4.0), "b": {"n": 3, "f": 2.5}, "l": [np.ones(2)]}
+    checkpointer = PYTREE_READERS[name]()
+    checkpoints.save_checkpoint(tmp_path, tree, 1, orbax_checkpointer=checkpointer)
+    restored = checkpoints.restore_checkpoint(tmp_path, tree, orbax_checkpointer=checkpointer)
+    assert fingerprint(restored) == fingerprint(tree)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("with_target", [False, True], ids=["no target", "target"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_reader_of_something_else_is_an_error(name: str, with_target: bool, tmp_path: Path) -> None:
+    """Handlers that are not for trees: the error names them and the way out, with theirs as the cause."""
+    tree = {"a": np.arange(3.0), "n": 1}
+    _save(tmp_path, tree)
+    checkpointer = OTHERS[name]()
+    with pytest.raises(CheckpointerError, match="leave orbax_checkpointer out") as caught:
+        checkpoints.restore_checkpoint(tmp_path, tree if with_target else None, orbax_checkpointer=checkpointer)
+    assert isinstance(caught.value, CheckpointError) and isinstance(caught.value, ValueError)
+    assert type(checkpointer.handler).__name__ in str(caught.value) and caught.value.__cause__ is not None
+    assert str(tmp_path / "checkpoint_1") in str(caught.value)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_writer_of_something_else_is_an_error(name: str, tmp_path: Path) -> None:
+    """The same for saving, and nothing is taken for a checkpoint afterwards."""
+    checkpointer = OTHERS[name]()
+    with pytest.raises(CheckpointerError, match="one for pytrees"):
+        checkpoints.save_checkpoint(tmp_path, {"a": np.arange(3.0)}, 1, orbax_checkpointer=checkpointer)
+    assert checkpoints.latest_checkpoint(tmp_path) is None
+    checkpointer.close()
+
+
+def test_json_through_its_handler(tmp_path: Path) -> None:
+    """A checkpoint of JSON alone is saved and restored through the handler for it."""
+    checkpointer = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+    checkpoints.save_checkpoint(tmp_path, {"a": 1, "b": "x"}, 1, orbax_checkpointer=checkpointer)
+    assert checkpoints.restore_checkpoint(tmp_path, None, orbax_checkpointer=checkpointer) == {"a": 1, "b": "x"}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_several_items_through_composite(tmp_path: Path, asynchronous: bool) -> None:
+    """Of items that a Composite wrote, the usual one is restored, also through a Composite."""
+    made = ocp.AsyncCheckpointer if asynchronous else ocp.Checkpointer
+    checkpointer = made(ocp.CompositeCheckpointHandler())
+    tree = {"a": np.arange(3.0), "n": 1}
+    items = ocp.args.Composite(state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave({"x": 1}))
+    checkpointer.save(tmp_path / "checkpoint_1", args=items)
+    if asynchronous:
+        checkpointer.wait_until_finished()
+    restored = checkpoints.restore_checkpoint(tmp_path, tree, orbax_checkpointer=checkpointer)
+    assert fingerprint(restored) == fingerprint(tree)
+    checkpointer.close()
