@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import numpy as np
 
 from flax_ckpt_compat import state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.tree import show_path
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
+from flax_ckpt_compat._core.tree import KeyData, show_path
 
+_log = logging.getLogger("flax_ckpt_compat")
 _PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
 
 
@@ -38,6 +40,25 @@ def settle(value: Any, handle: LeafHandle, target: Any) -> tuple[Any, LeafHandle
     array = np.asarray(value)
     settled = array if kind is LeafKind.ARRAY else array[()] if kind is LeafKind.NUMPY_SCALAR else array.item()
     return settled, dataclasses.replace(handle, kind=kind)
+
+
+def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.ndarray[Any, Any]:
+    """Return the raw data of a typed PRNG key whose implementation this jax lacks, with a warning.
+
+    Raises:
+        UnsupportedLeafError: the target asks for a typed key.
+    """
+    leaf, path = show_path(handle.path), handle.reader.path
+    what = f"{path}: the leaf {leaf!r} is a PRNG key of the implementation {key.impl!r}, which this jax does not have"
+    how = "install or register what defines it, and wrap the data with jax.random.wrap_key_data"
+    if state.is_prng_key(target):
+        raise UnsupportedLeafError(
+            f"{what}; give a uint32 array as the target's leaf, or no target, to get its raw data; or {how}",
+            path=path,
+            leaf=leaf,
+        )
+    _log.warning("%s; its raw data is restored. To use it as a key, %s", what, how)
+    return np.array(key.data)
 
 
 def _kind_of(target: Any) -> LeafKind | None:

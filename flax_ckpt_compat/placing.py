@@ -142,7 +142,12 @@ class Wish:
         value, handle = kinds.settle(values[0], self.handle, target)
         if isinstance(value, KeyData):
             sharding = _sharding(target) if state.is_prng_key(target) else None
-            return state.put_key_together(value, sharding)
+            try:
+                return state.put_key_together(value, sharding)
+            except ValueError:
+                if state.has_implementation(value.impl):
+                    raise
+                return kinds.data_of_unknown_key(value, handle, target)
         if handle.kind is not LeafKind.ARRAY:
             return value
         try:

@@ -262,3 +262,12 @@ def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Arr
         from jax._src import array, core
 
         return array.ArrayImpl(core.ShapedArray(shape, dtype), sharding, [], committed=True)
+
+
+def has_implementation(name: str) -> bool:
+    """Whether this jax has the PRNG implementation of that name."""
+    try:
+        jax.eval_shape(lambda: jax.random.key(0, impl=name))
+    except ValueError:
+        return False
+    return True

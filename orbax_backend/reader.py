@@ -12,7 +12,12 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError
+from flax_ckpt_compat._core.errors import (
+    CorruptCheckpointError,
+    DepthError,
+    StorageError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
 
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
@@ -23,7 +28,7 @@ from .grid import Box
 from .index import Index, open_index
 from .inline import Where, inline_key, take_inline
 from .items import implementation
-from .leaves import JAX_ARRAY, STRING
+from .leaves import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from .marks import LeafMark
 from .metadata import ARRAY_METADATAS
 from .names import key_prefix
@@ -38,6 +43,9 @@ _EMPTY: dict[str, Callable[[], Node]] = {
     "Tuple": lambda: Branch({}, Container.TUPLE),
     "NamedTuple": lambda: Branch({}, Container.NAMEDTUPLE),
 }
+# Others may be stored in any way, also where arrays of their names are there.
+_ARRAY_TYPES = frozenset([JAX_ARRAY, NP_ARRAY, SCALAR, UNKNOWN])
+_STORED_TYPES = _ARRAY_TYPES | {STRING}
 _log = logging.getLogger("flax_ckpt_compat")
 _ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
@@ -120,6 +128,8 @@ class OrbaxReader:
             return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
         if entry.value_type in _EMPTY:
             return _EMPTY[entry.value_type]()
+        if entry.skipped and entry.value_type not in _STORED_TYPES:
+            raise self._unknown_type(entry)
         if entry.skipped:
             raise self._corrupt(
                 show_path(entry.path), f"its value should be in the msgpack file {AGGREGATE!r}, which lacks it"
@@ -133,6 +143,8 @@ class OrbaxReader:
         return self._structure.strings is not None and self._metadata_of(entry) is None
 
     def _array_handle(self, entry: LeafEntry) -> LeafHandle:
+        if entry.value_type not in _ARRAY_TYPES:
+            raise self._unknown_type(entry)
         found = self._metadata_of(entry)
         if found is None:
             key = key_prefix(entry.name) + _ARRAY_FILES[self._structure.zarr3]
@@ -207,6 +219,16 @@ class OrbaxReader:
             if text is not None:
                 return key, text, zarr3
         return None
+
+    def _unknown_type(self, entry: LeafEntry) -> UnrecognizedFormatError:
+        leaf, known = show_path(entry.path), ", ".join(sorted((_STORED_TYPES - {UNKNOWN}) | _EMPTY.keys()))
+        return UnrecognizedFormatError(
+            f"{self.path}: the leaf {leaf!r} is of the type {entry.value_type!r}, which this release does not know "
+            f"(it knows {known}); a type handler of its own saved it, or a newer Orbax: restore it with the "
+            f"orbax_checkpointer that saved it",
+            path=self.path,
+            leaf=leaf,
+        )
 
     def _corrupt(self, shown: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(

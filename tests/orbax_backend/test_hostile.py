@@ -159,3 +159,18 @@ def test_names_cannot_lead_out_of_the_directory(files: Path) -> None:
     shutil.copytree(files / "a", files.parent / "secret")
     with pytest.raises(CorruptCheckpointError, match="outside"):
         load(files)
+
+
+@pytest.mark.parametrize("value_type", ["my.own.Handler", "jax.array", ""])
+@pytest.mark.parametrize("skipped", [True, False])
+def test_unknown_types_are_not_guessed_at(files: Path, value_type: str, skipped: bool) -> None:
+    """Real Orbax refuses a type that it has no handler for, though an array of that name lies there; so do we."""
+    metadata = json.loads((files / "_METADATA").read_text())["tree_metadata"]
+    metadata["('a',)"]["value_metadata"] = {"value_type": value_type, "skip_deserialize": skipped}
+    change_metadata(files, tree_metadata=metadata)
+    with pytest.raises(UnrecognizedFormatError, match=rf"'a' is of the type {value_type!r}.*np.ndarray") as caught:
+        load(files)
+    assert caught.value.leaf == "a"
+    if not skipped:
+        with pytest.raises(ValueError, match="TypeHandler"):
+            ocp.PyTreeCheckpointer().restore(files)
