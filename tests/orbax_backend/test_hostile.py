@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_ckpt_compat._core.backend import LeafKind
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, UnrecognizedFormatError
 from tests.support.orbax_trees import change_metadata, load, save
 
 MARKER = {"value_type": "None", "skip_deserialize": True}
@@ -74,7 +74,6 @@ def test_array_metadata_that_lies_is_found_out(files: Path, changes: dict[str, A
         {"tree_metadata": {"x": {"key_metadata": [{"key": 1, "key_type": 2}], "value_metadata": MARKER}}},
         {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 7}], "value_metadata": MARKER}}},
         {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": []}}}},
-        {"tree_metadata": {"x": {"key_metadata": [{"key": "a", "key_type": 2}] * 5000, "value_metadata": MARKER}}},
         {"custom_metadata": {"flax_ckpt_compat": None}},
         {"custom_metadata": {"flax_ckpt_compat": {"format": 1}}},
         {"custom_metadata": {"flax_ckpt_compat": {"format": 1, "leaves": {"a": {"kind": "x"}}, "containers": []}}},
@@ -89,6 +88,15 @@ def test_tree_metadata_that_does_not_decode_is_an_error(files: Path, changes: di
     change_metadata(files, **changes)
     with pytest.raises(CorruptCheckpointError, match=r"_METADATA|'a'|<root>"):
         load(files)
+
+
+def test_tree_metadata_of_endless_depth_is_an_error(files: Path) -> None:
+    """The interpreter's limit is told, not met."""
+    entry = {"key_metadata": [{"key": "a", "key_type": 2}] * 5000, "value_metadata": MARKER}
+    change_metadata(files, tree_metadata={"x": entry})
+    with pytest.raises(DepthError, match="nested too deeply") as caught:
+        load(files)
+    assert str(files) in str(caught.value)
 
 
 @pytest.mark.parametrize("mark", [{"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY])
