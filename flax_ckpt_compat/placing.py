@@ -97,6 +97,8 @@ class Form:
         value = value.astype(self.dtype(value.dtype), copy=False)
         if self.sharding is None or not _is_held(value.dtype):
             return value
+        if not self.sharding.addressable_devices:
+            return state.without_shards(value.shape, value.dtype, self.sharding)
         with transfers_allowed():
             return on_devices(value, self.sharding)
 
@@ -256,8 +258,6 @@ def transfers_allowed() -> Any:
 
 def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
     """The array where the sharding says; the CPU backend may take over its memory."""
-    if not sharding.addressable_devices:
-        return state.without_shards(value.shape, value.dtype, sharding)
     # For one device, too: half the time of jax.device_put.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 

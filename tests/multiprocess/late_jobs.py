@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_ckpt_compat import checkpoints, config, state
+from flax_ckpt_compat import checkpoints, config, state, transforms
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._routing import backend_for
 from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
@@ -276,3 +276,26 @@ def read_with_orbax(path: str) -> None:
     assert got.pop("n") == 1
     for name, values in got.items():
         np.testing.assert_array_equal(values, WHOLE, name)
+
+
+def restore_other_kinds(folder: str) -> None:
+    """Saves what each process has, and restores it onto devices of processes 1 and 2 only; keys and computed, too."""
+    use(False)
+    values = np.arange(8, dtype=np.float32)
+    tree = {"keys": jax.random.split(jax.random.key(3), 8), "old": values, "plain": values}
+    checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+    sharding = sub_mesh("split12")
+    shapes = {"keys": tree["keys"], "new": values, "plain": values}
+    target = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
+    rules = {"new": transforms.Transform(original_key="old", value_fn=lambda leaf: leaf + 1)}
+    got = checkpoints.restore_checkpoint(folder, target, orbax_transforms=rules)
+    wanted = {"keys": np.asarray(jax.random.key_data(tree["keys"])), "new": values + 1, "plain": values}
+    for name, leaf in got.items():
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (target[name].shape, target[name].dtype, sharding), name
+        for shard in leaf.addressable_shards:
+            data = jax.random.key_data(shard.data) if name == "keys" else shard.data
+            np.testing.assert_array_equal(np.asarray(data), wanted[name][shard.index], name)
+    assert bool(got["plain"].addressable_shards) == (jax.process_index() > 0)
+    unfit = {"plain": jax.ShapeDtypeStruct((9,), np.float32, sharding=sharding)}
+    checkpoints.save_checkpoint_multiprocess(folder, {"plain": np.zeros(9, np.float32)}, 2)
+    assert "cannot be placed" in _error(checkpoints.restore_checkpoint, folder, unfit, 2)

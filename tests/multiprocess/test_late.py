@@ -85,3 +85,8 @@ def test_sub_meshes_that_leave_out_a_process(orbax: bool, tmp_path: Path, backgr
 def test_sub_meshes_with_real_flax(tmp_path: Path, writer: str) -> None:
     """Real Flax restores ours in all processes, and ours restore its."""
     team_of(3).call(late_jobs.sub_meshes_with_flax, str(tmp_path), writer)
+
+
+def test_any_leaf_is_restored_onto_a_sub_mesh(tmp_path: Path) -> None:
+    """Typed keys, what a transform computed, and plain arrays; what does not fit is the same error in all processes."""
+    team_of(3).call(late_jobs.restore_other_kinds, str(tmp_path))
