@@ -8,7 +8,8 @@ import re
 
 from flax_ckpt_compat._core import files, paths, steps, store_commits
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import IncompleteCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._folders import folder_looks_like, foreign_remedy
 
 # Any one of these makes a directory an Orbax pytree; the first two are also what Flax itself looks for.
 _TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
@@ -23,10 +24,10 @@ _JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
 # What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 _STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
-_DEFAULT_PREFIX = "checkpoint_"
 _NO_ITEMS = {"descriptor"}  # directories of internal releases of Orbax that hold nothing of the user's
 _CHUNK = re.compile(r"\d+(\.\d+)*")  # of a zarr array of version 2
 _FIRST_BYTES = 512
+ABSENT = "it does not exist"  # what is missing where nothing is there at all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def what_is_missing(path: str) -> str | None:
             return "the file is empty" if paths.getsize(path) == 0 else None
         names = set(paths.listdir(path))
     except FileNotFoundError:
-        return "it does not exist"
+        return ABSENT
     if not names:
         return "the directory is empty"
     return _what_is_missing_in(path, names)
@@ -102,7 +103,7 @@ def is_orbax_directory(path: str) -> bool:
     """True where the path itself is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
     if not paths.isdir(path):
         return False
-    names = set(paths.listdir(path))
+    names = _names_in(path)
     if _is_tree(path, names) or _json_file(path, names):
         return True
     items = _items(path, names)
@@ -118,7 +119,7 @@ def _only_orbax_has(items: dict[str, Item]) -> bool:
 
 def is_doubtful(path: str) -> bool:
     """True where nothing that only Orbax writes makes a directory look like its own: a common name alone does."""
-    return not set(paths.listdir(path)).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
+    return not _names_in(path).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
 
 
 def is_unfinished(path: str) -> bool:
@@ -127,27 +128,25 @@ def is_unfinished(path: str) -> bool:
     Temporaries of whole checkpoints do not count: they lie in directories of checkpoints.
     """
     begun = tuple(item + steps.ORBAX_TEMPORARY for item in USUAL_ITEMS)
-    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in paths.listdir(path))
+    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in _names_in(path))
 
 
-def step_directories(path: str, prefix: str) -> dict[float, str]:
-    """Step → path of the complete steps of an Orbax CheckpointManager's root; empty where it is none.
+def is_step_of_manager(path: str) -> bool:
+    """Return whether it is a complete step of an Orbax CheckpointManager: a directory of items."""
+    # A flat directory may be a checkpoint of any prefix.
+    return paths.isdir(path) and not _is_tree(path, _names_in(path)) and what_is_missing(path) is None
 
-    Args:
-        prefix: of the checkpoints that the caller means. A manager's own prefix differs from Flax's default, but
-            one that the caller chose is not to be mixed up with another.
-    """
-    families: dict[str, dict[float, str]] = {}
-    for name in paths.listdir(path):
-        match = _STEP_DIRECTORY.fullmatch(name)
-        child = os.path.join(path, name)
-        # A flat directory is a checkpoint of some other prefix, not a step: a step holds items.
-        is_step = match and paths.isdir(child) and not _is_tree(child, set(paths.listdir(child)))
-        if match and is_step and what_is_missing(child) is None:
-            families.setdefault(match[1] or "", {})[float(match[2])] = child
-    if "" in families or prefix not in ("", _DEFAULT_PREFIX):
-        return families.get("", {})
-    return families.popitem()[1] if len(families) == 1 else {}
+
+def is_step_by_name(path: str) -> bool:
+    """Return whether a directory holds items and is named like a step; Orbax before 0.5.11 marked it no further."""
+    if not _STEP_DIRECTORY.fullmatch(os.path.basename(path)) or not paths.isdir(path):
+        return False
+    return bool(_items(path, _names_in(path)))
+
+
+def foreign_look(path: str) -> str | None:
+    """Return what a directory without any sign of Orbax, or of our own writing, looks like; None for all else."""
+    return folder_looks_like(path) if paths.isdir(path) and not _looks_begun(path) else None
 
 
 def detect(path: str) -> Found:
@@ -159,8 +158,13 @@ def detect(path: str) -> Found:
             file that does not decode looks like is told by `_looks.looks_like`.
     """
     missing = what_is_missing(path)
-    if missing and paths.isdir(path) and not _looks_begun(path):
-        raise UnrecognizedFormatError(f"{path} is not a checkpoint: {missing}", path=path)
+    if missing == ABSENT:
+        raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+    look = foreign_look(path) if missing else None
+    if look:
+        raise UnrecognizedFormatError(
+            f"{path} is not a checkpoint of Flax or Orbax: it looks like {look}. {foreign_remedy(path)}", path=path
+        )
     if missing:
         raise IncompleteCheckpointError(
             f"{path} is not a complete checkpoint: {missing}. It was never finished, or files were lost in copying; "
@@ -185,10 +189,24 @@ def detect(path: str) -> Found:
 
 
 def _looks_begun(path: str) -> bool:
-    names = paths.listdir(path)
-    markers = (*_TREE_MARKERS, *_ITEMS_MARKERS)
-    begun = any(name in markers or steps.ORBAX_TEMPORARY in name for name in names)
-    return not names or begun or _lost_its_tree(path, set(names))
+    """True for an empty directory, and for one with a sign of Orbax or of our writing, also one level down."""
+    names = set(paths.listdir(path))
+    children = [os.path.join(path, name) for name in names]
+    return not names or _has_sign(path, names) or any(_has_sign(child, _names_in(child)) for child in children)
+
+
+def _has_sign(path: str, names: set[str]) -> bool:
+    # commit_success.txt is also what is left of a checkpoint in a store whose removal is on its way.
+    if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_its_tree(path, names):
+        return True
+    return any(steps.ORBAX_TEMPORARY in name or store_commits.is_mark(name) for name in names)
+
+
+def _names_in(path: str) -> set[str]:
+    try:
+        return set(paths.listdir(path)) if paths.isdir(path) else set()
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return set()
 
 
 def _is_tree(path: str, names: set[str]) -> bool:
@@ -216,10 +234,10 @@ def _lost_its_tree(path: str, names: set[str]) -> bool:
     if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
         return True
     data = os.path.join(path, "d")
-    if "d" in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, paths.listdir(data))):
+    if "d" in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, _names_in(data))):
         return True
     chunks = os.path.join(path, _AGGREGATE)  # of an array item that lost the metadata of its one array
-    if _AGGREGATE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, paths.listdir(chunks))):
+    if _AGGREGATE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, _names_in(chunks))):
         return True
     # Beside other files, a folder of a single array is somebody's data set.
     folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
@@ -258,7 +276,7 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
         child = os.path.join(path, name)
         if not paths.isdir(child):
             continue
-        inside = set(paths.listdir(child))
+        inside = _names_in(child)
         if _is_checkpoint_itself(name, inside, noted):
             continue
         keys = sorted(inside.intersection(_RANDOM_KEYS))

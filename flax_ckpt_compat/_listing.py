@@ -1,22 +1,19 @@
-"""Which checkpoints a directory holds under a prefix, judged by cheap signs; decodes nothing."""
+"""The complete checkpoints of exactly one prefix, by which saving overwrites and retains; decodes nothing.
+
+What look-ups name is more than that: see `flax_ckpt_compat.directory`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
-import re
-from collections.abc import Iterator
 
 from flax_ckpt_compat import _detect, _looks
 from flax_ckpt_compat._core import files, paths, steps, stores
 from flax_ckpt_compat._core.errors import StorageError
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Without a sign: the dash of ckpt-3 is part of its prefix for whoever chose it.
-_NUMBERED = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
-_MAX_OTHERS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +78,8 @@ def complete_steps(where: Place, names: list[str] | None = None, *, quiet: bool 
             missing = what_is_missing(where.path(name))
             if missing is None:
                 complete.append(name)
-            elif paths.lexists(where.path(name)):  # else another process has just evicted it
+            # Else another process has just evicted it, or it is no checkpoint and nobody's to count.
+            elif paths.lexists(where.path(name)) and not _detect.foreign_look(where.path(name)):
                 broken.append(f"{name} ({missing})")
     if broken and not quiet:
         _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))
@@ -103,56 +101,11 @@ def what_is_missing(path: str) -> str | None:
         raise
 
 
-def newest(where: Place) -> str | None:
-    """The name of the latest complete checkpoint: the highest step, or else the last ``prefix + text`` one."""
-    with paths.snapshot(where.directory):
-        return _newest(where)
-
-
-def _newest(where: Place) -> str | None:
-    everything = names_in(where)
-    numeric = complete_steps(where, everything)
-    if numeric:
-        return numeric[-1]
-    named = sorted(name for name in everything if steps.is_named(name, where.prefix))
-    complete = [name for name in named if what_is_missing(where.path(name)) is None]
-    return complete[-1] if complete else None
-
-
-def why_none(where: Place, prefix: str) -> str:
-    """Why a place holds no checkpoint of its prefix, and which ones it holds of others.
-
-    Args:
-        where: directory and prefix.
-        prefix: as the caller wrote it.
-    """
-    if not paths.isdir(where.directory):
-        there = paths.lexists(where.directory)
-        return f"{where.directory} is no directory" if there else f"the directory {where.directory} does not exist"
-    none = f"{where.directory} holds no checkpoint with the prefix {where.prefix!r}"
-    others = list(itertools.islice(_others(where), _MAX_OTHERS))
-    if not others:
-        return none
-    head = prefix.removesuffix(where.prefix)
-    prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
-    return f"{none}; there are {', '.join(other + step for other, step in others)}: did you mean {prefixes}?"
-
-
-def _others(where: Place) -> Iterator[tuple[str, str]]:
-    """Prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
-    found = [match.groups() for name in names_in(where) if (match := _NUMBERED.fullmatch(name))]
-    for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
-        name = other + step
-        is_ours = steps.step_of(name, where.prefix) is not None or steps.is_foreign(name) or files.is_temporary(name)
-        if not is_ours and _is_checkpoint(where.path(name)):
-            yield other, step
-
-
-def _is_checkpoint(path: str) -> bool:
-    """True for what is complete and resembles nothing else, judged to make a suggestion; False where in doubt."""
+def is_checkpoint(path: str) -> bool:
+    """True for what is complete and resembles a checkpoint, judged to make a suggestion; False where in doubt."""
     try:
         with files.translated(path):
-            of_its_kind = _detect.is_orbax_directory(path) if paths.isdir(path) else _looks.looks_like(path) is None
+            of_its_kind = _detect.is_orbax_directory(path) if paths.isdir(path) else _looks.may_be_msgpack_tree(path)
             return _detect.what_is_missing(path) is None and of_its_kind
     except StorageError:
         return False

@@ -20,7 +20,10 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
     (b"%PDF", "a PDF"),
     (b"\x89PNG", "a PNG image"),
     (b"model_checkpoint_path:", "TensorFlow's list of checkpoints"),
+    (b"SQLite format 3", "an SQLite database"),
 )
+# How msgpack begins a map, and an array of Flax's that is the whole tree.
+_TREE_STARTS = (*range(0x80, 0x90), 0xDE, 0xDF, 0xC7, 0xC8, 0xC9)
 
 
 def looks_like(path: str) -> str | None:
@@ -36,9 +39,18 @@ def looks_like(path: str) -> str | None:
     # msgpack's empty map is the single byte 0x80, with which every pickle of protocol 2 or later begins.
     if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
         return "a Python pickle (it is not opened, because unpickling runs code)"
+    if b"brain.Event:" in first[:64]:
+        return "an event file of TensorBoard"
     if first[257:262] == b"ustar":
         return "a tar archive (unpack it first)"
     return _text_looks_like(first)
+
+
+def may_be_msgpack_tree(path: str) -> bool:
+    """Return whether a file begins as Flax's checkpoints do, and looks like nothing else."""
+    with files.translated(path):
+        first = paths.read(path, 1)
+    return bool(first) and first[0] in _TREE_STARTS and looks_like(path) is None
 
 
 def _text_looks_like(first: bytes) -> str | None:

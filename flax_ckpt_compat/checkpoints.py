@@ -13,7 +13,7 @@ from typing import Any
 
 from flax import core
 
-from flax_ckpt_compat import _listing, background, naming, restoring, saving
+from flax_ckpt_compat import _listing, background, lookups, naming, restoring, saving
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat.background import AsyncManager
 from flax_ckpt_compat.errors import StepError
@@ -197,20 +197,22 @@ def restore_checkpoint(
 
 
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
-    """The path of the latest complete checkpoint of a prefix, or None.
+    """Return the path of the latest complete checkpoint of a prefix, or None.
 
-    The highest step is the latest; ``prefix + text`` counts only where there is no step at all.
+    The highest step is the latest, of the prefix or of a CheckpointManager in the same directory. Where there is none,
+    the naturally last ``prefix + text`` is; and where there is none either, the last complete name that begins with
+    the prefix, with a warning. A step's directory in a format that is not Flax's or Orbax's is named as in Flax.
     """
     where = _listing.place(os.fspath(ckpt_dir), prefix)
     background.wait_for_joint_saves(where.directory)
-    name = _listing.newest(where)
-    return None if name is None else os.path.join(where.shown, name)
+    found = lookups.latest(where)
+    return None if found is None else os.path.join(where.shown, found.name)
 
 
 def available_steps(
     ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_", step_type: type = int
 ) -> list[int | float]:
-    """The steps of the complete checkpoints of a prefix, as ``step_type``, in order.
+    """Return the steps of the complete checkpoints of a prefix, or of a CheckpointManager, as ``step_type``, in order.
 
     Raises:
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
@@ -218,13 +220,13 @@ def available_steps(
     where = _listing.place(os.fspath(ckpt_dir), prefix)
     background.wait_for_joint_saves(where.directory)
     found = []
-    for name in _listing.complete_steps(where):
+    for entry in lookups.available(where):
         try:
-            found.append(step_type(name[len(where.prefix) :]))
+            found.append(step_type(entry.text))
         except ValueError as error:
             raise StepError(
-                f"{where.path(name)}: its step is no {step_type.__name__}; call available_steps(…, step_type=float)",
-                path=where.path(name),
+                f"{entry.path}: its step is no {step_type.__name__}; call available_steps(…, step_type=float)",
+                path=entry.path,
             ) from error
     return found
 

@@ -1,105 +1,22 @@
-"""Which checkpoint a caller means, and that checkpoint opened: the way in of every restore and every view."""
+"""A checkpoint opened: the trees and JSON items in it, each of which is read by its own backend."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from flax_ckpt_compat import _detect, _listing, _looks, config
-from flax_ckpt_compat._core import files, paths, steps
+from flax_ckpt_compat import _detect, _looks
+from flax_ckpt_compat._core import files, paths
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part, Reader
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._routing import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
 _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
-
-
-def locate(ckpt_dir: str, step: Any, prefix: str) -> str | None:
-    """The path of the checkpoint that a caller means, or None, with a warning, where there is nothing to restore.
-
-    Raises:
-        CheckpointNotFoundError: an explicit step that does not exist, or nothing at all and ``must_exist``.
-    """
-    path, why = find(ckpt_dir, step, prefix)
-    if path is None:
-        if config.current().must_exist:
-            raise CheckpointNotFoundError(f"nothing to restore: {why}", path=paths.absolute(ckpt_dir))
-        _log.warning("Nothing to restore: %s; the target is returned unchanged", why)
-    return path
-
-
-def find(ckpt_dir: str, step: Any, prefix: str) -> tuple[str | None, str]:
-    """The path of the checkpoint that a caller means, or None and the reason.
-
-    Raises:
-        CheckpointNotFoundError: an explicit step that does not exist.
-    """
-    where = _listing.place(ckpt_dir, prefix)
-    root = paths.absolute(ckpt_dir)
-    with paths.snapshot(root):
-        return _find(root, where, step, prefix)
-
-
-def _find(root: str, where: _listing.Place, step: Any, prefix: str) -> tuple[str | None, str]:
-    if step is not None:
-        return _step_path(root, where, steps.step_text(step), prefix), ""
-    if not _exists(root):
-        return None, f"{root} does not exist"
-    # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
-    # wherever the directory has no marker that only Orbax writes.
-    if not paths.isdir(root) or (_detect.is_orbax_directory(root) and not _detect.is_doubtful(root)):
-        return root, ""
-    name = _listing.newest(where)
-    if name is not None:
-        return where.path(name), ""
-    managed = _detect.step_directories(root, prefix)
-    if managed:
-        return managed[max(managed)], ""
-    if _detect.is_orbax_directory(root) or _detect.is_unfinished(root):
-        return root, ""
-    return None, _listing.why_none(where, prefix)
-
-
-def _exists(path: str) -> bool:
-    """Whether it is there, once what a dead writer set aside is back in its place."""
-    if paths.lexists(path):
-        return True
-    if paths.is_url(path):
-        return False
-    directory = os.path.dirname(path)
-    try:
-        names = os.listdir(directory)
-    except OSError:  # it is not there either, or nobody may list it: the path is just not there
-        return False
-    files.recover(directory, names)
-    return paths.lexists(path)
-
-
-def _step_path(root: str, where: _listing.Place, text: str, prefix: str) -> str:
-    path = where.path(where.prefix + text)
-    if _exists(path):
-        return path
-    number = steps.parse_step(text)
-    managed = _detect.step_directories(root, where.prefix) if paths.isdir(root) else {}
-    if number in managed:
-        return managed[number]
-    there = [name[len(where.prefix) :] for name in _listing.complete_steps(where)]
-    there += [f"{step:g}" for step in sorted(managed)]
-    known = f"the steps there are: {', '.join(there)}" if there else _listing.why_none(where, prefix)
-    if not there and _is_checkpoint_itself(root):
-        known = f"{root} is itself a checkpoint; leave out step="
-    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
-
-
-def _is_checkpoint_itself(root: str) -> bool:
-    is_orbax = paths.isdir(root) and _detect.is_orbax_directory(root) and not _detect.is_doubtful(root)
-    return is_orbax or paths.isfile(root)
 
 
 class Opened:

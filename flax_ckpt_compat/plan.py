@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flax_ckpt_compat import _plan_text, config, depth, opening, placing, restoring
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat import _plan_text, config, depth, locating, opening, placing, restoring
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
 from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.leaves import Computed, Kept, Stored, handles_of, needs
@@ -141,13 +139,18 @@ def plan_restore(
     strict = missing_leaves == "error"
     adaptation = Adaptation(transforms, default_to_original=transforms_default_to_original, strict=strict)
     restoring.settle(ckpt_dir, prefix)
-    found, why = opening.find(ckpt_dir, step, prefix)
-    if found is None:
-        raise CheckpointNotFoundError(f"nothing to restore: {why}", path=paths.absolute(ckpt_dir))
     policies = {"missing_leaves": missing_leaves, "shape_mismatch": shape_mismatch, "dtype": dtype}
     given = {name: value for name, value in policies.items() if value is not None}
-    with config.override(**given), closing(opening.Opened(found)) as opened:
-        return _plan(opened, plan_all(opened, target, adaptation))
+
+    def plan_one(found: str) -> Plan:
+        before = locating.identity(found)
+        with closing(opening.Opened(found)) as opened:
+            plan = _plan(opened, plan_all(opened, target, adaptation))
+        locating.check_same(found, before)
+        return plan
+
+    with config.override(**given):
+        return locating.read_found(ckpt_dir, step, prefix, plan_one)
 
 
 def _plan(opened: opening.Opened, works: Works) -> Plan:

@@ -57,15 +57,22 @@ class Request:
             prefixes.warn_of_overlap(self.where, self.name)
         with paths.snapshot(self.where.directory):
             retention.check_directory(self.where, self.name, self.step)
-            self.check_again()
+            self._check_replaced()
             if self.step is not None and not self.overwrite:
                 retention.check_overwrite(self.where, self.name, self.step, removes_newer=not self.careful)
 
     def check_again(self) -> None:
-        """Refuses to replace what came into this place during a careful save."""
-        if self.careful:
+        """Refuses to replace what came into this place during the save."""
+        # In a store the look at what else is there would be one more request.
+        if self.careful or not paths.is_url(self.where.directory):
             with paths.snapshot(self.where.directory):
-                retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+                self._check_replaced()
+
+    def _check_replaced(self) -> None:
+        if self.careful:
+            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+        else:
+            retention.check_not_foreign(self.where, self.name, self.step)
 
     def publish(self, publish: Callable[..., None]) -> None:
         """Give what was written its name.

@@ -21,6 +21,7 @@ from flax_ckpt_compat import (
     explaining,
     foreign,
     foreign_reader,
+    locating,
     matching,
     opening,
     placing,
@@ -68,22 +69,29 @@ def restore(
     if target is None:
         adaptation.warn_without_target()
     settle(ckpt_dir, prefix, orbax_checkpointer)
-    path = opening.locate(ckpt_dir, step, prefix)
-    if path is None:
-        return target
-    if orbax_checkpointer is not None and paths.isdir(path):
-        restored = _through_checkpointer(orbax_checkpointer, path, target, adaptation)
-    else:
-        with closing(opening.Opened(path)) as opened, contextlib.ExitStack() as stack:
-            stack.enter_context(memory.collection_paused(near=not paths.is_url(path)))
-            works = plan_all(opened, target, adaptation)
-            # Reading many bytes would be no short stretch without the collector.
-            if not all(work.is_short for work in works.items.values()):
-                stack.close()
-            values = {name: _carry_out(work) for name, work in works.items.items()}
-            restored = values if works.is_mapping else next(iter(values.values()))
-    monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
-    return restored
+
+    def read(path: str) -> Any:
+        before = locating.identity(path)
+        if orbax_checkpointer is not None and paths.isdir(path):
+            restored = _through_checkpointer(orbax_checkpointer, path, target, adaptation)
+        else:
+            restored = _read(path, target, adaptation)
+        locating.check_same(path, before)
+        monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
+        return restored
+
+    return locating.read_found(ckpt_dir, step, prefix, read, otherwise=lambda: target)
+
+
+def _read(path: str, target: Any, adaptation: Adaptation) -> Any:
+    with closing(opening.Opened(path)) as opened, contextlib.ExitStack() as stack:
+        stack.enter_context(memory.collection_paused(near=not paths.is_url(path)))
+        works = plan_all(opened, target, adaptation)
+        # Reading many bytes would be no short stretch without the collector.
+        if not all(work.is_short for work in works.items.values()):
+            stack.close()
+        values = {name: _carry_out(work) for name, work in works.items.items()}
+        return values if works.is_mapping else next(iter(values.values()))
 
 
 def settle(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:

@@ -81,6 +81,23 @@ def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool =
         )
 
 
+def check_not_foreign(where: Place, name: str, step: Any) -> None:
+    """Refuse to save to a directory in a format that is not Flax's or Orbax's, also with ``overwrite``.
+
+    Raises:
+        InvalidCheckpointError: that directory is there.
+    """
+    path = where.path(name)
+    look = _settled(path, _detect.foreign_look)
+    if look is not None:
+        raise InvalidCheckpointError(
+            f"cannot save to {path}: it is not a checkpoint of Flax or Orbax, but looks like {look}, and only "
+            "checkpoints are replaced; save under another name, or remove it yourself.",
+            path=path,
+            step=step,
+        )
+
+
 def check_replaceable(where: Place, name: str, step: Any, *, overwrite: bool) -> None:
     """Refuses to replace what is there, unless ``overwrite`` is given and all of it is one checkpoint.
 

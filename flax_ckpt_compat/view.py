@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from flax_ckpt_compat import _listing, depth, notes, opening, placing, restoring, similar
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat import _listing, depth, locating, notes, opening, placing, restoring, similar
+from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, MissingLeavesError, NameCollisionError
+from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 
@@ -39,15 +39,18 @@ def open_checkpoint(
     """
     ckpt_dir = os.fspath(path)
     restoring.settle(ckpt_dir, prefix)
-    found, why = opening.find(ckpt_dir, step, prefix)
-    if found is None:
-        raise CheckpointNotFoundError(f"nothing to open: {why}", path=paths.absolute(ckpt_dir))
-    opened = opening.Opened(found)
-    try:
-        return Checkpoint(opened, _step_of(opened, _listing.place(ckpt_dir, prefix).prefix))
-    except BaseException:
-        opened.close()
-        raise
+
+    def open_one(path: str) -> Checkpoint:
+        before, opened = locating.identity(path), opening.Opened(path)
+        try:
+            checkpoint = Checkpoint(opened, _step_of(opened, _listing.place(ckpt_dir, prefix).prefix))
+            locating.check_same(path, before)
+        except BaseException:
+            opened.close()
+            raise
+        return checkpoint
+
+    return locating.read_found(ckpt_dir, step, prefix, open_one, doing="open")
 
 
 class Checkpoint:
@@ -121,12 +124,13 @@ class Checkpoint:
 
         Raises:
             MissingLeavesError: a path that the checkpoint does not have.
+            CheckpointNotFoundError: the checkpoint was removed since it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """
         root = self._root if paths is None else self._chosen([paths] if isinstance(paths, str | tuple) else paths)
-        if not self._opened.is_mapping:
-            return restoring.read_state(self._opened, {self._opened.parts[0]: root})
-        return restoring.read_state(self._opened, root.children)
+        trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
+        with locating.telling_removal(self.path):
+            return restoring.read_state(self._opened, trees)
 
     def _whole(self) -> Node:
         """The tree of all items."""

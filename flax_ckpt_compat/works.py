@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flax_ckpt_compat import _detect, matching, opening, state
+from flax_ckpt_compat import _detect, matching, notices, opening, state
 from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError
@@ -152,13 +152,34 @@ def plan_all(opened: opening.Opened, target: Any, adaptation: Adaptation) -> Wor
         CheckpointError: several trees, and a target that does not say which.
     """
     if target is None and not opened.is_mapping:
+        _tell_what_is_left_out(opened)
         return Works({name: _item(opened, name, None, adaptation) for name in opened.parts}, False)
     if target is None:
         return Works(_items(opened, dict.fromkeys(opened.parts), adaptation), True)
-    if len(opened.trees) > 1 and isinstance(target, Mapping) and target.keys() <= opened.items.keys():
+    if _names_items(opened, target):
         return Works(_items(opened, target, adaptation), True)
     name = "" if "" in opened.items else main_item(opened)
     return Works({name: _item(opened, name, target, adaptation)}, False)
+
+
+def _tell_what_is_left_out(opened: opening.Opened) -> None:
+    rest = [name for name in opened.items if name not in opened.trees]
+    if opened.trees and rest:
+        shown = ", ".join(rest)
+        message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
+        notices.tell_once(
+            (opened.path, "json"), f"{message}; pass a target with these names, or restore {opened.items[rest[0]].path}"
+        )
+
+
+def _names_items(opened: opening.Opened, target: Any) -> bool:
+    """Return whether the target is a mapping of item names, and not a tree like that of the only item."""
+    if not isinstance(target, Mapping) or not target.keys() <= opened.items.keys() or "" in opened.items:
+        return False
+    if len(opened.trees) != 1:
+        return bool(target) or not opened.trees
+    tree = opened.reader(next(iter(opened.trees))).tree
+    return bool(target) and not (isinstance(tree, Branch) and target.keys() <= tree.children.keys())
 
 
 def _item(opened: opening.Opened, name: str, target: Any, adaptation: Adaptation) -> Work:
@@ -213,6 +234,12 @@ def main_item(opened: opening.Opened) -> str:
     for name in _detect.USUAL_ITEMS:
         if name in opened.trees:
             return name
+    if not opened.trees:
+        raise CheckpointError(
+            f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
+            "target, or with a dict of these names",
+            path=opened.path,
+        )
     raise CheckpointError(
         f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
         f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",

@@ -19,6 +19,7 @@ STOREYS = (
     {"(parts)"},
     {"config", "errors", "_routing"},
     {"_detect"},
+    {"_folders"},
     {"_core"},
 )
 # The ``_gda`` folders of msgpack checkpoints hold TensorStore arrays; old Orbax directories hold a msgpack file.

@@ -80,7 +80,7 @@ def test_no_temporary_is_taken_for_a_checkpoint(tmp_path: Path, make_name: objec
     for prefix in ("checkpoint_", "", "."):
         assert flax_checkpoints._all_checkpoints(tmp_path, prefix) == []
         assert steps.in_order(names(tmp_path), prefix) == []
-        assert not any(steps.is_named(name, prefix) for name in names(tmp_path))
+        assert not any(steps.is_text(name, prefix) for name in names(tmp_path))
     assert ocp.utils.checkpoint_steps(tmp_path) == []
     assert all(files.is_temporary(name) for name in names(tmp_path))
 

@@ -146,7 +146,7 @@ def test_adam_goes_on_as_it_would_have(optimizer: Any, is_nested: bool, flag: bo
             {"params": old["state"]["param_states"]},
         )
     checkpoints.save_checkpoint(tmp_path / "c", {"optimizer": old}, 3)
-    path = opening.locate(str(tmp_path / "c"), None, "checkpoint_")
+    path = checkpoints.latest_checkpoint(str(tmp_path / "c"))
     assert path is not None, flag
     opened = opening.Opened(path)
     restored = converted(opened.reader(opened.parts[0]).tree, train_state(optimizer))

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import opening, rules, state
+from flax_ckpt_compat import checkpoints, opening, rules, state
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
 from flax_ckpt_compat.leaves import Own
@@ -43,7 +43,7 @@ def saved(opt_state: Any, flag: bool, tmp_path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         flax_checkpoints.save_checkpoint(tmp_path.absolute(), {"opt_state": opt_state, "step": 3}, 3)
-    path = opening.locate(str(tmp_path), None, "checkpoint_")
+    path = checkpoints.latest_checkpoint(str(tmp_path))
     assert path is not None, flag
     opened = opening.Opened(path)
     return opened.reader(opened.parts[0]).tree

@@ -103,13 +103,15 @@ def test_prefixes_are_literal_text(prefix: str) -> None:
 def test_temporaries_are_no_checkpoints(name: str) -> None:
     """Temporary names of Flax and Orbax, array folders and other prefixes are neither numeric nor named ones."""
     assert steps.in_order([name], "c_") == []
-    assert not steps.is_named(name, "c_")
+    assert not steps.is_text(name, "c_")
 
 
-def test_named_checkpoints_end_in_no_number() -> None:
-    """``prefix + text`` is a named checkpoint unless it is a step of a longer prefix."""
-    found = [name for name in ("c_best", "c_best_1", "c_7", "c_final-ema", "c_v2.") if steps.is_named(name, "c_")]
-    assert found == ["c_best", "c_final-ema"]
+def test_text_and_longer_prefixes() -> None:
+    """Text may end in a number; a separator before it makes it the step of a longer prefix."""
+    names = ["c_best", "c_best_1", "c_7", "c_final-ema", "c_v2.", "c_epoch10", "c_v1.5", "c__10", "c_lr-3", "d_best"]
+    texts = ["c_best", "c_final-ema", "c_v2.", "c_epoch10", "c_v1.5"]
+    assert [name for name in names if steps.is_text(name, "c_")] == texts
+    assert [name for name in names if steps.is_of_longer_prefix(name, "c_")] == ["c_best_1", "c__10", "c_lr-3"]
 
 
 @pytest.mark.parametrize("keep", [0, 0.0, np.inf, float("inf"), np.int64(0)])

@@ -20,6 +20,7 @@ from flax_ckpt_compat._core.errors import StepError
 _STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _WHOLE = re.compile(r"[-+]?\d+")
 _ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
+_SEPARATED = re.compile(r"(?:.*[^0-9A-Za-z.])?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
 
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
 ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
@@ -38,15 +39,25 @@ def step_of(name: str, prefix: str) -> float | None:
     return parse_step(name[len(prefix) :]) if name.startswith(prefix) else None
 
 
-def is_named(name: str, prefix: str) -> bool:
-    """True for ``prefix + text`` checkpoints such as ``checkpoint_best``.
+def is_text(name: str, prefix: str) -> bool:
+    """True for ``prefix + text`` checkpoints, also where the text ends in a number: ``epoch10``, ``v1.5``.
 
-    Text that ends in a number belongs to a longer prefix (``ckpt_best_1`` is step 1 of ``ckpt_best_``).
+    A separator before that number ends a longer prefix: ``ckpt_best_1`` is step 1 of ``ckpt_best_``.
     """
+    text = _text_of(name, prefix)
+    return text is not None and parse_step(text) is None and not _SEPARATED.fullmatch(text)
+
+
+def is_of_longer_prefix(name: str, prefix: str) -> bool:
+    """True for the steps of longer prefixes that begin with this one: of ``ckpt_best_`` for ``ckpt_``."""
+    text = _text_of(name, prefix)
+    return text is not None and parse_step(text) is None and _SEPARATED.fullmatch(text) is not None
+
+
+def _text_of(name: str, prefix: str) -> str | None:
+    """What follows the prefix in the name of what may be a checkpoint."""
     text = name[len(prefix) :]
-    if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name):
-        return False
-    return not _ENDS_IN_STEP.fullmatch(text)
+    return None if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name) else text
 
 
 def ends_in_step(name: str) -> bool:

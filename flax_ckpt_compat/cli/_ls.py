@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import json
 import os
 import sys
@@ -13,11 +12,11 @@ from typing import IO, Any, NamedTuple
 
 import click
 
-from flax_ckpt_compat import _detect, _listing
+from flax_ckpt_compat import _absence, _detect, _listing
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._core.printable import printable
-from flax_ckpt_compat.inventory import CheckpointRecord, iter_checkpoints
+from flax_ckpt_compat.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
 _HEADINGS = ("step", "format", "size", "saved", "state", "name")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -52,9 +51,8 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
     """
     try:
         where = _listing.place(directory, prefix)
-        with paths.snapshot(where.directory):
-            rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
-            why = None if rows else _why_none(where, prefix)
+        rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
+        why = None if rows else _why_none(where, prefix)
     except CheckpointError as error:
         raise _RefusedError(error) from None
     if as_json:
@@ -82,28 +80,18 @@ def _why_none(where: _listing.Place, prefix: str) -> str:
     """
     path = where.directory
     if not paths.isdir(path):
-        near = _near(path)
         if paths.lexists(path):
             remedy = f"name the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
-        else:
-            remedy = f"did you mean {near}?" if near else "check the path"
-        raise CheckpointNotFoundError(f"{_listing.why_none(where, prefix)}: {remedy}", path=path)
+            raise CheckpointNotFoundError(f"{path} is no directory: {remedy}", path=path)
+        near = _absence.near_directory(path)
+        remedy = f"did you mean {near}?" if near else "check the path"
+        raise CheckpointNotFoundError(f"the directory {path} does not exist: {remedy}", path=path)
     if _detect.is_orbax_directory(path) and not _detect.is_doubtful(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path)
-    return _listing.why_none(where, prefix) if paths.is_url(path) or os.listdir(path) else f"{path} is empty"
-
-
-def _near(path: str) -> str | None:
-    """A directory whose name is much like that of a local one that does not exist, in the same place."""
-    if paths.is_url(path):
-        return None
-    parent, name = os.path.split(path)
-    try:
-        names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
-    except OSError:
-        return None
-    return next((os.path.join(parent, near) for near in difflib.get_close_matches(name, names, 1)), None)
+    if not paths.is_url(path) and not os.listdir(path):
+        return f"{path} is empty"
+    return _absence.of_checkpoints(where, prefix).why
 
 
 def _as_json(row: _Row) -> dict[str, Any]:
@@ -126,6 +114,8 @@ def _cells(row: _Row) -> tuple[str, ...]:
     step = _NO_TIME if record.step is None else str(record.step)
     when = saved.astimezone().isoformat(" ", "seconds")[: len("2026-01-01 00:00:00")] if saved else _NO_TIME
     state = "complete" if record.complete else f"incomplete: {record.why}"
+    if record.format == UNKNOWN_FORMAT:
+        state = str(record.why)
     cells = step, record.format, _size(record.nbytes), when, state, name
     return tuple(printable(cell, one_line=True) for cell in cells)
 

@@ -1,0 +1,248 @@
+"""A reader beside a writer: checkpoints that are rotated away, replaced and removed while they are read."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core import files
+from tests.support.interrupting import count_calls, interrupted
+from tests.support.saves import start_python, tree, use_flag
+
+TARGET = {"w": np.zeros(3, np.float32), "n": 0.0}
+
+
+def read_open(directory: Path, step: Any = None) -> Any:
+    """Open a checkpoint and read all of it."""
+    with flax_ckpt_compat.open_checkpoint(directory, step) as opened:
+        return opened.read()
+
+
+def number_of_plan(directory: Path, step: Any = None) -> Any:
+    """Return the step that a plan is of, in the form of a tree."""
+    path = flax_ckpt_compat.plan_restore(directory, TARGET, step=step).path
+    return tree(int(path.rpartition("_")[2]))
+
+
+READS: dict[str, Callable[..., Any]] = {
+    "restore_checkpoint": lambda directory, step=None: checkpoints.restore_checkpoint(directory, TARGET, step),
+    "without a target": lambda directory, step=None: checkpoints.restore_checkpoint(directory, None, step),
+    "restore": lambda directory, step=None: flax_ckpt_compat.restore(directory, TARGET, step=step),
+    "open_checkpoint": read_open,
+    "plan_restore": number_of_plan,
+}
+LOOKUPS: dict[str, Callable[[Path], Any]] = {
+    "latest_checkpoint": lambda directory: int(str(checkpoints.latest_checkpoint(directory)).rpartition("_")[2]),
+    "available_steps": lambda directory: checkpoints.available_steps(directory)[-1],
+    "iter_checkpoints": lambda directory: list(flax_ckpt_compat.iter_checkpoints(directory))[-1].step,
+}
+
+
+class Rotation:
+    """A directory in which step 1 is the only one, until a trainer commits step 2 and removes step 1."""
+
+    def __init__(self, folder: Path):
+        self.directory, self._next = folder / "run", folder / "next"
+        checkpoints.save_checkpoint(self._next, tree(1), 1)
+        checkpoints.save_checkpoint(self._next, tree(2), 2, keep=2)
+        self.reset()
+
+    def reset(self) -> None:
+        """Put step 1 back as the only one."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir()
+        self._copy("checkpoint_1")
+
+    def _copy(self, name: str) -> None:
+        source = self._next / name
+        temporary = self.directory.parent / "copied"
+        if source.is_dir():
+            shutil.copytree(source, temporary, copy_function=os.link)
+        else:
+            os.link(source, temporary)
+        os.rename(temporary, self.directory / name)
+
+    def remove(self) -> None:
+        """Remove step 1 at once, as our own clean-up does."""
+        path = self.directory / "checkpoint_1"
+        if path.exists():
+            os.rename(path, self.directory.parent / "doomed")
+            removed = self.directory.parent / "doomed"
+            shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
+
+    def rotate(self) -> None:
+        """Commit step 2, then remove step 1."""
+        self._copy("checkpoint_2")
+        self.remove()
+
+
+def each_call(call: Callable[[], Any], stride: int = 7) -> range:
+    """Return numbers of its calls into the system, and one more; every one where the environment says so.
+
+    The first run warms caches up.
+    """
+    call()
+    calls = count_calls(call)
+    assert calls > 1
+    return range(1, calls + 2, 1 if "TEST_EVERY_CALL" in os.environ else stride)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_rotation_before_each_call_of_a_restore(how: str, flag: bool, tmp_path: Path) -> None:
+    """Wherever the trainer rotates, the restore gives one of the two steps whole, and never the target's own values."""
+    rotation = Rotation(tmp_path)
+    read = READS[how]
+    for at in each_call(lambda: read(rotation.directory)):
+        rotation.reset()
+        found = interrupted(lambda: read(rotation.directory), at, rotation.rotate)
+        assert found["n"] in (1, 2), at
+        np.testing.assert_array_equal(found["w"], tree(found["n"])["w"])
+
+
+@pytest.mark.parametrize("how", LOOKUPS)
+def test_rotation_before_each_call_of_a_look_up(how: str, flag: bool, tmp_path: Path) -> None:
+    """Look-ups name one of the two steps, never nothing."""
+    rotation = Rotation(tmp_path)
+    look_up = LOOKUPS[how]
+    for at in each_call(lambda: look_up(rotation.directory), 2):
+        rotation.reset()
+        assert interrupted(lambda: look_up(rotation.directory), at, rotation.rotate) in (1, 2), at
+
+
+@pytest.mark.parametrize("how", READS)
+def test_removal_of_a_named_step_before_each_call(how: str, flag: bool, tmp_path: Path) -> None:
+    """It restores whole, or is an error that says that it was removed, or is not there; nothing else."""
+    rotation = Rotation(tmp_path)
+    read = READS[how]
+    told = set()
+    for at in each_call(lambda: read(rotation.directory, 1)):
+        rotation.reset()
+        try:
+            assert interrupted(lambda: read(rotation.directory, 1), at, rotation.remove)["n"] == 1
+        except errors.CheckpointNotFoundError as error:
+            told.add("removed while it was read" in str(error))
+            assert "Matching checkpoint not found" in str(error) or "was removed while it was read" in str(error)
+            assert "from a copy" not in str(error)
+    assert True in told
+
+
+@pytest.mark.parametrize("make", [ocp.PyTreeCheckpointer, ocp.StandardCheckpointer])
+def test_rotation_with_a_given_checkpointer(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Real Orbax as the reader fails in its own ways when the checkpoint goes; the restore takes the new latest."""
+    with use_flag(True), make() as reader:
+        rotation = Rotation(tmp_path)
+
+        def read(step: Any = None) -> Any:
+            return checkpoints.restore_checkpoint(rotation.directory, TARGET, step, orbax_checkpointer=reader)
+
+        read()
+        for at in each_call(read, 23):
+            rotation.reset()
+            assert interrupted(read, at, rotation.rotate)["n"] in (1, 2), at
+            rotation.reset()
+            try:
+                assert interrupted(lambda: read(1), at, rotation.remove)["n"] == 1
+            except errors.CheckpointNotFoundError as error:
+                assert "not found" in str(error) or "was removed while it was read" in str(error)
+
+
+def test_the_only_checkpoint_goes_away(flag: bool, tmp_path: Path) -> None:
+    """Without another one that is an error, and not the untouched target."""
+    rotation = Rotation(tmp_path)
+
+    def read() -> Any:
+        return checkpoints.restore_checkpoint(rotation.directory, TARGET)
+
+    told = []
+    for at in each_call(read):
+        rotation.reset()
+        try:
+            found = interrupted(read, at, rotation.remove)
+            assert found["n"] == 1 or found is TARGET
+        except errors.CheckpointNotFoundError as error:
+            told.append(str(error))
+    assert told and all("removed while it was read, and there is no other" in message for message in told)
+
+
+def test_a_step_that_is_overwritten_again_and_again(flag: bool, tmp_path: Path) -> None:
+    """A reader gets the old or the new values, never some of each."""
+    for value in (1.0, 2.0):
+        big = {f"a{i}": np.full(5, value, np.float32) for i in range(9)}
+        checkpoints.save_checkpoint(tmp_path / str(value), big, 1)
+    path = tmp_path / "run" / "checkpoint_1"
+    path.parent.mkdir()
+    values = itertools.cycle((1.0, 2.0))
+
+    def overwrite() -> None:
+        # What a save does last; a whole save in this thread could wait for a lock that the reader holds.
+        source, temporary = tmp_path / str(next(values)) / "checkpoint_1", files.temporary_path(str(path))
+        if source.is_dir():
+            shutil.copytree(source, temporary)
+        else:
+            shutil.copy2(source, temporary)
+        files.publish(temporary, str(path))
+
+    def read() -> Any:
+        return checkpoints.restore_checkpoint(path.parent, None, 1)
+
+    overwrite()
+    for at in each_call(read):
+        found = interrupted(read, at, overwrite)
+        assert len({float(array[0]) for array in found.values()}) == 1, at
+
+
+def test_a_checkpoint_that_is_open_goes_away(flag: bool, tmp_path: Path) -> None:
+    """Reading from what was opened works, or says that it was removed."""
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1)
+    with flax_ckpt_compat.open_checkpoint(tmp_path) as opened:
+        checkpoints.save_checkpoint(tmp_path, tree(2), 2)
+        try:
+            assert opened.read()["n"] == 1
+        except errors.CheckpointNotFoundError as error:
+            assert "was removed while it was read" in str(error)
+
+
+WRITER = """
+import sys
+
+import flax
+import numpy as np
+from flax_ckpt_compat import checkpoints
+
+flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "True")
+step = 0
+while True:
+    step += 1
+    checkpoints.save_checkpoint(sys.argv[1], {"w": np.full(3, step, np.float32), "n": float(step)}, step)
+    if step == 1:
+        print("begun", flush=True)
+"""
+
+
+def test_a_reader_beside_a_writer(flag: bool, tmp_path: Path) -> None:
+    """A real trainer saves as fast as it can with keep=1; every look-up and restore finds a checkpoint."""
+    rounds = int(os.environ.get("TEST_READS", "60"))
+    writer = start_python(WRITER, tmp_path, flag)
+    try:
+        assert writer.stdout is not None and writer.stdout.readline() == "begun\n"
+        newest = 0.0
+        for _ in range(rounds):
+            assert checkpoints.latest_checkpoint(tmp_path) is not None
+            found = checkpoints.restore_checkpoint(tmp_path, TARGET)
+            assert found["n"] >= max(newest, 1)
+            np.testing.assert_array_equal(found["w"], tree(found["n"])["w"])
+            newest = found["n"]
+        assert writer.poll() is None
+    finally:
+        writer.kill()
+        writer.communicate()

@@ -1,0 +1,332 @@
+"""Look-ups: which names count as the latest, in which order, and what they log; the same in every function."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+from flax.training import checkpoints as flax_checkpoints
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors, notices
+from flax_ckpt_compat.cli import main
+from tests.support.saves import names, tree, use_flag
+
+
+@pytest.fixture(autouse=True)
+def nothing_told() -> None:
+    """Start each test as a fresh process does: with nothing logged yet."""
+    notices.forget()
+
+
+def latest_everywhere(directory: Path, prefix: str = "checkpoint_") -> str | None:
+    """Return the name of the latest checkpoint, on which all functions have to agree."""
+    path = checkpoints.latest_checkpoint(directory, prefix)
+    name = None if path is None else os.path.basename(path)
+    restored = checkpoints.restore_checkpoint(directory, None, prefix=prefix)
+    if name is None:
+        assert restored is None
+        with pytest.raises(errors.CheckpointNotFoundError):
+            flax_ckpt_compat.open_checkpoint(directory, prefix=prefix)
+        return None
+    with flax_ckpt_compat.open_checkpoint(directory, prefix=prefix) as opened:
+        assert os.path.basename(opened.path) == name
+        assert opened.read()["n"] == restored["n"]
+    assert os.path.basename(flax_ckpt_compat.plan_restore(directory, prefix=prefix).path) == name
+    return name
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
+    """Return what our logger said, at this level or above."""
+    records = [record for record in caplog.records if record.name == "flax_ckpt_compat" and record.levelno >= level]
+    return [record.getMessage() for record in records]
+
+
+# Text steps, and their order
+
+
+@pytest.mark.parametrize("text", ["epoch10", "v1.5", "best", "final2"])
+def test_a_text_step_is_the_latest_where_there_is_no_other(
+    text: str, flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where it ends in a number; every function finds it, ``ls`` too, and nothing is warned of."""
+    checkpoints.save_checkpoint(tmp_path, tree(3), text)
+    assert latest_everywhere(tmp_path) == f"checkpoint_{text}"
+    assert [record.step for record in flax_ckpt_compat.iter_checkpoints(tmp_path)] == [None]
+    assert f"checkpoint_{text}" in CliRunner().invoke(main, ["ls", str(tmp_path)]).stdout
+    assert checkpoints.available_steps(tmp_path) == []
+    assert messages(caplog) == []
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1)
+    assert latest_everywhere(tmp_path) == "checkpoint_1"
+
+
+@pytest.mark.parametrize(
+    "texts", [["9.msgpack", "10.msgpack"], ["epoch9", "epoch10"], ["v1.5", "v1.10e1"], ["9-last", "10-last"]]
+)
+def test_names_are_in_natural_order(texts: list[str], flag: bool, tmp_path: Path) -> None:
+    """Numbers in names that do not end in a step count as numbers, in look-ups and listings."""
+    for number, text in enumerate(texts):
+        checkpoints.save_checkpoint(tmp_path, tree(number), text)
+    assert latest_everywhere(tmp_path) == f"checkpoint_{texts[-1]}"
+    listed = [os.path.basename(record.path) for record in flax_ckpt_compat.iter_checkpoints(tmp_path)]
+    assert listed == [f"checkpoint_{text}" for text in texts]
+
+
+# A prefix that is only the beginning
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked"), [("ckpt_step_", "ckpt_step"), ("run_", "run"), ("checkpoint_", "checkpoint")]
+)
+def test_the_beginning_of_a_prefix(
+    saved: str, asked: str, flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Look-ups and restores without a step find what Flax finds, with one warning; saving stays literal."""
+    for step in (9, 10):
+        checkpoints.save_checkpoint(tmp_path, tree(step), step, saved, keep=2)
+    assert flax_checkpoints.latest_checkpoint(tmp_path, asked) == str(tmp_path / f"{saved}10")
+    assert latest_everywhere(tmp_path, asked) == f"{saved}10"
+    (warning,) = messages(caplog)
+    assert f"exactly the prefix {asked!r}" in warning and f"{saved}10" in warning
+    assert checkpoints.available_steps(tmp_path, asked) == []
+    with pytest.raises(errors.CheckpointNotFoundError):
+        checkpoints.restore_checkpoint(tmp_path, None, 10, asked)
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1, asked)
+    assert names(tmp_path) == sorted([f"{saved}9", f"{saved}10", f"{asked}1"])
+    assert latest_everywhere(tmp_path, asked) == f"{asked}1"
+
+
+def test_the_beginning_of_a_prefix_takes_complete_checkpoints_only(flag: bool, tmp_path: Path) -> None:
+    """Unfinished ones, folders and files of other programs are passed over; with the empty prefix all are."""
+    checkpoints.save_checkpoint(tmp_path, tree(3), 3, "ckpt_step_")
+    (tmp_path / "ckpt_step_4").touch()
+    (tmp_path / "ckpt_step_5").mkdir()
+    (tmp_path / "ckpt_step_6").mkdir()
+    (tmp_path / "ckpt_step_6" / "weights.bin").write_bytes(b"x")
+    (tmp_path / "ckpt_step_7").write_text("loss 0.25\n")
+    assert latest_everywhere(tmp_path, "ckpt_step") == "ckpt_step_3"
+    assert latest_everywhere(tmp_path, "") is None
+
+
+def test_a_longer_prefix_yields_to_a_name_of_exactly_this_one(flag: bool, tmp_path: Path) -> None:
+    """``ckpt_best`` is the latest of ``ckpt_``, not ``ckpt_ema_9``, which belongs to another prefix."""
+    checkpoints.save_checkpoint(tmp_path, tree(9), 9, "ckpt_ema_")
+    assert latest_everywhere(tmp_path, "ckpt_") == "ckpt_ema_9"
+    checkpoints.save_checkpoint(tmp_path, tree(0), "best", "ckpt_")
+    assert latest_everywhere(tmp_path, "ckpt_") == "ckpt_best"
+
+
+# Steps of a CheckpointManager
+
+
+def manager(root: Path, *steps: int, **options: Any) -> None:
+    """Save steps as real Orbax does."""
+    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**options)) as made:
+        for step in steps:
+            made.save(step, args=ocp.args.PyTreeSave(tree(step)))
+            made.wait_until_finished()
+
+
+@pytest.mark.parametrize("options", [{}, {"step_prefix": "step"}, {"step_format_fixed_length": 5}], ids=str)
+def test_a_managers_root(options: dict[str, Any], tmp_path: Path) -> None:
+    """All functions find its steps, and a polling program sees that there are any."""
+    manager(tmp_path, 9, 10, **options)
+    found = latest_everywhere(tmp_path)
+    assert found is not None and found.endswith("10")
+    assert checkpoints.available_steps(tmp_path) == [9, 10]
+    assert [record.step for record in flax_ckpt_compat.iter_checkpoints(tmp_path)] == [9, 10]
+    assert checkpoints.restore_checkpoint(tmp_path, None, 9.0)["n"] == 9
+    listed = json.loads(CliRunner().invoke(main, ["ls", str(tmp_path), "--json"]).stdout)
+    assert [record["step"] for record in listed] == [9, 10]
+
+
+def test_flat_steps_beside_a_managers(flag: bool, tmp_path: Path) -> None:
+    """Steps of both order together; of two that are one step, the prefix's is the one that step= names."""
+    checkpoints.save_checkpoint(tmp_path, tree(5), 5)
+    manager(tmp_path, 7, 10)
+    assert latest_everywhere(tmp_path) == "10"
+    assert checkpoints.available_steps(tmp_path) == [5, 7, 10]
+    checkpoints.save_checkpoint(tmp_path, tree(10.5), 10, keep=9)
+    assert latest_everywhere(tmp_path) == "checkpoint_10"
+    assert checkpoints.available_steps(tmp_path) == [5, 7, 10]
+    assert checkpoints.restore_checkpoint(tmp_path, None, 10)["n"] == 10.5
+    checkpoints.save_checkpoint(tmp_path, tree(12), 12, keep=1)
+    assert sorted(set(names(tmp_path)) - {"checkpoint_12"}) == ["10", "7"]
+
+
+def test_flat_directories_in_a_managers_root(tmp_path: Path) -> None:
+    """A flat checkpoint whose name is a number is a step where a manager has steps, and else of the empty prefix."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "12", tree(12))
+    assert latest_everywhere(tmp_path) is None
+    manager(tmp_path / "m", 7)
+    os.rename(tmp_path / "m" / "7", tmp_path / "7")
+    assert latest_everywhere(tmp_path) == "12"
+    assert latest_everywhere(tmp_path, "") == "12"
+    assert checkpoints.available_steps(tmp_path) == [7, 12]
+
+
+def test_a_step_of_old_releases_with_an_item_of_any_name(tmp_path: Path) -> None:
+    """Before Orbax 0.5.11 nothing marked a step; by its own path it was silently not found."""
+    with ocp.CheckpointManager(tmp_path) as made:
+        made.save(3, args=ocp.args.Composite(weights=ocp.args.PyTreeSave(tree(3))))
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (tmp_path / "3" / name).unlink(missing_ok=True)
+    assert checkpoints.restore_checkpoint(tmp_path / "3", None)["n"] == 3
+    assert latest_everywhere(tmp_path) == "3"
+
+
+def test_json_beside_one_tree(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left out is told once, a target may name it, and the tree alone stays the result without a target."""
+    with ocp.CheckpointManager(tmp_path) as made:
+        items = {"weights": ocp.args.PyTreeSave(tree(3)), "notes": ocp.args.JsonSave({"x": 1})}
+        made.save(3, args=ocp.args.Composite(**items))
+    for _ in range(2):
+        assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == 3
+    (warning,) = messages(caplog)
+    assert "JSON of notes" in warning and str(tmp_path / "3" / "notes") in warning
+    found = checkpoints.restore_checkpoint(tmp_path, {"weights": tree(0), "notes": {"x": 0}})
+    assert (found["weights"]["n"], found["notes"]) == (3, {"x": 1})
+    assert checkpoints.restore_checkpoint(tmp_path, {"notes": None}) == {"notes": {"x": 1}}
+    assert checkpoints.restore_checkpoint(tmp_path, {"weights": tree(0)})["weights"]["n"] == 3
+    assert checkpoints.restore_checkpoint(tmp_path, tree(0))["n"] == 3
+
+
+def test_a_tree_with_a_branch_of_its_items_name(tmp_path: Path) -> None:
+    """A target like the tree itself is the tree, although its only name is the item's."""
+    with ocp.CheckpointManager(tmp_path) as made:
+        made.save(3, args=ocp.args.Composite(params=ocp.args.PyTreeSave({"params": tree(3)})))
+    assert checkpoints.restore_checkpoint(tmp_path, {"params": tree(0)})["params"]["n"] == 3
+
+
+def test_a_step_of_json_alone(tmp_path: Path) -> None:
+    """It restores without a target or by its name, and is not said to hold several trees."""
+    with ocp.CheckpointManager(tmp_path) as made:
+        made.save(3, args=ocp.args.Composite(notes=ocp.args.JsonSave({"x": 1})))
+    assert checkpoints.restore_checkpoint(tmp_path, {"notes": None}) == {"notes": {"x": 1}}
+    with pytest.raises(errors.CheckpointError, match=r"only JSON \(notes\)"):
+        checkpoints.restore_checkpoint(tmp_path, tree(0))
+
+
+# Steps are numbers
+
+
+@pytest.mark.parametrize(("saved", "asked"), [(7, 7.0), (7.0, 7), (7, np.float32(7)), ("007", 7), (100000, 1e5)])
+def test_steps_are_compared_as_numbers(saved: Any, asked: Any, flag: bool, tmp_path: Path) -> None:
+    """However a name spells its step, the number finds it; the exact name goes first."""
+    checkpoints.save_checkpoint(tmp_path, tree(1), saved)
+    assert checkpoints.restore_checkpoint(tmp_path, None, asked)["n"] == 1
+    with flax_ckpt_compat.open_checkpoint(tmp_path, asked) as opened:
+        assert opened.step == asked
+    assert flax_ckpt_compat.plan_restore(tmp_path, step=asked).path == str(tmp_path / f"checkpoint_{saved}")
+
+
+# Formats that are not ours
+
+
+def hugging_face(path: Path) -> None:
+    """A model folder as transformers writes it: names as in its documentation."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "flax_model.msgpack").write_bytes(b"\x81\xa1a\x01")
+
+
+def other_code(path: Path) -> None:
+    """A checkpoint of a research code base of its own."""
+    path.mkdir(parents=True)
+    (path / "weights.npz").write_bytes(b"PK\x03\x04")
+    (path / "opt").mkdir()
+
+
+FOREIGN = {"hugging face": (hugging_face, "Hugging Face.*flax_model"), "other": (other_code, "opt, weights.npz")}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_directories(kind: str, flag: bool, tmp_path: Path) -> None:
+    """Look-ups name them as Flax does; a restore says what they are; saving neither evicts nor replaces them."""
+    make, look = FOREIGN[kind]
+    for step in (500, 1000):
+        make(tmp_path / f"checkpoint_{step}")
+    with use_flag(flag):
+        assert flax_checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1000")
+    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1000")
+    assert checkpoints.available_steps(tmp_path) == [500, 1000]
+    for step in (None, 500):
+        with pytest.raises(errors.UnrecognizedFormatError, match=look):
+            checkpoints.restore_checkpoint(tmp_path, None, step)
+    records = list(flax_ckpt_compat.iter_checkpoints(tmp_path))
+    assert [(record.step, record.complete, record.format) for record in records] == [
+        (500, False, "unknown"),
+        (1000, False, "unknown"),
+    ]
+    assert "not a checkpoint: " in CliRunner().invoke(main, ["ls", str(tmp_path)]).stdout
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1, keep=1)
+    checkpoints.save_checkpoint(tmp_path, tree(2), 2, keep=1, overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(errors.InvalidCheckpointError, match="checkpoint_500"):
+            checkpoints.save_checkpoint(tmp_path, tree(500), 500, overwrite=overwrite)
+    assert names(tmp_path) == ["checkpoint_1000", "checkpoint_2", "checkpoint_500"]
+    assert len(names(tmp_path / "checkpoint_500")) == 2
+
+
+def test_a_hugging_face_folder_as_the_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning points to the file that restores."""
+    hugging_face(tmp_path / "model")
+    target = {"a": 0}
+    assert checkpoints.restore_checkpoint(tmp_path / "model", target) is target
+    (warning,) = messages(caplog)
+    file = re.search(r"restore (\S+\.msgpack)", warning)
+    assert file and checkpoints.restore_checkpoint(file[1], target) == {"a": 1}
+
+
+# What is logged
+
+
+def test_a_fresh_start_is_no_warning(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No directory, an empty one, or one with TensorBoard's files alone: INFO, once; no suggestion of those files."""
+    caplog.set_level(logging.INFO, "flax_ckpt_compat")
+    for _ in range(3):
+        assert checkpoints.restore_checkpoint(tmp_path / "absent", None) is None
+    assert len(messages(caplog, logging.INFO)) == 1
+    for name in ("events.out.tfevents.1700000000.host.17.0", "events.out.tfevents.1700000001.host.17.1"):
+        (tmp_path / name).write_bytes(b"\x81\0\0\0\0\0\0\0\x12\x34\x56\x78\x09\0\0\0\0\0\0\0\0\x1a\x0dbrain.Event:2")
+    for _ in range(3):
+        assert checkpoints.restore_checkpoint(tmp_path, None) is None
+        assert checkpoints.latest_checkpoint(tmp_path) is None
+    assert messages(caplog) == []
+    (_, told) = messages(caplog, logging.INFO)
+    assert "did you mean" not in told
+
+
+def test_polling_warns_once(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Per directory and prefix, until the reason changes."""
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1, "a_")
+    for _ in range(3):
+        checkpoints.restore_checkpoint(tmp_path, None)
+    assert len(messages(caplog)) == 1
+    (tmp_path / "checkpoint_3").touch()
+    for _ in range(3):
+        assert checkpoints.latest_checkpoint(tmp_path) is None
+        assert checkpoints.available_steps(tmp_path) == []
+    assert len(messages(caplog)) == 2
+    checkpoints.restore_checkpoint(tmp_path, None, prefix="b_")
+    assert len(messages(caplog)) == 3
+
+
+def test_a_directory_that_is_almost_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A likely typo is a warning that names the directory; another number in a name is no typo."""
+    (tmp_path / "runs_large").mkdir()
+    checkpoints.restore_checkpoint(tmp_path / "runs_lagre", None)
+    (warning,) = messages(caplog)
+    assert f"did you mean {tmp_path / 'runs_large'}?" in warning
+    (tmp_path / "seed_1").mkdir()
+    checkpoints.restore_checkpoint(tmp_path / "seed_2", None)
+    assert len(messages(caplog)) == 1
