@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,14 +11,32 @@ from typing import Any
 import flax
 import pytest
 from flax.training import checkpoints as flax_checkpoints
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 from flax_ckpt_compat import checkpoints
+from tests.support import profiles
 from tests.support.saves import Save, use_flag
 
-# A busy machine is no reason for a test to fail.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+assert profiles.examples  # registers the profiles that are loaded here
+# Jobs of a shell that is not interactive start with the signal ignored, and all programs of theirs inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Run all that ``-m`` says with all examples, and slow tests also where one is named on the command line."""
+    if config.option.markexpr == "not slow" and any("::" in name for name in config.args):
+        config.option.markexpr = ""
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("quick" if config.option.markexpr == "not slow" else "full")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Share out the whole suite; what was chosen by hand starts sooner in one process."""
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    return 0 if chosen else len(os.sched_getaffinity(0))
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
@@ -38,6 +58,23 @@ def save(request: pytest.FixtureRequest) -> Save:
             return writers[request.param](*args, **kwargs)
 
     return quiet
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the table of who reads what of whom to the process that prints it."""
+    report = sys.modules.get("tests.support.interop_report")
+    if report is not None and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["interop"] = report.exported()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Receive the part of the table that a process of pytest-xdist found."""
+    exported = getattr(node, "workeroutput", {}).get("interop")
+    if exported:
+        from tests.support import interop_report
+
+        interop_report.merge(exported)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints, config, errors, restore, save
 from flax_ckpt_compat._core import files
 from tests.support import corpus
+from tests.support.profiles import examples
 from tests.support.samples import fingerprint
 from tests.support.saves import names, run_python, tree, use_flag
 
@@ -254,7 +255,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(operations=operations)
 def test_retention_is_what_is_written_down(operations: list[tuple[int, bool, int | None, int | None]]) -> None:
     """Steps older than the newest need overwrite; of the rest the newest ``keep``, the spaced and the saved stay."""

@@ -1,6 +1,7 @@
 """Imports point downwards: command line → drop-in names → saving, restoring → their parts → routing → core."""
 
 import ast
+import functools
 import graphlib
 from pathlib import Path
 
@@ -43,7 +44,8 @@ FILES = {
 }
 
 
-def imports_of(module: str) -> set[str]:
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
     """Every module that a file imports anywhere in it, by its absolute name."""
     file = FILES[module]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
@@ -59,7 +61,7 @@ def imports_of(module: str) -> set[str]:
             found.update(inside)
             if len(inside) < len(names):
                 found.add(base)
-    return found
+    return frozenset(found)
 
 
 def room_of(module: str) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat.errors import CheckpointError
+from tests.support.profiles import examples
 
 FUNCTIONS = [
     "save_checkpoint",
@@ -84,7 +85,7 @@ def test_constants(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REGEXES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS)
 def test_regexes(name: str, text: str) -> None:
     """The regular expressions match, search and split everything as Flax's do."""
@@ -96,7 +97,7 @@ def test_regexes(name: str, text: str) -> None:
     assert mine.split(text) == other.split(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(names=st.lists(TEXTS, max_size=6), signed=st.booleans())
 @example(names=["c_1-2", "c_1-10", "c_1e5", "c_.5", "c_1.", "c_inf", "c_-3", "c_007", "c_7"], signed=True)
 @example(names=["a_10", "a_9", "a_-1"], signed=False)
@@ -111,7 +112,7 @@ def test_natural_sort(names: list[str], signed: bool) -> None:
         assert ours.natural_sort(names, signed) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(path=TEXTS)
 @example(path="gs://bucket//a/../b/")
 @example(path="")
@@ -132,7 +133,7 @@ PARAMS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(params=PARAMS)
 @example(params={"Conv_0": 1, "Dense_1": 2, "Conv_10": 3, "Conv_2": {"Dense_3": 4}})
 def test_convert_pre_linen(params: Any) -> None:

@@ -61,7 +61,7 @@ def assert_equal(case: corpus.Case, expected: dict[str, Any], restored: Any, *, 
     assert not {path: what for path, what in wrong.items() if what}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", corpus.parameters(CASES))
 def test_without_target(case: corpus.Case, unpacked: Path) -> None:
     """Value, dtype, shape and type of every leaf are the saved ones."""
     path, expected, meta = read_case(case, unpacked)
@@ -77,7 +77,7 @@ def test_without_target(case: corpus.Case, unpacked: Path) -> None:
     assert_equal(case, expected, restored, with_target=False)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.family != "orbax_json"], ids=str)
+@pytest.mark.parametrize("case", corpus.parameters(case for case in CASES if case.family != "orbax_json"))
 def test_with_target(case: corpus.Case, unpacked: Path) -> None:
     """The same with a target of the saved types and other values."""
     path, expected, _ = read_case(case, unpacked)
@@ -106,7 +106,7 @@ def other_value(entry: dict[str, Any]) -> Any:
 MANAGED = [case for case in CASES if case.family == "orbax_manager"]
 
 
-@pytest.mark.parametrize("case", MANAGED, ids=str)
+@pytest.mark.parametrize("case", corpus.parameters(MANAGED))
 def test_roots_and_steps_of_managers(case: corpus.Case, unpacked: Path) -> None:
     """A manager's root restores as its latest step, or the one asked for: its one tree, whatever else is saved."""
     path, expected, meta = read_case(case, unpacked)
@@ -124,7 +124,7 @@ def test_roots_and_steps_of_managers(case: corpus.Case, unpacked: Path) -> None:
 TRAIN_STATES = [case for case in CASES if case.name.endswith("train_state")]
 
 
-@pytest.mark.parametrize("case", TRAIN_STATES, ids=str)
+@pytest.mark.parametrize("case", corpus.parameters(TRAIN_STATES))
 def test_train_states(case: corpus.Case, unpacked: Path) -> None:
     """A real TrainState with optax' own states is rebuilt from the files of every release."""
     path, expected, _ = read_case(case, unpacked)

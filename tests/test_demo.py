@@ -15,10 +15,18 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat.cli import _demo_checks, demo
+from flax_ckpt_compat.cli import demo
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "flax_ckpt_compat/cli/demo_train.py"
+
+
+@pytest.fixture
+def checks() -> Any:
+    """The demo's checks; they import scikit-learn, which takes seconds."""
+    from flax_ckpt_compat.cli import _demo_checks
+
+    return _demo_checks
 
 
 def run(*arguments: str, flag: str = "false") -> subprocess.CompletedProcess[str]:
@@ -28,6 +36,7 @@ def run(*arguments: str, flag: str = "false") -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_the_demo_passes_and_is_readable(tmp_path: Path) -> None:
     """It ends well, fits 80 columns, uses no colour when piped, and leaves its files where it was told to."""
     done = run("-m", "flax_ckpt_compat", "demo", "--workdir", str(tmp_path / "new"))
@@ -49,6 +58,7 @@ def test_the_training_script_knows_nothing_of_us() -> None:
     assert "from flax.training import checkpoints, train_state" in text
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_flax_itself(tmp_path: Path) -> None:
     """A run begun by plain python and ended under the shim is the run of plain python, number by number."""
     arguments = [str(SCRIPT), "--save-every", "10", "--steps"]
@@ -62,14 +72,14 @@ def test_training_is_the_same_with_flax_itself(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_a_wrong_bit_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bit_is_seen(checks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that changes one bit, a dtype, a shape, or loses a leaf is called different."""
     tree = {"a": np.zeros(3, np.float32), "b": {"0": np.int32(1)}}
     path = tmp_path / "checkpoint_1"
     from flax import serialization
 
     path.write_bytes(serialization.to_bytes(tree))
-    assert [entry.identical for entry in _demo_checks.inspect_directory(str(tmp_path))] == [True]
+    assert [entry.identical for entry in checks.inspect_directory(str(tmp_path))] == [True]
     wrongs: list[Any] = [
         {**tree, "a": np.array([0, 0, -0.0], np.float32)},
         {**tree, "a": np.zeros(3, np.int32)},
@@ -79,7 +89,7 @@ def test_a_wrong_bit_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]
     for wrong in wrongs:
         monkeypatch.setattr(checkpoints, "restore_checkpoint", lambda *_, wrong=wrong: wrong)
-        assert [entry.identical for entry in _demo_checks.inspect_directory(str(tmp_path))] == [False]
+        assert [entry.identical for entry in checks.inspect_directory(str(tmp_path))] == [False]
 
 
 def test_a_failed_stage_is_a_failed_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +120,11 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["mine"]
 
 
-def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_cuts_no_name(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table fits sixty columns with every word in full, and no line ends in a blank."""
     monkeypatch.setenv("COLUMNS", "60")
     out = io.StringIO()
-    entry = _demo_checks.Entry("checkpoint_600", "msgpack", 3_692_110, 20, identical=True)
+    entry = checks.Entry("checkpoint_600", "msgpack", 3_692_110, 20, identical=True)
     demo._show_entries(Console(file=out), [entry, entry._replace(name="checkpoint_5", identical=False)])
     header, same, wrong = out.getvalue().splitlines()
     assert header.split() == ["checkpoint", "format", "bytes", "leaves", "values"]
@@ -124,10 +134,10 @@ def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("ours", [1.0, 3.0])
-def test_a_slower_save_is_explained(ours: float) -> None:
+def test_a_slower_save_is_explained(checks: Any, ours: float) -> None:
     """That ours waits for the disk is always said, and given as the reason only where ours took longer."""
     out = io.StringIO()
-    demo._show_timings(Console(file=out), [_demo_checks.Timing("msgpack save", ours, 2.0)])
+    demo._show_timings(Console(file=out), [checks.Timing("msgpack save", ours, 2.0)])
     assert "fsync" in out.getvalue()
     assert ("took longer" in out.getvalue()) == (ours > 2)
 

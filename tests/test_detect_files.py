@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
 from flax_ckpt_compat.errors import UnrecognizedFormatError
+from tests.support.profiles import examples
 from tests.support.samples import fingerprint
 
 TREE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": {"n": np.int8([1])}}
@@ -102,7 +103,7 @@ def test_truncated_files_at_every_length(tmp_path: Path) -> None:
             checkpoints.restore_checkpoint(tmp_path / "f", None)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=40))
 def test_random_bytes(content: bytes, tmp_path: Path) -> None:
     """Arbitrary bytes restore or raise a CheckpointError, and nothing else."""

@@ -1,8 +1,6 @@
 """Checkpointer objects of real Orbax: they do the work, our naming, overwrite and retention rules stay around them."""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import InvalidCheckpointError
+from tests.support.interpreters import run_python
 from tests.support.peers import needs, skip_without_typed_keys
 from tests.support.saves import use_flag
 
@@ -327,12 +326,7 @@ checkpoints.save_checkpoint(sys.argv[1], {"a": np.arange(4)}, 2, overwrite=True,
 
 def test_exit_with_a_save_on_its_way(tmp_path: Path) -> None:
     """A program that ends without waiting ends cleanly, its last save published and the older ones evicted."""
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT, tmp_path], env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    _, err = run_python(EXIT, tmp_path)
+    assert "Traceback" not in err
     assert names(tmp_path) == ["checkpoint_2"]
     assert checkpoints.restore_checkpoint(tmp_path, None)["a"].tolist() == [0, 1, 2, 3]

@@ -3,11 +3,8 @@
 import functools
 import importlib
 import inspect
-import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import threading
 import types
 from collections.abc import Iterator
@@ -18,6 +15,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
+from tests.support import interpreters
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
@@ -52,17 +50,9 @@ def user() -> Iterator[types.ModuleType]:
     del sys.modules[module.__name__]
 
 
-def run_python(code: str, **environment: str) -> str:
-    """The stdout of a program in a fresh interpreter; fails with its stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_python(code: str, *, fresh: bool = True, **environment: str) -> str:
+    """The stdout of a program, by default in an interpreter that has imported nothing."""
+    return str(interpreters.run_python(code, fresh=fresh, **environment)[0])
 
 
 def test_every_public_function_becomes_ours_and_helpers_stay(real: types.ModuleType) -> None:
@@ -246,7 +236,9 @@ FAKES = {
 }
 
 
-@pytest.mark.parametrize("name", FAKES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "ImportError" else ()) for name in FAKES]
+)
 def test_without_flax_own_module(tmp_path: Path, name: str) -> None:
     """Where Flax's module is gone or fails to import, one of that name with our names stands in, until uninstall()."""
     for file, text in FAKES[name].items():
@@ -282,6 +274,7 @@ def test_without_flax_own_module(tmp_path: Path, name: str) -> None:
         except Exception as error:
             print(type(error).__name__)
         """,
+        fresh=False,
         FAKE=str(tmp_path),
     )
     assert out.strip() == name.partition(",")[0]

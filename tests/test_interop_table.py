@@ -222,8 +222,14 @@ def test_we_save_every_kind(writer: str, folder: Path) -> None:
     assert accepted(writer, folder) == tuple(TREES)
 
 
-@pytest.mark.parametrize("reader", EVERYBODY)
-@pytest.mark.parametrize("writer", EVERYBODY)
+PAIRS = [
+    pytest.param(writer, reader, marks=() if {writer, reader} & {*OURS} else pytest.mark.slow)
+    for writer in EVERYBODY
+    for reader in EVERYBODY
+]
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_no_pair_is_silently_different(writer: str, reader: str, folder: Path) -> None:
     """Every kind comes back equal, or different as it is written down, or with an error; ours refuse nothing."""
     names = accepted(writer, folder)

@@ -1,7 +1,5 @@
 """What is found out once about types, dtypes and shardings."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -9,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.known import Known, Sight
+from tests.support.interpreters import run_python
 
 
 @given(st.lists(st.sampled_from([1, 1.0, True, 2, "a", None, (1, "b")])))
@@ -57,4 +56,4 @@ for orbax in (False, True):
         assert restored["a"].tolist() == [1, 1, 1]
         assert not xla_bridge.backends_are_initialized(), f"a backend was started, orbax={orbax}"
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    run_python(code, PYTHONWARNINGS="ignore")

@@ -6,9 +6,7 @@ import gc
 import hashlib
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from hypothesis.extra import numpy as hnp
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core import mapping
+from tests.support.interpreters import start_python
 from tests.support.saves import use_flag
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,13 +181,7 @@ TRUNCATED = """
 def test_truncated_files(mapped: bool, code: int, flag: bool, tmp_path: Path) -> None:
     """A file truncated in place kills whoever has it mapped, as documented, and nobody else."""
     checkpoints.save_checkpoint(tmp_path, {"w": np.ones(300_000)}, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TRUNCATED), str(tmp_path), str(mapped)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ("300000.0\n" if code == 0 else "")
+    program = start_python(TRUNCATED, tmp_path, mapped)
+    out, err = program.communicate(timeout=120)
+    assert program.returncode == code, err
+    assert out == ("300000.0\n" if code == 0 else "")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import matching, placing, state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, map_leaves, show_path
+from tests.support.profiles import examples
 from tests.support.samples import Pair
 
 
@@ -51,7 +52,7 @@ def result_paths(sources: Any, path: Path = ()) -> set[Path]:
     return {found for name, child in sources.items() for found in result_paths(child, (*path, name))}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(stored=TREES, target=TREES, lenient=st.booleans())
 def test_every_target_leaf_has_one_source(stored: Any, target: Any, lenient: bool) -> None:
     """The outcome has the target's structure; kept leaves are the target's, the others are stored there."""
@@ -77,7 +78,7 @@ def _real_leaves(node: Any) -> list[tuple[Path, Any]]:
     return [(path, leaf) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(stored=TREES, target=TREES, lenient=st.booleans())
 def test_no_stored_leaf_is_lost_in_silence(stored: Any, target: Any, lenient: bool) -> None:
     """Every stored leaf is used, or named as unused, unless a leaf that is missing or None stands in its place."""
@@ -103,7 +104,7 @@ def _kept_nones(target: Any, lenient: bool) -> set[Path]:
     return {path for path, leaf in iter_leaves(target) if lenient and leaf is None}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(tree=TREES)
 def test_a_tree_matches_itself(tree: Any) -> None:
     """Nothing is missing, unused or of another shape where checkpoint and target agree."""

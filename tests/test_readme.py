@@ -1,12 +1,11 @@
 """The README and the guide: their commands are what CI runs, their Python runs, their links lead somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.interpreters import run_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "migration_guide").rglob("*.md"))]
@@ -39,15 +38,7 @@ def test_ci_runs_the_test_command() -> None:
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The Python blocks of a page run, one after the other, in one fresh interpreter and an empty folder."""
     program = "\n".join(fences(page, "python"))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": "false"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(program, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -31,7 +31,12 @@ def assert_same(restored: Any, saved: Any) -> None:
         assert plain(got).tobytes() == plain(want).tobytes(), path
 
 
-@pytest.mark.parametrize("name", list(STATES))
+# What takes longest is to compile the steps that make them.
+LIKE_OTHERS = ("nnx split", "optax masked", "optax sgd without momentum", "optax accumulated", "optax injected")
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in STATES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_into_a_concrete_target(flag: bool, tmp_path: Path, name: str) -> None:
     """A freshly made state of other values takes on the saved ones, to the bit."""
     saved = STATES[name]()
@@ -40,7 +45,7 @@ def test_into_a_concrete_target(flag: bool, tmp_path: Path, name: str) -> None:
     assert_same(checkpoints.restore_checkpoint(tmp_path, other), saved)
 
 
-@pytest.mark.parametrize("name", list(STATES))
+@pytest.mark.parametrize("name", NAMES)
 def test_into_an_abstract_target(flag: bool, tmp_path: Path, name: str) -> None:
     """What ``jax.eval_shape`` says of a state is target enough."""
     saved = STATES[name]()
@@ -72,7 +77,7 @@ def test_training_goes_on_where_it_stopped(flag: bool, tmp_path: Path) -> None:
     assert_same(restored.apply_gradients(grads=grads), saved.apply_gradients(grads=grads))
 
 
-@pytest.mark.parametrize("name", list(STATES))
+@pytest.mark.parametrize("name", NAMES)
 def test_without_a_target_it_is_nested_dicts(flag: bool, tmp_path: Path, name: str) -> None:
     """Nested dicts with JAX's own names of every leaf on the way, and the values of the leaves."""
     saved = STATES[name]()

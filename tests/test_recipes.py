@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.interpreters import start_python
 from tests.support.peers import version
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +24,7 @@ from tests.support.verdicts import write_verdict
 write_verdict("verdict.json", path, target, restored)
 """
 # The NNX of older releases has other optimizers.
+QUICK = ("02-renamed-module",)
 NEEDS_FLAX = {"07-linen-to-nnx": (0, 11)}
 
 
@@ -57,44 +57,50 @@ def fences(page: Path, language: str) -> list[str]:
 def run(page: Path, folder: Path) -> Outcome:
     """Runs a page in a fresh interpreter and an empty folder, and asks for a suggestion at its end."""
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join([*fences(page, "python"), VERDICT])],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FLAX_USE_ORBAX_CHECKPOINTING": "false"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    printed = done.stdout.replace(str(folder.resolve()), "/…")
-    if done.returncode:
-        return Outcome(done.stderr, printed, {"suggested": None, "confident": False, "difference": "the page failed"})
+    program = start_python("\n".join([*fences(page, "python"), VERDICT]), cwd=folder)
+    out, err = program.communicate(timeout=120)
+    printed = out.replace(str(folder.resolve()), "/…")
+    if program.returncode:
+        return Outcome(err, printed, {"suggested": None, "confident": False, "difference": "the page failed"})
     return Outcome("", printed, json.loads((folder / "verdict.json").read_text(encoding="utf-8")))
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Page → what it did; every page runs once."""
+@pytest.fixture(scope="session")
+def outcome_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Outcome]:
+    """What a page does; every page runs once."""
     folder = tmp_path_factory.mktemp("recipes")
-    able = [page for page in PAGES if version("flax") >= NEEDS_FLAX.get(page.stem, ())]
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = pool.map(lambda page: run(page, folder / page.stem), able)
-        return dict(zip([page.stem for page in able], outcomes, strict=True))
+    return functools.cache(lambda page: run(page, folder / page.stem))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page_runs(page: Path, outcomes: dict[str, Outcome]) -> None:
+def skip_if_unable(page: Path) -> None:
+    """Skip a page that this Flax cannot run."""
+    if not can_run(page):
+        pytest.skip("this Flax has another nnx.Optimizer")
+
+
+def can_run(page: Path) -> bool:
+    """Whether the installed Flax has what the page needs."""
+    return version("flax") >= NEEDS_FLAX.get(page.stem, ())
+
+
+# Each page trains a model; by default one does.
+AS_PARAMETERS = [
+    pytest.param(page, id=page.stem, marks=() if page.stem in QUICK else pytest.mark.slow) for page in PAGES
+]
+
+
+@pytest.mark.parametrize("page", AS_PARAMETERS)
+def test_page_runs(page: Path, outcome_of: Callable[[Path], Outcome]) -> None:
     """A migration trains, saves, restores into the new state and proves that outputs and moments are right."""
-    if page.stem not in outcomes:
-        pytest.skip("this Flax has another nnx.Optimizer")
-    assert not outcomes[page.stem].failed
+    skip_if_unable(page)
+    assert not outcome_of(page).failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page_shows_what_it_prints(page: Path, outcomes: dict[str, Outcome]) -> None:
+@pytest.mark.parametrize("page", AS_PARAMETERS)
+def test_page_shows_what_it_prints(page: Path, outcome_of: Callable[[Path], Outcome]) -> None:
     """The tables on a page are what its program prints, line by line, but for what three dots stand for."""
-    if page.stem not in outcomes:
-        pytest.skip("this Flax has another nnx.Optimizer")
-    printed = iter(outcomes[page.stem].printed.splitlines())
+    skip_if_unable(page)
+    printed = iter(outcome_of(page).printed.splitlines())
     for shown in fences(page, "text"):
         for line in shown.splitlines():
             whole, cut, _ = line.partition("…")
@@ -104,8 +110,10 @@ def test_page_shows_what_it_prints(page: Path, outcomes: dict[str, Outcome]) -> 
                 assert line in printed, line
 
 
-def test_suggestions_are_right(outcomes: dict[str, Outcome]) -> None:
+@pytest.mark.slow
+def test_suggestions_are_right(outcome_of: Callable[[Path], Outcome]) -> None:
     """With the rules withheld, the suggestion is right bit by bit for all but two pages, and nowhere sure and wrong."""
+    outcomes = {page.stem: outcome_of(page) for page in PAGES if can_run(page)}
     verdicts = {name: outcome.verdict for name, outcome in outcomes.items()}
     sure_and_wrong = {name: one for name, one in verdicts.items() if one["confident"] and one["difference"]}
     assert not sure_and_wrong

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import CheckpointError, MissingLeavesError, ShapeMismatchError
+from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
 from tests.support.saves import Save, use_flag
 
@@ -268,7 +269,7 @@ NODES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(stored=NODES, target=NODES)
 def test_whatever_legacy_flax_restores_we_restore_alike(stored: Any, target: Any) -> None:
     """For random pairs of trees: where legacy Flax gives a result, ours is the same; where it fails, ours may raise."""
@@ -285,7 +286,7 @@ def test_whatever_legacy_flax_restores_we_restore_alike(stored: Any, target: Any
         assert fingerprint(checkpoints.restore_checkpoint(file, target)) == fingerprint(theirs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(stored=NODES, target=NODES, lenient=st.booleans())
 def test_both_formats_restore_alike(stored: Any, target: Any, lenient: bool) -> None:
     """For random pairs of trees both formats give the same result or the same kind of error."""

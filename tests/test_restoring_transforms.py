@@ -25,6 +25,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.errors import TransformError
 from tests.support.peers import version
+from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair
 from tests.support.saves import use_flag
 
@@ -229,7 +230,7 @@ def ours(path: str, target: Any, given: Any, default_to_original: bool = True, d
 
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=120, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=examples(120), phases=[Phase.generate, Phase.shrink])
 @given(st.data())
 def test_as_real_orbax(data: Any) -> None:
     """Any tree, target and transforms: real Orbax and we give the same values or both refuse; msgpack the same."""
@@ -253,7 +254,7 @@ def wishes(target: Any) -> Any:
 
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=60, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=examples(60), phases=[Phase.generate, Phase.shrink])
 @given(st.data())
 def test_as_real_orbax_with_dtypes(data: Any) -> None:
     """RestoreArgs of the target cast, as does our dtype="target", before functions are called."""
@@ -268,7 +269,7 @@ def test_as_real_orbax_with_dtypes(data: Any) -> None:
 
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=60, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=examples(60), phases=[Phase.generate, Phase.shrink])
 @given(st.data())
 def test_as_real_flax(data: Any) -> None:
     """restore_checkpoint with orbax_transforms gives what real Flax gives with its flag on, in the target's dtypes."""

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
+from tests.support.profiles import examples
 from tests.support.saves import names, tree, use_flag
 
 # None is the beginning of another: there Flax deletes the other prefix's files, and we do not.
@@ -77,7 +78,9 @@ def compare(calls: list[dict[str, Any]], flag: bool) -> None:
 
 
 # The flag is the same for all examples of one test.
-bounded = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+bounded = settings(
+    max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @bounded

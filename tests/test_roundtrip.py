@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CheckpointError
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS, ocp_v1, skip_without_typed_keys
+from tests.support.profiles import examples
 from tests.support.samples import SAMPLES, Fields, Pair, fingerprint, train_state_sample
 from tests.support.saves import use_flag
 from tests.support.trees import keys, leaves
@@ -69,7 +70,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=TREES)
 def test_random_trees_come_back(tree: Any, flag: bool, tmp_path: Path) -> None:
     """Random trees come back to the last bit, or are refused because two leaves would have one stored name."""

@@ -95,7 +95,15 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+# The rules see the same tree whatever the format is; by default half of them are tried on one.
+WITH_FLAG = [
+    pytest.param(flag, name, marks=pytest.mark.slow if flag != number % 2 else ())
+    for number, name in enumerate(WRAPPED)
+    for flag in (False, True)
+]
+
+
+@pytest.mark.parametrize(("flag", "name"), WITH_FLAG, indirect=["flag"])
 def test_adam_into_a_wrapper_and_out_again(name: str, flag: bool, tmp_path: Path) -> None:
     """Adam's count and moments are found wherever the new optimizer has them, and wherever the old one had them."""
     optimizer, where = WRAPPED[name]

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import files
+from tests.support.profiles import examples
 from tests.support.saves import names, run_python, tree, use_flag
 
 FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
@@ -94,7 +95,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(target=trees, function=st.sampled_from(FUNCTIONS))
 def test_files_of_any_tree_are_flaxs_to_the_byte(
     tmp_path_factory: pytest.TempPathFactory, target: Any, function: str

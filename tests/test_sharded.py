@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.interpreters import run_python
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "support" / "sharded_cases.py"
-NAMES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+# It compiles the steps of whole models for eight devices.
+SLOW = "real_states"
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name == SLOW else ()) for name in CASES]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Case → traceback, empty if it passed."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("sharded"))],
-        env={**os.environ, **flags, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert done.returncode == 0, done.stderr[-4000:]
+    items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked = [item.callspec.params["name"] for item in items]
+    program = "import sys; from tests.support import sharded_cases; sharded_cases.main(*sys.argv[1:])"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    out, _ = run_python(program, tmp_path_factory.mktemp("sharded"), *asked, timeout=300, **flags)
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
     return dict(lines)
 
 

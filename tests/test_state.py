@@ -16,6 +16,7 @@ from flax_ckpt_compat import placing, state
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves, map_leaves
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS
+from tests.support.profiles import examples
 from tests.support.samples import SAMPLES, Fields, Keyed, Pair, Registered, Serialized, fingerprint, train_state_sample
 from tests.support.trees import keys, leaves
 
@@ -38,7 +39,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tree=TREES)
 def test_random_trees_are_rebuilt(tree: Any) -> None:
     """rebuild undoes describe, whatever containers are nested in which."""

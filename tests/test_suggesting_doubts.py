@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import state
 from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat.suggesting import suggest
+from tests.support.profiles import examples
 from tests.support.suggest_cases import as_stored, proposed, random_case
 from tests.support.suggest_states import ADAM, array, dense, nnx_state, train
 from tests.support.suggest_states import Linen as LinenNet
@@ -104,7 +105,7 @@ def test_weights_in_another_layout_or_size(old: Any, new: Any) -> None:
     assert guessed({"params": {**BODY, **old}}, {"params": {**BODY, **new}})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(2, 7), min_size=2, max_size=4), st.randoms(use_true_random=False), st.booleans())
 def test_as_many_elements_are_a_doubt(shape: list[int], random: Any, renamed: bool) -> None:
     """A stored array that is permuted or reshaped in the target is never given up for certain."""

@@ -28,6 +28,7 @@ from orbax.checkpoint import tree as real_tree
 
 from flax_ckpt_compat import transforms as ours
 from tests.support.peers import version
+from tests.support.profiles import examples
 
 pytestmark = pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 
@@ -218,7 +219,7 @@ def compare(original: Any, transformations: Any, new: Any, default_to_original: 
     return expected
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(TREES, given_transforms(PATTERNS, SOURCES), TREES, st.booleans())
 def test_apply(original: Any, transformations: Any, new: Any, default_to_original: bool) -> None:
     """Renames, fallbacks, functions and overlaps of them give what Orbax's give, on any trees."""
@@ -226,7 +227,7 @@ def test_apply(original: Any, transformations: Any, new: Any, default_to_origina
     compare(original, transformations, new, default_to_original)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(TREES, st.data(), st.booleans())
 def test_apply_to_names_that_are_there(tree: Any, data: st.DataObject, default_to_original: bool) -> None:
     """The same with transforms for names that the trees have, several for each leaf, so that most succeed."""
@@ -245,12 +246,21 @@ def test_apply_to_names_that_are_there(tree: Any, data: st.DataObject, default_t
     compare(tree, transformations, new, default_to_original)
 
 
-@settings(max_examples=200, deadline=None)
+def is_expression(text: str) -> bool:
+    """Whether a text is a regular expression."""
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+@settings(max_examples=examples(200), deadline=None)
 @given(TREES, given_transforms(PATTERNS + BAD_PATTERNS, SOURCES + BAD_SOURCES), TREES, st.booleans())
 def test_apply_what_makes_no_sense(original: Any, transformations: Any, new: Any, default_to_original: bool) -> None:
     """Bad expressions and references to groups that are not there raise where Orbax raises."""
     assume(has_unique_names(transformations))
-    bad = any(pattern in BAD_PATTERNS for pattern in real_tree.to_flat_dict(transformations, sep="/"))
+    bad = not all(map(is_expression, real_tree.to_flat_dict(transformations, sep="/")))
     assume(not bad or jax.tree.leaves(new) or not new)
     compare(original, transformations, new, default_to_original)
 
@@ -270,7 +280,7 @@ def test_the_comparison_sees_both_outcomes() -> None:
     assert min(seen[True], seen[False]) >= 10, seen
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(TREES, max_size=4), st.one_of(st.none(), TREES))
 def test_merge(trees: list[Any], target: Any) -> None:
     """Merged trees are Orbax's, with and without a target, down to the order of their names."""
@@ -281,7 +291,7 @@ def test_merge(trees: list[Any], target: Any) -> None:
         assert list(got) == list(expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(TREES, max_size=3), TREES, st.booleans(), st.one_of(st.none(), TREES))
 def test_intersect(trees: list[Any], last: Any, alike: bool, target: Any) -> None:
     """Intersected trees are Orbax's, with and without a target, for trees that share much or little."""
@@ -290,7 +300,7 @@ def test_intersect(trees: list[Any], last: Any, alike: bool, target: Any) -> Non
     assert_same(outcome(ours.intersect_trees, *given, target=target), expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(TREES, TREES)
 def test_merge_into_a_target_that_fits(first: Any, second: Any) -> None:
     """A target of the same structure gets back its own containers, as with Orbax."""

@@ -19,6 +19,7 @@ from tests.benchmarks.workloads import Workload, gpt2_shapes, workloads
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_command_prints_every_system(tmp_path: Path) -> None:
     """The command measures, compares and prints every system, and leaves nothing behind."""
     command = [sys.executable, "-m", "tests.benchmarks", "--quick", "--no-memory", "--only", "gpt2-jax"]

@@ -4,6 +4,8 @@ import pytest
 
 from tests.flax_own import run
 
+pytestmark = pytest.mark.slow  # downloads
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> run.Outcome:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
+from tests.support.profiles import examples
 from tests.support.trees import fingerprint
 
 
@@ -125,7 +126,7 @@ def assert_as_flax(restored, document):
 
 
 @given(document=_damaged())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(1500), deadline=None)
 def test_damaged_files(load_bytes, document):
     """A damaged file gives what real Flax makes of it, or one of our errors."""
     try:
@@ -138,7 +139,7 @@ def test_damaged_files(load_bytes, document):
 
 
 @given(document=st.binary(max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_noise(load_bytes, document):
     """Noise gives what real Flax makes of it, or one of our errors."""
     try:

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
+from tests.support.profiles import examples
 from tests.support.trees import ML_DTYPES, arrays, fingerprint, leaves, numbers, state_dicts
 
 
 @given(tree=state_dicts())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_restores_what_flax_saved(load_bytes, tree):
     """Every tree in a file of real Flax comes back with its types, dtypes, shapes and bits."""
     assert fingerprint(load_bytes(flax.serialization.to_bytes(tree))) == fingerprint(tree)
@@ -45,7 +46,7 @@ def _raw_trees():
 
 
 @given(tree=_raw_trees())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_restores_as_flax_restores(load_bytes, tree):
     """Lists and int keys of raw msgpack files come back as they do from real Flax."""
     document = msgpack.packb(tree, default=flax.serialization._msgpack_ext_pack, strict_types=True)
@@ -60,7 +61,7 @@ def test_restores_as_flax_restores(load_bytes, tree):
 
 @pytest.mark.parametrize(("step", "tiny"), [(3000, 192), (8192, 0)])
 @given(tree=st.lists(leaves(), max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_window_seams(load_bytes, step, tiny, tree):
     """Values are read right wherever the windows over the file begin and end."""
     document = flax.serialization.to_bytes(tree)
@@ -72,7 +73,7 @@ def test_window_seams(load_bytes, step, tiny, tree):
 
 @pytest.mark.parametrize(("gap", "block", "piece"), [(0, 1, 1), (512, 100, 7), (10**6, 10**6, 10**6)])
 @given(tree=st.lists(arrays(), max_size=12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +92,7 @@ def test_large_arrays(save, load):
 
 
 @given(tree=st.lists(arrays(), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_own_memory(save, tree):
     """Arrays are writable, aligned, in C order, independent of each other, and outlive the reader and the file."""
     path = save({str(index): array for index, array in enumerate(tree)})

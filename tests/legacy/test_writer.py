@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, iter_leaves
+from tests.support.profiles import examples
 from tests.support.trees import fill, fingerprint, state_dicts
 
 
 @given(tree=state_dicts())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bytes_equal_flax(save, tree):
     """Every tree that Flax can write comes out with the same bytes."""
     path = save(tree)

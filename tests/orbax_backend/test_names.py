@@ -45,6 +45,9 @@ def test_names_that_only_look_alike_are_stored(tmp_path: Path, tree: Any) -> Non
 class Opaque:
     """A type that no checkpoint knows."""
 
+    def __repr__(self) -> str:
+        return "Opaque()"
+
 
 @pytest.mark.parametrize(
     "leaf",

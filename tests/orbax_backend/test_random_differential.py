@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat._core.errors import NameCollisionError
 from tests.support.orbax_trees import load, save
 from tests.support.peers import needs
+from tests.support.profiles import examples
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, arrays, fingerprint
 
 # The other dtypes, and texts under names with ``/`` or ``~``, are stored as what real Orbax can read.
@@ -35,7 +36,7 @@ TREES = st.dictionaries(
     min_size=1,
     max_size=4,
 )
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def _c_order(tree: Any) -> Any:

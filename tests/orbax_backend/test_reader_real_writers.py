@@ -1,9 +1,6 @@
 """What real Orbax writes, read by us."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,11 @@ from flax_ckpt_compat.orbax_backend.codecs import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData
+from tests.support.interpreters import run_python
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles, load, on_host
 from tests.support.peers import needs, ocp_v1, pytree_handler, skip_without_typed_keys
 from tests.support.trees import fingerprint
-
-ROOT = Path(__file__).parents[2]
-SHARDED = Path(__file__).with_name("sharded_save.py")
 
 
 def _pytree(**options: Any) -> Callable[[Path, Any], Path]:
@@ -121,26 +116,21 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Checkpoints of arrays that were sharded over eight devices, by writer."""
     skip_without_typed_keys()
     folder = tmp_path_factory.mktemp("sharded")
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+    program = "import sys; from tests.orbax_backend import sharded_save; sharded_save.main(*sys.argv[1:])"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 
     def write(writer: str) -> Path:
         target = folder / writer
         if writer == "plain":
             pytree_handler(use_compression=False)  # skips where there is no such option
         if not target.exists():
-            command = [sys.executable, str(SHARDED), writer, str(target)]
-            subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+            run_python(program, writer, target, **flags)
         return target
 
     return write
 
 
-@pytest.mark.parametrize("writer", ["ocdbt", "zarr3", "files", "plain", "ours"])
+@pytest.mark.parametrize("writer", ["ocdbt", "zarr3", "files", pytest.param("plain", marks=pytest.mark.slow), "ours"])
 def test_reads_shards_on_one_device(sharded: Callable[[str], Path], writer: str) -> None:
     """Many chunks and split replicas give whole arrays on a machine that lacks the saved devices; so do ours."""
     restored = load(sharded(writer))

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.errors import NameCollisionError, SettingError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData
 from tests.support.orbax_trees import branches, handles, load, on_host, save
 from tests.support.peers import version
+from tests.support.profiles import examples
 from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
 
 Empty = namedtuple("Empty", "")
@@ -105,7 +106,7 @@ def test_an_empty_tree_round_trips(tmp_path: Path, tree: Any) -> None:
     assert (tmp_path / "c" / "_METADATA").is_file()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(state_dicts())
 def test_random_trees_round_trip(tree: Any) -> None:
     """Any tree of any leaves under any names is refused for a name collision, or comes back to the last bit."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat._core.backend import LeafHandle, Part
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from tests.support.orbax_trees import handles, save
+from tests.support.profiles import examples
 
 CODECS: dict[str, Any] = {"raw": None, "zstd": {"id": "zstd", "level": 1}}
 
@@ -51,7 +52,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[tuple[slice
 
 
 @given(case=cases(), codec=st.sampled_from(sorted(CODECS)), dtype=st.sampled_from(["<f4", ">i2", "|u1", "<c16"]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_boxes_are_what_numpy_slices(
     tmp_path_factory: pytest.TempPathFactory, case: Any, codec: str, dtype: str
 ) -> None:
@@ -71,7 +72,9 @@ def test_boxes_are_what_numpy_slices(
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
-@pytest.mark.parametrize("chunks", [[3000, 700], [1000, 700], [3000, 100], [7, 333]])
+@pytest.mark.parametrize(
+    "chunks", [[3000, 700], pytest.param([1000, 700], marks=pytest.mark.slow), [3000, 100], [7, 333]]
+)
 def test_large_boxes(tmp_path: Path, codec: str, chunks: list[int]) -> None:
     """Rows, columns and blocks of an array of some megabytes, whatever way its reads are planned."""
     values = np.arange(3000 * 700, dtype=np.float64).reshape(3000, 700)

@@ -5,6 +5,8 @@ import pytest
 from tests.flax_own.run import DownloadError, Outcome
 from tests.orbax_own import run
 
+pytestmark = pytest.mark.slow  # downloads
+
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:

@@ -63,7 +63,7 @@ def one_of_each_kind() -> list[corpus.Case]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("case", one_of_each_kind(), ids=str)
+@pytest.mark.parametrize("case", corpus.parameters(one_of_each_kind()))
 def test_every_era(case: corpus.Case, unpacked: Path, bucket: Bucket) -> None:
     """What a release of Orbax wrote restores from a store to what was saved."""
     path, expected, meta = read_case(case, unpacked)

@@ -18,6 +18,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import paths, store_errors, store_specs, store_uploads, stores
+from tests.support.profiles import examples
 from tests.support.s3 import Bucket
 
 KEYS = ["a", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "a-", "b/%2F+&?", "c"]
@@ -54,7 +55,7 @@ def test_long_listings_are_whole(bucket: Bucket) -> None:
 
 
 @given(content=st.binary(max_size=200), bounds=st.tuples(st.integers(0, 220), st.integers(0, 220)))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tuple[int, int]) -> None:
     """Size and any range are those of the content, whether or not the store tells the size when it refuses."""
     bucket.put("object", content)

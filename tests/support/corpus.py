@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 ARCHIVES = Path(__file__).parents[1] / "data" / "corpus"
 # Orbax up to 0.5.7 stored these as None, which is what real Orbax gives back.
@@ -64,6 +65,15 @@ def cases() -> list[Case]:
         release = archive.name.removesuffix(".tar.gz")
         found += [Case(release, name.removeprefix(f"{release}/")) for name in sorted(names)]
     return found
+
+
+def parameters(chosen: Iterable[Case]) -> list[Any]:
+    """Cases as parameters of a test; slow are all but the oldest and the newest release of each."""
+    releases: dict[str, list[Case]] = {}
+    for case in sorted(cases(), key=lambda case: (case.flax, case.orbax)):
+        releases.setdefault(case.name, []).append(case)
+    ends = {case for one in releases.values() for case in (one[0], one[-1])}
+    return [pytest.param(case, id=str(case), marks=() if case in ends else pytest.mark.slow) for case in chosen]
 
 
 def unpack(release: str, into: Path) -> Path:

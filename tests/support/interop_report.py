@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
+from typing import Any
 
 from tests.support.interop import EVERYBODY
 
@@ -14,6 +15,18 @@ OUTCOMES: dict[tuple[str, str], dict[str, str]] = {}
 NOT_SAVED: dict[str, list[str]] = {}
 # name of a documented difference → why it is
 REASONS: dict[str, str] = {}
+
+
+def exported() -> list[Any]:
+    """Return all that is known, for another process to merge."""
+    return [[[*pair, found] for pair, found in OUTCOMES.items()], NOT_SAVED, REASONS]
+
+
+def merge(known: list[Any]) -> None:
+    """Add what another process found."""
+    OUTCOMES.update({(writer, reader): found for writer, reader, found in known[0]})
+    NOT_SAVED.update(known[1])
+    REASONS.update(known[2])
 
 
 def lines() -> Iterator[str]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import flax
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
+from tests.support.interpreters import run_python as run_python
+from tests.support.interpreters import start_python as start_python
+
 Save = Callable[..., str]
 
 
@@ -47,25 +48,3 @@ def dead_pid() -> int:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         process.wait()
         return process.pid
-
-
-def start_python(code: str, *arguments: Any, **environment: str) -> subprocess.Popen[str]:
-    """A program in a fresh interpreter that imports the library and these helpers from the checkout."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run_python(code: str, *arguments: Any, **environment: str) -> tuple[str, str]:
-    """What a program in a fresh interpreter wrote to stdout and stderr; it must end without an error."""
-    process = start_python(code, *arguments, **environment)
-    try:
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    return out, err

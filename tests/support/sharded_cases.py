@@ -1,4 +1,4 @@
-"""Everything that needs eight devices, in one process: ``FOLDER``; prints one line of JSON per case."""
+"""Everything that needs eight devices, in one process: ``FOLDER CASE…``; prints one line of JSON per case."""
 
 from __future__ import annotations
 
@@ -453,15 +453,15 @@ def state_sharding(on: Any, leaf: Any) -> Any:
     return NamedSharding(on, P(*[None] * (leaf.ndim - 1), axis) if fits else P())
 
 
-def main(folder: str) -> None:
-    """Runs all cases, each in a folder of its own."""
+def main(folder: str, *names: str) -> None:
+    """Runs these cases, each in a folder of its own."""
     warnings.filterwarnings("error", module="flax_ckpt_compat")
-    for name, function in CASES.items():
+    for name in names:
         flax.config.update("flax_use_orbax_checkpointing", True)
         place = Path(folder, name)
         place.mkdir()
         try:
-            function(place)
+            CASES[name](place)
             outcome = ""
         except pytest.skip.Exception as skipped:
             outcome = f"skipped: {skipped}"
@@ -471,4 +471,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

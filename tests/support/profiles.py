@@ -1,0 +1,15 @@
+"""How many examples hypothesis tries: at most 25 by default, as many as each test says where slow tests run too."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no reason for a test to fail.
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples each time, so that the default run does not depend on chance.
+settings.register_profile("quick", settings.get_profile("full"), max_examples=25, derandomize=True, database=None)
+
+
+def examples(count: int) -> int:
+    """Return how many examples a test tries that should try ``count`` in the full run."""
+    return min(count, settings.default.max_examples) if settings.default.max_examples < 100 else count
