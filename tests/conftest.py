@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = ""
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("quick" if config.option.markexpr == "not slow" else "full")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the modules and tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -44,8 +44,12 @@ def from_request(number: int, fault: s3.Fault) -> s3.Rule:
     return lambda method, path: fault if next(seen) >= number else ""
 
 
+# Which requests fail.
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("how", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["ocdbt", "zarr3", "loose"])
 def test_one_request_of_ten_fails_in_a_restore(how: dict[str, Any], seed: int, bucket: Bucket, tmp_path: Path) -> None:
     """What real Orbax wrote, in its three layouts, restores to the last bit."""
@@ -55,7 +59,7 @@ def test_one_request_of_ten_fails_in_a_restore(how: dict[str, Any], seed: int, b
         assert fingerprint(load(url)) == fingerprint(state(seed))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_one_request_of_ten_fails_in_a_run(seed: int, bucket: Bucket) -> None:
     """A run that saves in the background, evicts and restores ends as without faults."""
     root, manager = f"{bucket.url}/run", checkpoints.AsyncManager()

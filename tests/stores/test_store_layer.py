@@ -55,7 +55,7 @@ def test_long_listings_are_whole(bucket: Bucket) -> None:
 
 
 @given(content=st.binary(max_size=200), bounds=st.tuples(st.integers(0, 220), st.integers(0, 220)))
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40, quick=10), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tuple[int, int]) -> None:
     """Size and any range are those of the content, whether or not the store tells the size when it refuses."""
     bucket.put("object", content)

@@ -10,6 +10,11 @@ settings.register_profile("full", deadline=None, suppress_health_check=[HealthCh
 settings.register_profile("quick", settings.get_profile("full"), max_examples=25, derandomize=True, database=None)
 
 
-def examples(count: int) -> int:
-    """Return how many examples a test tries that should try ``count`` in the full run."""
-    return min(count, settings.default.max_examples) if settings.default.max_examples < 100 else count
+def examples(count: int, quick: int = 25) -> int:
+    """Return how many examples a test tries.
+
+    Args:
+        count: in the full run.
+        quick: in the default run, at most.
+    """
+    return min(count, quick) if settings.default.max_examples < 100 else count
