@@ -342,7 +342,7 @@ def test_an_interrupted_save_leaves_no_temporary(
     """Ctrl-C and the like go through as they are; the old checkpoint stays and nothing half written does."""
     ours.save_checkpoint(tmp_path, tree(1), 1)
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(files, "publish", interrupt)
