@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat import _losses
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 
@@ -15,6 +18,64 @@ _AT_ONCE = 64 * 2**20
 _NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
 
 Asked = LeafHandle | Part
+
+
+@dataclasses.dataclass(slots=True)
+class Cast:
+    """A cast of one array, or of its shards.
+
+    Attributes:
+        dtype: the new one.
+        is_checked: look whether values are lost.
+        is_lossy: whether some were.
+    """
+
+    dtype: np.dtype[Any]
+    is_checked: bool = False
+    is_lossy: bool = False
+
+    def __call__(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the array in the new dtype, or itself if that is its own."""
+        if array.dtype == self.dtype:
+            return array
+        self.is_lossy = self.is_lossy or (self.is_checked and _losses.is_lossy(array, self.dtype))
+        # In memory that jax on the CPU takes over without a copy.
+        result = memory.empty(array.shape, self.dtype)
+        source = _source(array, self.dtype)
+        with np.errstate(all="ignore"):
+            np.copyto(result, source, casting="unsafe")
+        return result
+
+
+@functools.cache
+def exists(stored: np.dtype[Any], wanted: Any) -> bool:
+    """Return whether arrays of one dtype can be cast to another.
+
+    Args:
+        stored: of numpy or ml_dtypes.
+        wanted: likewise, or the dtype of typed PRNG keys.
+    """
+    if not isinstance(wanted, np.dtype):
+        return False
+    both = stored.kind in _NUMBERS and wanted.kind in _NUMBERS
+    return both or stored.kind == wanted.kind
+
+
+def _source(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return what numpy can cast: the real parts where the result has no others, or an exact copy in between."""
+    if array.dtype.kind == "c" and dtype.kind != "c":
+        return array.real
+    # Some small dtypes have no cast to others; float32 holds all their values.
+    return array if _is_direct(array.dtype, dtype) else array.astype(np.float32)
+
+
+@functools.cache
+def _is_direct(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    try:
+        np.zeros((), stored).astype(wanted)
+    except TypeError:
+        return False
+    return True
 
 
 def cast_of(handle: LeafHandle, wanted: Any) -> np.dtype[Any] | None:
@@ -26,14 +87,14 @@ def cast_of(handle: LeafHandle, wanted: Any) -> np.dtype[Any] | None:
 
 
 def read(
-    read_all: Callable[[Sequence[Asked]], list[Any]], wanted: Sequence[Asked], casts: Mapping[int, np.dtype[Any]]
+    read_all: Callable[[Sequence[Asked]], list[Any]], wanted: Sequence[Asked], casts: Mapping[int, Cast]
 ) -> list[Any]:
     """The values, in their order.
 
     Args:
         read_all: of the checkpoint's reader.
         wanted: handles and parts, each once.
-        casts: id of each array that is cast → the dtype that it gets.
+        casts: id of each array that is cast → its cast.
     """
     if not casts:
         return list(read_all(wanted))
@@ -43,15 +104,8 @@ def read(
         read_now = read_all(batch)
         read_now.reverse()
         for one in batch:
-            values[id(one)] = _cast(read_now.pop(), casts[id(one)])
+            values[id(one)] = casts[id(one)](read_now.pop())
     return [values[id(one)] for one in wanted]
-
-
-def _cast(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    # In memory that jax on the CPU takes over without a copy.
-    result = memory.empty(array.shape, dtype)
-    np.copyto(result, array, casting="unsafe")
-    return result
 
 
 def _batches(wanted: Sequence[Asked]) -> Iterator[list[Asked]]:

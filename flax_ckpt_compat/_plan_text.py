@@ -134,9 +134,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.unused:
         yield f"Stored, but not used: {one_line(plan.unused)}"
     if any(leaf.is_reshaped for leaf in plan.leaves) and plan.raises is None:
-        yield "Where shapes differ, restore_checkpoint gives what is stored, with a warning; restore refuses."
+        yield "Where shapes differ, the result has the stored shape."
     if plan.raises is not None:
-        yield f"A restore raises {plan.raises}."
+        yield f"A restore raises {plan.raises}" + (f": {plan.why}" if plan.why else ".")
     if plan.missing and plan.suggestion is None:
         yield "Nothing that is stored resembles what is missing."
     if plan.suggestion is not None:

@@ -31,6 +31,7 @@ def restore(
     transforms_default_to_original: bool = True,
     missing_leaves: Literal["error", "warn", "keep"] | None = None,
     shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
     dtype: Literal["stored", "target"] | None = None,
     structure: Literal["flax", "stored"] | None = None,
     must_exist: bool | None = None,
@@ -44,6 +45,8 @@ def restore(
     Args:
         path: one checkpoint (file or directory), or a directory of checkpoints.
         target: pytree of the wanted structure, of arrays or ``jax.ShapeDtypeStruct``; None restores what is stored.
+            Arrays come back with the sharding of a ``jax.ShapeDtypeStruct`` that has one, or of a ``jax.Array`` on
+            several devices.
         step: which checkpoint of the directory: a number, a 0-d array, or text such as ``"best"``; None takes the
             latest complete one.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
@@ -51,11 +54,14 @@ def restore(
             pytree of `flax_ckpt_compat.transforms.Transform` by key path of the target, or regular expression.
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Says nothing about rules.
-        missing_leaves: for a target leaf that the checkpoint lacks, ``"error"`` raises, also with a pytree of
-            transforms, which else keep the target's value as in Orbax; ``"warn"`` and ``"keep"``
-            keep the target's value.
+        missing_leaves: for a target leaf that neither the checkpoint nor a transform gives, ``"error"`` raises;
+            ``"warn"`` and ``"keep"`` keep the target's value.
         shape_mismatch: where shapes differ, ``"error"`` raises; ``"warn"`` and ``"ignore"`` return the stored shape.
-        dtype: ``"stored"`` keeps the dtypes of the checkpoint; ``"target"`` casts to those of the target's leaves.
+        kind_mismatch: where the target has an array and the checkpoint text, None, a number or a subtree, where a
+            stored sequence is longer than the target's, and where the target is not a tree of leaves (a class, a
+            function, a module), ``"error"`` raises; ``"warn"`` and ``"ignore"`` return what is stored.
+        dtype: ``"stored"`` keeps the dtypes of the checkpoint; ``"target"`` casts arrays and scalars to those of the
+            target's leaves, with a warning where values do not survive.
         structure: without a target, ``"stored"`` gives lists, tuples and int keys where the format recorded them;
             ``"flax"`` gives Flax's nested dicts with text keys.
         must_exist: True raises where there is nothing to restore; False returns the target.
@@ -64,13 +70,16 @@ def restore(
             alive kills the process that touches them. False reads them into memory.
 
     Returns:
-        A tree like ``target`` with the stored leaves. Arrays are writable numpy arrays; those of Orbax directories
-        become ``jax.Array`` where the target's leaf has a sharding. A directory of several Orbax items gives a dict.
+        A tree like ``target`` with the stored leaves. Arrays are writable numpy arrays, or ``jax.Array`` where the
+        target asks for a sharding (in Orbax directories also where its leaf is on one device). A directory of
+        several Orbax items gives a dict.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         MissingLeavesError: the target has leaves that the checkpoint lacks.
-        ShapeMismatchError: a stored shape is not the target's.
+        ShapeMismatchError: a stored shape is not the target's, or does not fit its sharding.
+        KindMismatchError: a stored leaf is of another kind than the target's, or the target is not a tree.
+        DtypeMismatchError: a cast that does not exist.
         TransformError: a transform or rule that makes no sense, or does not fit.
         SettingError: a policy has no such value.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be restored.
@@ -79,6 +88,7 @@ def restore(
     policies = {
         "missing_leaves": missing_leaves,
         "shape_mismatch": shape_mismatch,
+        "kind_mismatch": kind_mismatch,
         "dtype": dtype,
         "structure": structure,
         "must_exist": must_exist,
@@ -94,7 +104,7 @@ def restore(
             None,
             transforms,
             transforms_default_to_original,
-            strict=missing_leaves == "error",
+            strict=True,
         )
 
 

@@ -11,6 +11,8 @@ setting                   values (default first)     meaning
 ``missing_leaves``        error, warn, keep          a target leaf that the checkpoint lacks: raise, or keep the
                                                      target's value with or without a warning
 ``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
+``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
+                                                     subtree, a longer stored sequence; the stored one is returned
 ``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them
@@ -46,6 +48,7 @@ _VARIABLE = "FLAX_CKPT_COMPAT_"
 _VALUES: dict[str, tuple[Any, ...]] = {
     "missing_leaves": ("error", "warn", "keep"),
     "shape_mismatch": ("warn", "error", "ignore"),
+    "kind_mismatch": ("warn", "error", "ignore"),
     "dtype": ("stored", "target"),
     "structure": ("flax", "stored"),
     "must_exist": (False, True),
@@ -63,6 +66,7 @@ class Settings:
 
     missing_leaves: str = "error"
     shape_mismatch: str = "warn"
+    kind_mismatch: str = "warn"
     dtype: str = "stored"
     structure: str = "flax"
     must_exist: bool = False
@@ -72,7 +76,7 @@ class Settings:
 
 
 _DEFAULTS = Settings()
-STRICT = Settings(shape_mismatch="error", structure="stored", must_exist=True)
+STRICT = Settings(shape_mismatch="error", kind_mismatch="error", structure="stored", must_exist=True)
 
 
 def _checked(changes: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat import _casting, placing, state
+from flax_ckpt_compat import _casting, _losses, kinds, placing, shardings, state
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.folding import Row, one_line
+from flax_ckpt_compat._core.known import Known
 from flax_ckpt_compat._core.tree import Path, is_jax_array, show_path
 from flax_ckpt_compat.leaves import Computed, Stored
 from flax_ckpt_compat.matching import ShapeDifference
+from flax_ckpt_compat.problems import Problems, no_cast
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -28,6 +30,7 @@ class Run:
     """Reads once what all leaves need, then gives their values in the order in which they were planned.
 
     Attributes:
+        problems: what makes it impossible.
         shapes: where a function gave another shape than the target's.
         values: what was read and is not yet asked for, the next one last.
     """
@@ -38,8 +41,10 @@ class Run:
         self._mapped: set[int] | None = set() if mapped else None
         self._on_device = reader.format is Format.ORBAX
         # Arrays to cast, by id.
-        self._casts: dict[int, np.dtype[Any]] = {}
+        self._casts: dict[int, tuple[LeafHandle, _casting.Cast]] = {}
         self._targets = placing.Targets()
+        self._fits = Known(lambda pair: shardings.fits(*pair))
+        self.problems = Problems()
         self.shapes: list[ShapeDifference] = []
         self._asked: list[LeafHandle | Part] = []
         self.values: list[Any] = []
@@ -49,9 +54,17 @@ class Run:
         self._ready: dict[int, Any] = {}
         self._given: dict[int, Any] = {}
         self._narrowed: list[str] = []
+        # Leaves whose values a cast lost, and those too wide for a sharding of jax; in order, each once.
+        self._lost: dict[str, None] = {}
+        self._unplaced: dict[str, None] = {}
 
-    def plan(self, leaf: LeafHandle | Computed, source: Stored) -> How:
+    def plan(self, leaf: LeafHandle | Computed, source: Stored, path: Path = ()) -> How:
         """Notes what has to be read for a leaf of a source.
+
+        Args:
+            leaf: the leaf.
+            source: what it is a leaf of.
+            path: where a computed leaf goes in the target, for messages.
 
         Returns:
             What `value` takes; a sharding, or None, for what only has to be placed, or is in its final form.
@@ -59,7 +72,8 @@ class Run:
         if isinstance(leaf, LeafHandle):
             # Most leaves are arrays that are not cast, so this is quick.
             if leaf.kind is LeafKind.ARRAY and not (self._cast or source.cast or leaf.may_be):
-                how: How = self._targets.simple(source.target, leaf.dtype, self._on_device or leaf.distributed)
+                on_device = self._on_device or leaf.distributed
+                how: How = self._targets.simple(source.target, leaf.dtype, len(leaf.shape), on_device)
                 if how is not placing.NOT_SIMPLE:
                     self._asked.append(leaf)
                     if self._mapped is not None:
@@ -70,7 +84,26 @@ class Run:
             return wish
         self._plan_inputs(leaf)
         on_device = self._on_device or any(handle.distributed for handle in leaf.handles)
-        return placing.Form(source.target, self._cast or source.cast, on_device)
+        form = placing.Form(source.target, self._cast or source.cast, on_device)
+        if leaf.shape is not None:
+            self._check(_told(path, leaf), leaf.shape, leaf.dtype, form, on_device)
+        return form
+
+    def _check(self, name: str, shape: tuple[int, ...], dtype: Any, form: placing.Form, on_device: bool) -> None:
+        """Notes casts and shardings that are impossible, before anything is read."""
+        wanted = dtype if dtype is None else form.dtype(dtype)
+        if wanted != dtype and not _casting.exists(dtype, wanted):
+            self.problems.casts.append((name, dtype, wanted))
+        if form.sharding is None:
+            return
+        if not self._fits[form.sharding, shape]:
+            if on_device or isinstance(form.target, jax.ShapeDtypeStruct):
+                self.problems.misfits.append((name, shape, form.sharding))
+            # An array of Flax's own format for a target of another shape: as in Flax it stays on the host, as the
+            # warning of its shape says.
+            form.sharding = None
+        elif wanted is not None and len(form.sharding.device_set) > 1 and not placing.is_held(wanted):
+            self._unplaced[f"{name} ({wanted})"] = None
 
     def _may_be_mapped(self, leaf: LeafHandle, stays: bool) -> None:
         if stays and self._mapped is not None:
@@ -78,14 +111,30 @@ class Run:
 
     def _wish(self, handle: LeafHandle, source: Stored) -> placing.Wish:
         on_device = self._on_device or handle.distributed
-        wish = placing.Wish(handle, placing.Form(source.target, self._cast or source.cast, on_device))
+        form = placing.Form(source.target, self._cast or source.cast, on_device)
+        self._check_stored(handle, form, on_device)
+        wish = placing.Wish(handle, form)
         self._asked.extend(wish.asked)
-        cast = _casting.cast_of(handle, wish.dtype)
-        if cast is not None:
-            self._casts.update((id(one), cast) for one in wish.asked)
+        dtype = _casting.cast_of(handle, wish.dtype)
+        if dtype is not None:
+            cast = _casting.Cast(dtype, form.is_checked)
+            self._casts.update((id(one), (handle, cast)) for one in wish.asked)
         if not self._cast and not source.cast and wish.narrowed is not None:
             self._narrowed.append(wish.narrowed)
         return wish
+
+    def _check_stored(self, handle: LeafHandle, form: placing.Form, on_device: bool) -> None:
+        name, is_key = show_path(handle.path), handle.kind is LeafKind.PRNG_KEY
+        if handle.may_be and kinds.is_doubtful(handle, form.target):
+            self.problems.doubtful.append(handle)
+        elif is_key and state.is_prng_key(form.target):
+            # Of a key there is no copy in host memory, so its place counts whatever the format.
+            form.sharding = shardings.of(form.target)
+            self._check(name, handle.shape[:-1], None, form, on_device)
+        elif is_key or not (handle.kind is LeafKind.ARRAY or kinds.is_converted(handle, form.target, form.is_checked)):
+            form.sharding = None
+        elif kinds.wants_array(form.target):
+            self._check(name, handle.shape, kinds.stored_dtype(handle), form, on_device)
 
     def _plan_inputs(self, computed: Computed) -> None:
         for one in computed.inputs:
@@ -103,14 +152,15 @@ class Run:
         """Reads all that was planned."""
         asked = self._asked
         if asked and len(set(map(id, asked))) == len(asked):
-            self.values = self._read(asked, self._casts)
+            self.values = self._read(asked, {one: cast for one, (_, cast) in self._casts.items()})
+            self._lost.update((show_path(handle.path), None) for handle, cast in self._casts.values() if cast.is_lossy)
         elif asked:
             once = {id(one): one for one in asked}
             # What several ask for is cast by each of them.
             self.values = self._for_each(dict(zip(once, self._read(list(once.values()), {}), strict=True)))
         self.values.reverse()
 
-    def _read(self, asked: list[LeafHandle | Part], casts: dict[int, np.dtype[Any]]) -> list[Any]:
+    def _read(self, asked: list[LeafHandle | Part], casts: dict[int, _casting.Cast]) -> list[Any]:
         if not self._mapped:
             return _casting.read(self._reader.read, asked, casts)
         mapped = [one for one in asked if id(one) in self._mapped]
@@ -130,8 +180,21 @@ class Run:
             given.add(id(one))
         return found
 
-    def tell_narrowed(self) -> None:
-        """Says which casts may have lost values."""
+    def tell(self) -> None:
+        """Says which casts lost values, or may have, and what did not become an array of jax."""
+        if self._lost:
+            _log.warning(
+                "%s: cast to the target's dtype, which does not hold all values: %s",
+                self._reader.path,
+                one_line(self._lost),
+            )
+        if self._unplaced:
+            _log.warning(
+                "%s: 64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, not sharded as "
+                "the target says; set jax_enable_x64, or cast: %s",
+                self._reader.path,
+                one_line(self._unplaced),
+            )
         if self._narrowed:
             _log.warning(
                 "%s: cast to what the abstract target says, which cannot hold every value that was saved: %s",
@@ -148,7 +211,7 @@ class Run:
             how: what `plan` gave.
         """
         if isinstance(how, placing.Wish):
-            return how.grant([self.values.pop() for _ in how.asked])
+            return self._grant(how)
         assert isinstance(leaf, Computed)  # it has no wish
         value = self._compute(leaf)
         if isinstance(value, np.generic) and hasattr(how.target, "shape"):
@@ -156,13 +219,26 @@ class Run:
         if not isinstance(value, np.ndarray) and (not is_jax_array(value) or state.is_prng_key(value)):
             return value
         self._compare(path, leaf, value, how.target)
-        try:
-            return _placed(value, how)
-        except ValueError as error:
-            names = one_line(show_path(handle.path) for handle in leaf.handles)
-            raise placing.misfit(
-                f"{show_path(path)} ({leaf.how} of {names})", tuple(value.shape), how, self._reader.path
-            ) from error
+        if leaf.shape is None:
+            self._check_value(_told(path, leaf), value, how)
+        result = _placed(value, how)
+        if how.is_lossy:
+            self._lost[_told(path, leaf)] = None
+        return result
+
+    def _check_value(self, name: str, value: Any, form: placing.Form) -> None:
+        """Raises for a result, of which only the function knew shape and dtype, that cannot be cast or placed."""
+        dtype = form.dtype(value.dtype)
+        if dtype != value.dtype and not _casting.exists(value.dtype, dtype):
+            raise no_cast(name, value.dtype, dtype, self._reader.path)
+        if form.sharding is not None and not self._fits[form.sharding, tuple(value.shape)]:
+            raise shardings.misfit(name, tuple(value.shape), form.sharding, self._reader.path)
+
+    def _grant(self, wish: placing.Wish) -> Any:
+        value = wish.grant([self.values.pop() for _ in wish.asked])
+        if wish.is_lossy:
+            self._lost[show_path(wish.handle.path)] = None
+        return value
 
     def _compare(self, path: Path, leaf: Computed, value: Any, target: Any) -> None:
         """Notes a shape that only the function knew, and a cast that nobody but an abstract target asks for."""
@@ -170,7 +246,7 @@ class Run:
         if leaf.shape is None and wanted is not None and tuple(value.shape) != tuple(wanted):
             self.shapes.append((path, tuple(value.shape), tuple(wanted)))
         is_told = isinstance(target, jax.ShapeDtypeStruct) and not state.is_prng_key(target) and not self._cast
-        if is_told and not np.can_cast(value.dtype, target.dtype, "safe"):
+        if is_told and not _losses.is_safe(value.dtype, target.dtype):
             self._narrowed.append(f"{show_path(path)}: {value.dtype} to {target.dtype}")
 
     def _compute(self, computed: Computed) -> Any:
@@ -199,8 +275,7 @@ class Run:
         if isinstance(one, Computed):
             return self._compute(one)
         if isinstance(one, Stored):
-            wish = self._wishes.pop(id(one))
-            return wish.grant([self.values.pop() for _ in wish.asked])
+            return self._grant(self._wishes.pop(id(one)))
         return self.values.pop()
 
 
@@ -213,6 +288,16 @@ def _placed(value: Any, form: placing.Form) -> Any:
     if isinstance(value, np.ndarray):
         return form.place(value)
     dtype, sharding = form.dtype(value.dtype), form.sharding
-    value = value if value.dtype == dtype else value.astype(dtype)
-    is_there = sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim)
-    return value if is_there else jax.device_put(value, sharding)
+    if value.dtype != dtype:
+        form.is_lossy = form.is_checked and value.is_fully_addressable and _losses.is_lossy(np.asarray(value), dtype)
+        value = value.astype(dtype)
+    if sharding is None or value.sharding.is_equivalent_to(sharding, value.ndim):
+        return value
+    with placing.all_transfers_allowed():
+        return jax.device_put(value, sharding)
+
+
+def _told(path: Path, leaf: Computed) -> str:
+    """How a computed leaf is called in messages."""
+    names = one_line(show_path(handle.path) for handle in leaf.handles)
+    return f"{show_path(path)} ({leaf.how} of {names})"

@@ -13,33 +13,46 @@ from flax_ckpt_compat._core.tree import Branch, Path, iter_branches, map_leaves
 from flax_ckpt_compat.evaluating import How, Run
 from flax_ckpt_compat.leaves import Computed, Kept, Stored
 from flax_ckpt_compat.matching import ShapeDifference
+from flax_ckpt_compat.problems import Problems
 
 
-def execute(
-    sources: Any, reader: Any, *, cast: bool, lists: bool, mapped: bool = False
-) -> tuple[Any, list[ShapeDifference]]:
-    """The values of a tree of sources.
+class Execution:
+    """A tree of sources, laid out and not yet read.
 
-    Args:
-        sources: nested dicts, or branches, of `Stored` and `Kept`.
-        reader: of the checkpoint that the leaf handles are of.
-        cast: cast arrays to their target's dtype.
-        lists: stored lists that the target asks for as they are stay lists.
-        mapped: arrays that neither go to a device nor into a computation may lie over the mapped file.
-
-    Returns:
-        Dicts, or branches, like those of the sources; and the shapes that differ from the target's and that only
-        the functions that computed them knew.
+    Attributes:
+        problems: what makes it impossible; to be looked at before `finish`.
     """
-    run = Run(reader, cast, mapped)
-    layout = _Layout(run)
-    root: dict[str, Any] = {}
-    with memory.collection_paused():
-        layout.put(sources, root, "", ())
-    run.read()
-    layout.fill(lists)
-    run.tell_narrowed()
-    return root[""], run.shapes
+
+    def __init__(self, sources: Any, reader: Any, *, cast: bool, mapped: bool = False):
+        """Lays out the result.
+
+        Args:
+            sources: nested dicts, or branches, of `Stored` and `Kept`.
+            reader: of the checkpoint that the leaf handles are of.
+            cast: cast arrays and scalars to their target's dtype.
+            mapped: arrays that neither go to a device nor into a computation may lie over the mapped file.
+        """
+        self._run = Run(reader, cast, mapped)
+        self._layout = _Layout(self._run)
+        self._root: dict[str, Any] = {}
+        with memory.collection_paused():
+            self._layout.put(sources, self._root, "", ())
+        self.problems: Problems = self._run.problems
+
+    def finish(self, *, lists: bool) -> tuple[Any, list[ShapeDifference]]:
+        """Reads and computes all values; called once.
+
+        Args:
+            lists: stored lists that the target asks for as they are stay lists.
+
+        Returns:
+            Dicts, or branches, like those of the sources; and the shapes that differ from the target's and that only
+            the functions that computed them knew.
+        """
+        self._run.read()
+        self._layout.fill(lists)
+        self._run.tell()
+        return self._root[""], self._run.shapes
 
 
 class _Layout:
@@ -89,7 +102,7 @@ class _Layout:
 
     def _note(self, source: Stored, into: dict[str, Any], name: str, path: Path, leaf: Any) -> None:
         if isinstance(leaf, LeafHandle | Computed):
-            self._open.append((into, name, path, leaf, self._run.plan(leaf, source)))
+            self._open.append((into, name, path, leaf, self._run.plan(leaf, source, path)))
 
     def fill(self, lists: bool) -> None:
         """Puts in all values, once they have been read."""

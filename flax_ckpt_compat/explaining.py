@@ -92,7 +92,7 @@ def other_shapes(
         refused: whether this is an error; else the stored arrays are returned.
         suggestion: rules that map the checkpoint to the target; empty if none are clear.
     """
-    keys = {path for path, _, _ in shapes if state.is_prng_key(_at(target, path))}
+    keys = {path for path, was, want in shapes if _is_raw(was, want) and state.is_prng_key(_at(target, path))}
     rows, more = shown(
         [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes], MAX_SHOWN
     )
@@ -118,6 +118,11 @@ _KEYS = (
 
 def _difference(was: tuple[int, ...], want: tuple[int, ...], is_key: bool) -> str:
     return f"stored {was}, target {want}" if not is_key else f"stored raw data {was}, target typed keys of shape {want}"
+
+
+def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    """Return whether a stored shape can be that of the data of keys: one axis more, of two or four numbers."""
+    return len(was) == len(want) + 1 and was[-1] in (2, 4)
 
 
 def _at(node: Node, path: Path) -> Any:

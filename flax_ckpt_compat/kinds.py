@@ -17,6 +17,8 @@ from flax_ckpt_compat._core.tree import KeyData, show_path
 _log = logging.getLogger("flax_ckpt_compat")
 _PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
 
+_DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
+
 
 def settle(value: Any, handle: LeafHandle, target: Any) -> tuple[Any, LeafHandle]:
     """A stored scalar as the kind that the target's leaf is, if it may have been saved as one.
@@ -33,8 +35,8 @@ def settle(value: Any, handle: LeafHandle, target: Any) -> tuple[Any, LeafHandle
         CorruptCheckpointError: it may be the data of a typed PRNG key, and the target's leaf is no plain array.
     """
     kind = _kind_of(target) if handle.may_be else None
-    if LeafKind.PRNG_KEY in handle.may_be and (kind is not LeafKind.ARRAY or state.is_prng_key(target)):
-        raise _doubtful_key(handle)
+    if is_doubtful(handle, target):
+        raise doubtful_key(handle)
     if kind not in handle.may_be:
         return value, handle
     array = np.asarray(value)
@@ -61,6 +63,42 @@ def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.nda
     return np.array(key.data)
 
 
+def is_doubtful(handle: LeafHandle, target: Any) -> bool:
+    """Return whether it may be the data of a typed key, and the target's leaf does not say which of the two."""
+    may_be_key = LeafKind.PRNG_KEY in handle.may_be
+    return may_be_key and (_kind_of(target) is not LeafKind.ARRAY or state.is_prng_key(target))
+
+
+def is_converted(handle: LeafHandle, target: Any, cast: bool) -> bool:
+    """Return whether a stored number gets another type: abstract targets want arrays; casts, the target's type.
+
+    Args:
+        handle: of the stored leaf, with the kind that was settled on.
+        target: the target's leaf.
+        cast: the setting ``dtype="target"``.
+    """
+    if handle.kind not in _PYTHON.values() and handle.kind is not LeafKind.NUMPY_SCALAR:
+        return False
+    if wants_array(target):
+        return cast or isinstance(target, jax.ShapeDtypeStruct)
+    return cast and (type(target) in _PYTHON or isinstance(target, np.generic))
+
+
+def wants_array(target: Any) -> bool:
+    """Return whether a target's leaf is an array, abstract or not, and no typed key."""
+    return isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct) and not state.is_prng_key(target)
+
+
+def number_dtype(number: Any) -> np.dtype[Any]:
+    """Return the dtype of a numpy scalar, or the one that holds a Python number's type."""
+    return number.dtype if isinstance(number, np.generic) else np.dtype(type(number))
+
+
+def stored_dtype(handle: LeafHandle) -> np.dtype[Any] | None:
+    """Return the dtype of a stored array or number, or None for text and bytes."""
+    return handle.dtype if handle.dtype is not None else _DTYPES.get(handle.kind)
+
+
 def _kind_of(target: Any) -> LeafKind | None:
     if isinstance(target, np.generic):
         return LeafKind.NUMPY_SCALAR
@@ -69,7 +107,8 @@ def _kind_of(target: Any) -> LeafKind | None:
     return _PYTHON.get(type(target))
 
 
-def _doubtful_key(handle: LeafHandle) -> CorruptCheckpointError:
+def doubtful_key(handle: LeafHandle) -> CorruptCheckpointError:
+    """Return the error for a leaf that may be a typed key or its data."""
     leaf = show_path(handle.path)
     return CorruptCheckpointError(
         f"{handle.reader.path}: the leaf {leaf!r} may be a typed PRNG key or its raw data, which the lost files "

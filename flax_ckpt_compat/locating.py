@@ -14,7 +14,9 @@ from flax_ckpt_compat._core import files, paths, steps
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    DtypeMismatchError,
     IncompleteCheckpointError,
+    KindMismatchError,
     MissingLeavesError,
     ShapeMismatchError,
     StorageError,
@@ -28,7 +30,7 @@ _Result = TypeVar("_Result")
 # retention has to say so in the end.
 _ROUNDS = 10
 # What is judged after a whole checkpoint was opened, whatever has become of it since.
-_JUDGEMENTS = (MissingLeavesError, ShapeMismatchError, TransformError)
+_JUDGEMENTS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 

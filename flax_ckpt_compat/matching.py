@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
+from flax_ckpt_compat import differing, state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat.leaves import Computed, Kept, Own, Stored, handles_of
@@ -14,6 +18,8 @@ from flax_ckpt_compat.old_namedtuples import fields_of
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
+# The dtype of the data of typed PRNG keys; as almost everywhere, an object of its own.
+_KEY_DATA = np.dtype(np.uint32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,6 +32,7 @@ class Match:
         empty: those of them that are containers without children, such as optax.EmptyState.
         unused: key paths of stored leaves that the target does not ask for.
         shapes: (key path, stored shape, target shape) where they differ.
+        kinds: nodes that the checkpoint has as something else than the target.
     """
 
     sources: Any = None
@@ -33,6 +40,7 @@ class Match:
     empty: set[Path] = dataclasses.field(default_factory=set)
     unused: list[Path] = dataclasses.field(default_factory=list)
     shapes: list[ShapeDifference] = dataclasses.field(default_factory=list)
+    kinds: list[differing.KindDifference] = dataclasses.field(default_factory=list)
 
 
 # What a target leaf gets; None leaves it to the checkpoint's leaf of the same path.
@@ -46,6 +54,7 @@ def match(
     lenient: bool,
     takes_anything: Callable[[Path], bool],
     choose: Choose | None = None,
+    cast: bool = False,
 ) -> Match:
     """Pairs the leaves of a target with those of a checkpoint.
 
@@ -55,10 +64,12 @@ def match(
         lenient: Orbax's transform semantics: None in the target stays None, a stored None counts as missing.
         takes_anything: true for key paths of target nodes whose type restores foreign structures by its own rules.
         choose: asked for every leaf of the target but None.
+        cast: the setting ``dtype="target"``, which makes arrays of numbers where the target has them.
     """
     outcome = Match()
-    matcher = _Matcher(outcome, lenient, takes_anything, choose)
+    matcher = _Matcher(outcome, lenient, takes_anything, choose, cast)
     outcome.sources = matcher.node(stored, target, ())
+    outcome.kinds += matcher.longer_sequences()
     if matcher.chosen:
         there = dict(iter_leaves(stored))
         outcome.unused = [path for path in outcome.unused if id(there.get(path)) not in matcher.chosen]
@@ -75,7 +86,9 @@ class _Matcher:
     lenient: bool
     takes_anything: Callable[[Path], bool]
     choose: Choose | None
+    cast: bool
     chosen: set[int] = dataclasses.field(default_factory=set)
+    longer: list[tuple[Path, Mapping[str, Node], Branch]] = dataclasses.field(default_factory=list)
 
     def node(self, stored: Node, target: Node, path: Path) -> Any:
         if stored is Own.TARGET:
@@ -94,6 +107,8 @@ class _Matcher:
         for name, child in there.items():
             if name not in target.children:
                 self.leave(child, (*path, name))
+        if len(there) > len(target.children) and target.container.is_sequence:
+            self.longer.append((path, there, target))
         # A loop that calls node itself, because Flax's own functions nest no fewer than three calls for a level, and
         # what Flax restores within the recursion limit is restored here.
         children = {}
@@ -104,6 +119,7 @@ class _Matcher:
                 type(found) is LeafHandle
                 and found.kind is LeafKind.ARRAY
                 and getattr(child, "shape", None) == found.shape
+                and found.dtype is not _KEY_DATA
                 and self.choose is None
             ):
                 children[name] = Stored(found, child)
@@ -120,20 +136,50 @@ class _Matcher:
             self.leave(stored, path)
             if isinstance(source, Stored):
                 self.chosen.update(map(id, handles_of(source)))
-                self.compare(source.node, target, path)
+                source.target = self.compare(source.node, source.target, path)
             return source
         if stored is _Nothing.ABSENT or (self.lenient and (stored is None or isinstance(stored, Branch))):
             self.leave(stored, path)
             return self.absent(target, path)
-        self.compare(stored, target, path)
-        return Stored(stored, target)
+        return Stored(stored, self.compare(stored, target, path))
 
-    def compare(self, stored: Node, target: Any, path: Path) -> None:
-        """Notes a shape that is not the target's."""
+    def compare(self, stored: Node, target: Any, path: Path) -> Any:
+        """Notes a shape, or else a kind, that is not the target's; returns the target if it can say what it wants."""
         shape = getattr(target, "shape", None)
-        if shape is not None and isinstance(stored, LeafHandle | Computed) and _differ(stored, tuple(shape)):
-            assert stored.shape is not None  # it differs
-            self.outcome.shapes.append((path, stored.shape, tuple(shape)))
+        is_leaf = isinstance(stored, LeafHandle | Computed)
+        if is_leaf and isinstance(shape, tuple) and self.differ(stored, target, shape):
+            self.outcome.shapes.append((path, self.shape_of(stored, target), shape))
+            return target
+        difference = differing.find(path, stored, target, self.cast)
+        if difference is None:
+            return target
+        self.outcome.kinds.append(difference)
+        return target if is_leaf and difference.is_leaf else None
+
+    def differ(self, stored: LeafHandle | Computed, target: Any, shape: tuple[int, ...]) -> bool:
+        if isinstance(stored, Computed):
+            return stored.shape is not None and stored.shape != shape
+        if stored.kind is LeafKind.PRNG_KEY:
+            return bool(self.shape_of(stored, target) != shape)
+        if stored.kind in differing.PYTHON_NUMBERS:
+            is_array = isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+            return is_array and differing.becomes_array(target, self.cast) and shape != ()
+        return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
+
+    def shape_of(self, stored: LeafHandle | Computed, target: Any) -> Any:
+        """The stored shape, of keys that of their data unless the target has typed keys too."""
+        is_key = isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY and state.is_prng_key(target)
+        return stored.shape[:-1] if is_key and stored.shape is not None else stored.shape
+
+    def longer_sequences(self) -> list[differing.KindDifference]:
+        """The sequences that the target has shorter, unless transforms take the entries for other leaves."""
+        found = []
+        for path, there, target in self.longer:
+            left = [child for name, child in there.items() if name not in target.children and name.isdecimal()]
+            leaves = [leaf for child in left for _, leaf in iter_leaves(child)]
+            if left and not (leaves and all(id(leaf) in self.chosen for leaf in leaves)):
+                found.append(differing.longer_sequence(path, len(there), len(target.children)))
+        return found
 
     def leave(self, stored: Node, path: Path) -> None:
         """Notes what is stored here as unused."""
@@ -155,15 +201,6 @@ def _kept(target: Node, why: str) -> Any:
     if not isinstance(target, Branch):
         return Kept(target, why)
     return {name: _kept(child, why) for name, child in target.children.items()}
-
-
-def _differ(stored: LeafHandle | Computed, shape: tuple[int, ...]) -> bool:
-    if isinstance(stored, Computed):
-        return stored.shape is not None and stored.shape != shape
-    if stored.kind is LeafKind.PRNG_KEY:
-        # The stored shape is that of the key data; a typed target shows the shape of the keys.
-        return stored.shape[: len(shape)] != shape
-    return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
 
 
 def _same_names(stored: Node, target: Node) -> bool:

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat import kinds, state
+from flax_ckpt_compat import _casting, _losses, kinds, shardings, state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.errors import ShapeMismatchError
-from flax_ckpt_compat._core.known import Known, Sight
+from flax_ckpt_compat._core.known import Known
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, box_of, show_path
 
 # What only has to be put somewhere, or nowhere, is simple; this is all else.
@@ -25,15 +24,16 @@ class Targets:
         # True for jax's arrays, False for what says nothing about places, None for what may say more.
         self._types = Known(_is_array_type)
         self._places = Known(_place)
-        self._held = Known(_is_held)
-        self._sight = Sight()
+        self._held = Known(is_held)
+        self._device_count = 0
 
-    def simple(self, target: Any, dtype: Any, on_device: bool) -> Any:
+    def simple(self, target: Any, dtype: Any, rank: int, on_device: bool) -> Any:
         """How an array that is not cast gets its final form.
 
         Args:
             target: the target's leaf, or None.
             dtype: of the stored array.
+            rank: of the stored array.
             on_device: see `Form`.
 
         Returns:
@@ -43,21 +43,29 @@ class Targets:
         is_array = self._types[type(target)]
         if not is_array:
             return None if is_array is False else NOT_SIMPLE
-        if not on_device and self._sight.is_whole(target):
+        if not on_device and self._is_one_device():
             return None
         # Most are equal to the one before, and few are the same.
-        sharding, is_single = self._places.of(target.sharding)
-        simple = is_single and self._held[dtype] and isinstance(target.dtype, np.dtype)
+        sharding, is_single, least = self._places.of(target.sharding)
+        if is_single and not on_device:
+            return None
+        simple = is_single and rank >= least and self._held[dtype] and isinstance(target.dtype, np.dtype)
         return sharding if simple else NOT_SIMPLE
+
+    def _is_one_device(self) -> bool:
+        # Not asked before there is an array: the answer starts jax's backends.
+        self._device_count = self._device_count or jax.device_count()
+        return self._device_count == 1
 
 
 def _is_array_type(kind: type) -> bool | None:
     return None if issubclass(kind, jax.ShapeDtypeStruct | jax.core.Tracer) else issubclass(kind, jax.Array)
 
 
-def _place(sharding: Any) -> tuple[Any, bool]:
-    """A sharding, and whether an array of it is on one device of this process."""
-    return sharding, sharding.is_fully_addressable and len(sharding.device_set) == 1
+def _place(sharding: Any) -> tuple[Any, bool, int]:
+    """A sharding, whether an array of it is on one device of this process, and how many axes it has at least."""
+    is_single = sharding.is_fully_addressable and len(sharding.device_set) == 1
+    return sharding, is_single, len(getattr(sharding, "spec", ()))
 
 
 class Form:
@@ -66,9 +74,11 @@ class Form:
     Attributes:
         target: the target's leaf, or None.
         sharding: where the value goes; None leaves it in host memory, as a numpy array.
+        is_checked: values that a cast loses are noted, because the caller asked for casts and for no dtype.
+        is_lossy: a cast lost values.
     """
 
-    __slots__ = ("_cast", "sharding", "target")
+    __slots__ = ("_cast", "is_checked", "is_lossy", "sharding", "target")
 
     def __init__(self, target: Any, cast: bool, on_device: bool):
         """Takes what the target says.
@@ -76,12 +86,13 @@ class Form:
         Args:
             target: the target's leaf, or None.
             cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
-            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays, unless the
-                target's are spread over processes, where no process has use for all of an array.
+            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays unless the
+                target asks for a sharding explicitly: an abstract leaf, or an array on several devices.
         """
         self.target = target
         self._cast = cast or isinstance(target, jax.ShapeDtypeStruct)
-        self.sharding = _sharding(target) if on_device or spans_processes(target) else None
+        self.is_checked, self.is_lossy = cast, False
+        self.sharding = shardings.wanted(target, on_device)
 
     def dtype(self, stored: Any) -> Any:
         """What an array of this dtype is cast to."""
@@ -92,15 +103,25 @@ class Form:
         """The array, cast and placed.
 
         Raises:
-            ValueError: jax's own, where the sharding cannot hold the shape.
+            DtypeMismatchError: there is no such cast.
         """
-        value = value.astype(self.dtype(value.dtype), copy=False)
-        if self.sharding is None or not _is_held(value.dtype):
+        value = self.cast(value)
+        if self.sharding is None or not is_held(value.dtype):
             return value
         if not self.sharding.addressable_devices:
             return state.without_shards(value.shape, value.dtype, self.sharding)
         with transfers_allowed():
             return on_devices(value, self.sharding)
+
+    def cast(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the array in the dtype that the target wants."""
+        dtype = self.dtype(value.dtype)
+        if dtype == value.dtype:
+            return value
+        cast = _casting.Cast(dtype, self.is_checked)
+        value = cast(value)
+        self.is_lossy = self.is_lossy or cast.is_lossy
+        return value
 
 
 class Wish:
@@ -119,10 +140,7 @@ class Wish:
 
         Args:
             handle: of the leaf.
-            form: what the target's leaf wants.
-
-        Raises:
-            ShapeMismatchError: the target's sharding cannot hold an array of the stored shape.
+            form: what the target's leaf wants; its sharding, if it has one, can hold the stored shape.
         """
         self.handle, self._form = handle, form
         boxes = self._boxes() if handle.kind is LeafKind.ARRAY and not state.is_prng_key(form.target) else []
@@ -143,19 +161,36 @@ class Wish:
         target = self._form.target
         value, handle = kinds.settle(values[0], self.handle, target)
         if isinstance(value, KeyData):
-            sharding = _sharding(target) if state.is_prng_key(target) else None
             try:
-                return state.put_key_together(value, sharding)
+                with all_transfers_allowed():
+                    return state.put_key_together(value, self._form.sharding)
             except ValueError:
                 if state.has_implementation(value.impl):
                     raise
                 return kinds.data_of_unknown_key(value, handle, target)
-        if handle.kind is not LeafKind.ARRAY:
-            return value
-        try:
+        if handle.kind is LeafKind.ARRAY:
             return self._form.place(np.asarray(value))
-        except ValueError as error:
-            raise self._misfit() from error
+        return self._scalar(value, handle)
+
+    def _scalar(self, value: Any, handle: LeafHandle) -> Any:
+        """A number, text or bytes; a number as an array, or cast, if the target asks for that."""
+        form = self._form
+        if not kinds.is_converted(handle, form.target, form.is_checked):
+            return value
+        # Whether one number fits is quickly seen, so nothing is warned of that only might be lost.
+        form.is_checked = True
+        array = np.asarray(value)
+        if kinds.wants_array(form.target):
+            return form.place(array)
+        cast = _casting.Cast(kinds.number_dtype(form.target), True)
+        number = cast(array)
+        form.is_lossy = cast.is_lossy
+        return number[()] if isinstance(form.target, np.generic) else number.item()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether a cast lost values."""
+        return self._form.is_lossy
 
     @property
     def dtype(self) -> Any:
@@ -175,7 +210,7 @@ class Wish:
         if self.handle.kind is not LeafKind.ARRAY or stored is None or not is_abstract:
             return None
         wanted = self._form.dtype(stored)
-        return None if np.can_cast(stored, wanted, "safe") else f"{show_path(self.handle.path)}: {stored} to {wanted}"
+        return None if _losses.is_safe(stored, wanted) else f"{show_path(self.handle.path)}: {stored} to {wanted}"
 
     def _boxes(self) -> list[tuple[slice, ...]]:
         """The distinct shards, if there are several and jax can hold them."""
@@ -184,13 +219,10 @@ class Wish:
             sharding is None
             or sharding.is_fully_replicated
             or 0 in shape
-            or not _is_held(self._form.dtype(self.handle.dtype))
+            or not is_held(self._form.dtype(self.handle.dtype))
         ):
             return []
-        try:
-            indices = sharding.addressable_devices_indices_map(shape).values()
-        except ValueError as error:
-            raise self._misfit() from error
+        indices = sharding.addressable_devices_indices_map(shape).values()
         boxes = {_key(box): box for box in (box_of(index, shape) for index in indices)}
         return list(boxes.values())
 
@@ -209,9 +241,9 @@ class Wish:
 
     def _sharded(self, values: list[Any]) -> jax.Array:
         """An array of its shards; each value goes to all devices that hold its box."""
-        dtype, shape = self._form.dtype(self.handle.dtype), self.handle.shape
+        shape = self.handle.shape
         shards: dict[Any, np.ndarray[Any, Any]] = {
-            _key(part.index): value.astype(dtype, copy=False)
+            _key(part.index): self._form.cast(value)
             for part, value in zip(self.asked, values, strict=True)
             if isinstance(part, Part)
         }
@@ -223,37 +255,19 @@ class Wish:
         with transfers_allowed():
             return jax.make_array_from_callback(shape, sharding, shard)
 
-    def _misfit(self) -> ShapeMismatchError:
-        return misfit(show_path(self.handle.path), self.handle.shape, self._form, self.handle.reader.path)
-
-
-def misfit(leaf: str, shape: tuple[int, ...], form: Form, path: str) -> ShapeMismatchError:
-    """The error for an array that the target's sharding cannot hold."""
-    return ShapeMismatchError(
-        f"{leaf}: the stored array of shape {shape} cannot be placed as the target says, {form.sharding}; give the "
-        "target's leaf a sharding that fits, or a numpy array, and place it afterwards.",
-        path=path,
-        leaf=leaf,
-    )
-
 
 def _key(box: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((side.start, side.stop) for side in box)  # slices have no hash
 
 
-def spans_processes(target: Any) -> bool:
-    """Whether a target's leaf is an array, abstract or not, of which this process sees only some shards."""
-    sharding = _sharding(target)
-    return sharding is not None and not sharding.is_fully_addressable
-
-
-def _sharding(target: Any) -> Any:
-    return getattr(target, "sharding", None) if isinstance(target, (jax.Array, jax.ShapeDtypeStruct)) else None
-
-
 def transfers_allowed() -> Any:
     """Within it jax may put arrays on devices: whoever forbids what happens unasked has asked for a restore."""
     return jax.transfer_guard_host_to_device("allow")
+
+
+def all_transfers_allowed() -> Any:
+    """The same for what also moves from device to device; takes longer."""
+    return jax.transfer_guard("allow")
 
 
 def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
@@ -262,7 +276,8 @@ def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _is_held(dtype: Any) -> bool:
+def is_held(dtype: Any) -> bool:
+    """Return whether jax has arrays of this dtype, and keeps it (64 bits without x64: not)."""
     return _can_be_held(np.dtype(dtype), jax.dtypes.canonicalize_dtype(np.float64))
 
 

@@ -7,12 +7,15 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import numpy as np
 
-from flax_ckpt_compat import _plan_text, config, depth, locating, opening, placing, restoring
+from flax_ckpt_compat import _plan_text, config, depth, judging, kinds, locating, opening, placing, restoring, state
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
 from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.leaves import Computed, Kept, Stored, handles_of, needs
@@ -70,7 +73,9 @@ class Plan:
         leaves: every leaf of the result, in the target's order.
         unused: key paths of the stored leaves that nothing asks for.
         nbytes: size in memory of all stored data that is going to be read, in bytes.
-        raises: ``MissingLeavesError`` or ``ShapeMismatchError`` where that is what the restore is going to do.
+        raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Damaged data,
+            functions of the caller's, and types with rules of their own show only in the restore itself.
+        why: the error's message, where the leaves do not say it already; else empty.
     """
 
     path: str
@@ -79,6 +84,7 @@ class Plan:
     unused: tuple[str, ...]
     nbytes: int
     raises: str | None
+    why: str = ""
     _works: tuple[Work, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
@@ -100,7 +106,7 @@ class Plan:
 
     def __reduce__(self) -> Any:
         # Only what it says; the trees behind it, and the target's arrays, stay where they are.
-        return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises)
+        return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
 
 
 @depth.limited("restored")
@@ -112,11 +118,18 @@ def plan_restore(
     prefix: str = "checkpoint_",
     transforms: Any = None,
     transforms_default_to_original: bool = True,
-    missing_leaves: str | None = None,
-    shape_mismatch: str | None = None,
-    dtype: str | None = None,
+    missing_leaves: Literal["error", "warn", "keep"] | None = None,
+    shape_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    kind_mismatch: Literal["warn", "error", "ignore"] | None = None,
+    dtype: Literal["stored", "target"] | None = None,
+    structure: Literal["flax", "stored"] | None = None,
+    must_exist: bool | None = None,
+    mapped: bool | None = None,
 ) -> Plan:
-    """Says what a restore with these arguments does, without reading array data.
+    """Say what `flax_ckpt_compat.restore` does with these arguments, without reading array data.
+
+    ``restore_checkpoint`` does the same with ``shape_mismatch="warn", kind_mismatch="warn"``, and with
+    ``missing_leaves="keep"`` where it is given ``orbax_transforms`` that are not rules.
 
     Args:
         path: a directory of checkpoints, or one checkpoint.
@@ -125,8 +138,9 @@ def plan_restore(
         prefix: literal text before the step in the checkpoints' names.
         transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
         transforms_default_to_original: what no transform matches comes from the checkpoint; else from the target.
-        missing_leaves, shape_mismatch, dtype: policies, as for `flax_ckpt_compat.restore`; None is what is set, or
-            ``restore_checkpoint``'s default. (``restore`` itself refuses other shapes by default.)
+        missing_leaves, shape_mismatch, kind_mismatch, dtype, structure, must_exist, mapped: policies with the defaults
+            of `flax_ckpt_compat.restore`; None is what is set, or its default. With ``must_exist=False`` and nothing
+            there, every leaf is the target's, and the plan's format is empty.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -136,10 +150,16 @@ def plan_restore(
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
-    strict = missing_leaves == "error"
-    adaptation = Adaptation(transforms, default_to_original=transforms_default_to_original, strict=strict)
-    restoring.settle(ckpt_dir, prefix)
-    policies = {"missing_leaves": missing_leaves, "shape_mismatch": shape_mismatch, "dtype": dtype}
+    adaptation = Adaptation(transforms, default_to_original=transforms_default_to_original, strict=True)
+    policies = {
+        "missing_leaves": missing_leaves,
+        "shape_mismatch": shape_mismatch,
+        "kind_mismatch": kind_mismatch,
+        "dtype": dtype,
+        "structure": structure,
+        "must_exist": must_exist,
+        "mapped": mapped,
+    }
     given = {name: value for name, value in policies.items() if value is not None}
 
     def plan_one(found: str) -> Plan:
@@ -149,8 +169,21 @@ def plan_restore(
         locating.check_same(found, before)
         return plan
 
-    with config.override(**given):
-        return locating.read_found(ckpt_dir, step, prefix, plan_one)
+    with config.defaults(config.STRICT), config.override(**given):
+        restoring.settle(ckpt_dir, prefix)
+        return locating.read_found(ckpt_dir, step, prefix, plan_one, lambda: _nothing(paths.absolute(ckpt_dir), target))
+
+
+def _nothing(path: str, target: Any) -> Plan:
+    """The plan of a restore that returns its target."""
+    leaves = iter_leaves(state.describe(target)) if target is not None else ()
+    told = [_kept(show_path(place), leaf, "there is no checkpoint") for place, leaf in leaves]
+    return Plan(path, "", tuple(told), (), 0, None)
+
+
+def _kept(path: str, leaf: Any, why: str) -> PlannedLeaf:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return PlannedLeaf(path, "target", (), why, shape, dtype, shape, dtype, 0)
 
 
 def _plan(opened: opening.Opened, works: Works) -> Plan:
@@ -176,16 +209,18 @@ def _plan(opened: opening.Opened, works: Works) -> Plan:
         tuple(leaves),
         tuple(unused),
         sum(needed.values()),
-        _raises(leaves),
+        *_refusal(works),
         tuple(works.items.values()),
     )
 
 
-def _raises(leaves: list[PlannedLeaf]) -> str | None:
-    if any(leaf.origin == "missing" for leaf in leaves):
-        return "MissingLeavesError"
-    refuses = config.current().shape_mismatch == "error"
-    return "ShapeMismatchError" if refuses and any(leaf.is_reshaped for leaf in leaves) else None
+def _refusal(works: Works) -> tuple[str | None, str]:
+    """The first error of a restore, and what it says beyond what the plan says of its leaves."""
+    for work in works.items.values():
+        for kind, error in judging.refusals(work, judging.execution(work).problems):
+            is_told = kind is MissingLeavesError or (kind is ShapeMismatchError and work.match.shapes)
+            return kind.__name__, "" if is_told else str(error())
+    return None, ""
 
 
 def _pairs(sources: Any, target: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
@@ -222,6 +257,9 @@ class _Describer:
             if isinstance(node, LeafHandle) and node.kind not in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR):
                 # Of a key, shape and dtype are those of its data; Python values have none.
                 wanted = shape, dtype = None, None
+                if isinstance(target, jax.ShapeDtypeStruct) and kinds.is_converted(node, target, self._cast):
+                    shape, dtype = (), kinds.stored_dtype(node)
+                    wanted = target.shape, target.dtype
             dtype = None if dtype is None else placing.Form(target, self._cast, False).dtype(dtype)
         return PlannedLeaf(
             self._name(path),

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -18,30 +18,21 @@ from flax_ckpt_compat import (
     config,
     depth,
     executing,
-    explaining,
     foreign,
     foreign_reader,
+    judging,
     locating,
-    matching,
     opening,
     placing,
     state,
 )
 from flax_ckpt_compat._core import memory, paths
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    MissingLeavesError,
-    ShapeMismatchError,
-    UnrecognizedFormatError,
-)
-from flax_ckpt_compat._core.folding import MAX_SHOWN, one_line
-from flax_ckpt_compat._core.tree import Node, iter_leaves, show_path
+from flax_ckpt_compat._core.errors import CheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat.adapting import Adaptation
 from flax_ckpt_compat.works import Work, main_item, plan_all, plan_tree
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Stored leaves, above which an error does not wait for a suggestion.
-_MANY = 1500
 
 
 @depth.limited("restored")
@@ -90,7 +81,9 @@ def _read(path: str, target: Any, adaptation: Adaptation) -> Any:
         # Reading many bytes would be no short stretch without the collector.
         if not all(work.is_short for work in works.items.values()):
             stack.close()
-        values = {name: _carry_out(work) for name, work in works.items.items()}
+        # What raises does so before anything is read.
+        planned = {name: _judged(work) for name, work in works.items.items()}
+        values = {name: _carry_out(work, planned.pop(name)) for name, work in works.items.items()}
         return values if works.is_mapping else next(iter(values.values()))
 
 
@@ -133,86 +126,39 @@ def _through_checkpointer(checkpointer: Any, path: str, target: Any, adaptation:
     return _carry_out(plan_tree(foreign_reader.Reader(checkpointer, path, tree), tree, target, adaptation, path))
 
 
-def _carry_out(work: Work) -> Any:
-    """Reads and rebuilds one tree, as planned."""
+def _carry_out(work: Work, planned: executing.Execution | None = None) -> Any:
+    """Reads and rebuilds one tree, as planned.
+
+    Args:
+        work: what is restored.
+        planned: its execution, if it was laid out and judged before.
+    """
     settings = config.current()
+    planned = _judged(work) if planned is None else planned
     lists = opening.gives_lists(work.reader)
     if work.target is None:
-        filled = _values(work, lists)
+        filled = _values(work, planned, lists)
         return placing.as_stored(filled) if settings.structure == "stored" else placing.as_state(filled, lists=lists)
     try:
-        return _into_target(work, work.target, lists)
+        return work.target.rebuild(_values(work, planned, lists))
     except CheckpointError:
         raise
     except Exception:  # rules of other people's types may fail in any way
         if not work.own_rules:
             raise
     # Those rules do not know this structure: leaf by leaf, so that what is missing is told or kept.
-    return _into_target(work.without_own_rules(), work.target, lists)
+    return _carry_out(work.without_own_rules())
 
 
-def _into_target(work: Work, target: state.Described, lists: bool) -> Any:
-    _judge(work, target)
-    return target.rebuild(_values(work, lists))
+def _judged(work: Work) -> executing.Execution:
+    """Lays a tree out, and raises, or warns, as the policies say."""
+    planned = judging.execution(work)
+    judging.judge(work, planned.problems)
+    return planned
 
 
-def _values(work: Work, lists: bool) -> Any:
+def _values(work: Work, planned: executing.Execution, lists: bool) -> Any:
     """The values of all sources; shapes that only functions know are judged once they are known."""
-    settings = config.current()
-    cast = settings.dtype == "target"
-    values, shapes = executing.execute(work.match.sources, work.reader, cast=cast, lists=lists, mapped=settings.mapped)
-    _judge_shapes(work, shapes)
+    values, shapes = planned.finish(lists=lists)
+    judging.judge_shapes(work, shapes)
     return values
-
-
-def _judge(work: Work, target: state.Described) -> None:
-    """Applies the policies to what did not match."""
-    match, path, policy = work.match, work.path, config.current().missing_leaves
-    idle = work.adaptation.explain_idle(target.node, work.tree)
-    missing = tuple(map(show_path, match.missing))
-    if idle:
-        kept = f"; these leaves kept the target's own values: {one_line(missing)}" if work.adaptation.lenient else ""
-        _log.warning("%s: %s%s", path, idle, kept if missing else "")
-    if missing and work.adaptation.lenient:
-        _log.info("%s: not in the checkpoint, kept: %s", path, one_line(missing))
-    elif missing and policy != "keep":
-        message = explaining.missing_leaves(match, work.tree, path)
-        if policy == "error":
-            remedies = explaining.missing_remedies(match, target.node, _suggestion(work))
-            raise MissingLeavesError(f"{message}\n{remedies}", path=path, missing=missing)
-        _log.warning("%s\nThe target's own values were kept.", message)
-    _judge_shapes(work, match.shapes)
-    if match.unused:
-        _log.info("%s: not in the target, dropped: %s", path, one_line(map(show_path, match.unused)))
-
-
-def _judge_shapes(work: Work, shapes: Sequence[matching.ShapeDifference]) -> None:
-    policy = config.current().shape_mismatch
-    if not shapes or policy == "ignore":
-        return
-    assert work.target is not None  # whose shapes they are not
-    refused = policy == "error"
-    message = explaining.other_shapes(
-        shapes,
-        work.path,
-        work.target.node,
-        arrays=work.arrays,
-        refused=refused,
-        suggestion=_suggestion(work) if refused else "",
-    )
-    if refused:
-        raise ShapeMismatchError(message, path=work.path, leaf=show_path(shapes[0][0]))
-    _log.warning(message)
-
-
-def _suggestion(work: Work) -> str:
-    """What to add to a message about leaves: rules that map the checkpoint to the target, if that is clear."""
-    if sum(1 for _ in iter_leaves(work.tree)) > _MANY:
-        return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
-    suggestion = work.suggest()
-    if suggestion is None or not suggestion.confident:
-        return ""
-    if len(suggestion.steps) > MAX_SHOWN:
-        return f"{len(suggestion.steps)} rules would map it: the attribute suggestion of flax_ckpt_compat.plan_restore."
-    after = ", after those that were given" if work.adaptation.rules else ""
-    return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flax_ckpt_compat import _detect, matching, notices, opening, state
+from flax_ckpt_compat import _detect, config, matching, notices, opening, state
 from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part
 from flax_ckpt_compat._core.errors import CheckpointError
@@ -129,6 +129,7 @@ def _match(tree: Node, described: Node, adaptation: Adaptation, own_rules: froze
         lenient=adaptation.is_orbaxs,
         takes_anything=own_rules.__contains__,
         choose=adaptation.chooser(tree),
+        cast=config.current().dtype == "target",
     )
 
 

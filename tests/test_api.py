@@ -246,6 +246,10 @@ def test_a_failed_background_save_is_told(tmp_path: Path) -> None:
 
 
 def test_transforms_reach_the_restore(tmp_path: Path, format: Any) -> None:
-    """{} gives Orbax's lenient ways: the target's values for what the checkpoint lacks."""
+    """{} gives Orbax's ways with None, and the target's values for what the checkpoint lacks only if asked to."""
     save(tmp_path / "m", STORED, format=format)
-    assert fingerprint(restore(tmp_path / "m", ONE_MORE, transforms={})) == fingerprint(ONE_MORE)
+    restored = restore(tmp_path / "m", ONE_MORE, transforms={}, missing_leaves="keep")
+    assert fingerprint(restored) == fingerprint(ONE_MORE)
+    with pytest.raises(errors.MissingLeavesError):
+        restore(tmp_path / "m", ONE_MORE, transforms={})
+    assert restore(tmp_path / "m", dict.fromkeys(STORED), transforms={}) == dict.fromkeys(STORED)

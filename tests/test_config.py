@@ -66,9 +66,9 @@ def test_what_was_set_stands_over_other_defaults() -> None:
     with config.defaults(config.STRICT) as settings:
         assert settings == config.current() == config.STRICT != config.Settings()
         with config.override(structure="flax", must_exist=False):
-            assert config.current() == config.Settings(shape_mismatch="error")
+            assert config.current() == config.Settings(shape_mismatch="error", kind_mismatch="error")
         config.update(shape_mismatch="warn")
-        assert config.current() == config.Settings(structure="stored", must_exist=True)
+        assert config.current() == config.Settings(kind_mismatch="error", structure="stored", must_exist=True)
         with config.override(shape_mismatch="error"):
             assert config.current() == config.STRICT
     assert config.current() == config.Settings()
@@ -94,7 +94,9 @@ def test_an_override_holds_only_what_it_sets() -> None:
         assert config.current() == config.Settings(dtype="target", missing_leaves="warn")
 
 
-@pytest.mark.parametrize("choice", ["missing_leaves", "shape_mismatch", "dtype", "structure", "must_exist", "mapped"])
+@pytest.mark.parametrize(
+    "choice", ["missing_leaves", "shape_mismatch", "kind_mismatch", "dtype", "structure", "must_exist", "mapped"]
+)
 def test_none_is_a_value_of_compression_only(choice: str) -> None:
     """Setting another to None is an error, not a way to unset it; compression=None is a set value."""
     with pytest.raises(SettingError):
@@ -105,8 +107,8 @@ def test_none_is_a_value_of_compression_only(choice: str) -> None:
 
 
 def test_the_strict_defaults() -> None:
-    """Those of the modern functions differ from the table's in the three ways that could surprise."""
-    expected = config.Settings(shape_mismatch="error", structure="stored", must_exist=True)
+    """Those of the modern functions differ from the table's in the four ways that could surprise."""
+    expected = config.Settings(shape_mismatch="error", kind_mismatch="error", structure="stored", must_exist=True)
     assert expected == config.STRICT
 
 

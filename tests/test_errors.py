@@ -18,6 +18,8 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "CorruptCheckpointError": (ValueError,),
     "MissingLeavesError": (ValueError,),
     "ShapeMismatchError": (ValueError,),
+    "KindMismatchError": (TypeError, ValueError),
+    "DtypeMismatchError": (TypeError, ValueError),
     "UnsupportedLeafError": (TypeError, ValueError),
     "NameCollisionError": (ValueError,),
     "DepthError": (ValueError, RecursionError),

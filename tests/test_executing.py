@@ -19,5 +19,5 @@ def test_shapes_are_told_by_key_path() -> None:
         (Stored(computed, np.zeros(2)), ()),
         ({"a": {"b": Stored(computed, np.zeros(2))}}, ("a", "b")),
     ):
-        _, shapes = executing.execute(sources, reader, cast=False, lists=False)
+        _, shapes = executing.Execution(sources, reader, cast=False).finish(lists=False)
         assert shapes == [(path, (3,), (2,))]

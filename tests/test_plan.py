@@ -77,7 +77,8 @@ def test_what_is_missing(saved: str, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, TARGET)
     assert plan.missing == caught.value.missing
     assert set(plan.missing) == {"params/encoder/kernel", "params/encoder/bias", "stats/mean"}
-    for kept in (plan_restore(tmp_path, TARGET, transforms={}), plan_with(tmp_path, missing_leaves="keep")):
+    assert plan_restore(tmp_path, TARGET, transforms={}).missing == plan.missing  # restore is strict, whatever is given
+    for kept in (plan_restore(tmp_path, TARGET, missing_leaves="keep"), plan_with(tmp_path, missing_leaves="keep")):
         assert kept.missing == () and by_path(kept)["stats/mean"].origin == "target"
 
 
@@ -218,8 +219,8 @@ def test_without_a_target(saved: str, tmp_path: Path) -> None:
 def test_what_a_restore_raises(saved: str, tmp_path: Path) -> None:
     """The plan says which error a restore with the same policies ends in, and the restore does."""
     assert plan_restore(tmp_path, TARGET).raises == "MissingLeavesError"
-    assert plan_restore(tmp_path, TARGET, transforms=RULES).raises is None
-    strict = plan_restore(tmp_path, TARGET, transforms=RULES, shape_mismatch="error")
+    assert plan_restore(tmp_path, TARGET, transforms=RULES, shape_mismatch="warn").raises is None
+    strict = plan_restore(tmp_path, TARGET, transforms=RULES)
     assert strict.raises == "ShapeMismatchError" and "raises ShapeMismatchError" in str(strict)
     with pytest.raises(ShapeMismatchError):
         restore(tmp_path, TARGET, transforms=RULES)
@@ -229,12 +230,17 @@ def test_what_a_restore_raises(saved: str, tmp_path: Path) -> None:
     )
 
 
-def test_an_explicit_policy_is_stronger_than_transforms(saved: str, tmp_path: Path) -> None:
-    """missing_leaves="error" in the call holds with transforms too, which else keep the target's values."""
-    plan = plan_restore(tmp_path, TARGET, transforms={}, missing_leaves="error")
+@pytest.mark.parametrize("given", [{}, {"params/scale": Transform()}])
+def test_transforms_make_a_restore_no_less_strict(given: Any, saved: str, tmp_path: Path) -> None:
+    """What no transform gives is an error in restore, unless missing_leaves says else; restore_checkpoint keeps it."""
+    plan = plan_restore(tmp_path, TARGET, transforms=given)
     assert plan.missing and plan.raises == "MissingLeavesError"
     with pytest.raises(MissingLeavesError):
-        restore(tmp_path, TARGET, transforms={}, missing_leaves="error")
+        restore(tmp_path, TARGET, transforms=given)
+    assert plan_restore(tmp_path, TARGET, transforms=given, missing_leaves="keep").missing == ()
+    kept = restore(tmp_path, TARGET, transforms=given, missing_leaves="keep", shape_mismatch="ignore")
+    restored = checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms=given)
+    assert kept["stats"]["mean"].tolist() == restored["stats"]["mean"].tolist() == [9.0, 9.0]
 
 
 @pytest.mark.parametrize("nothing", [[], ()])

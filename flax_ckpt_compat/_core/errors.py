@@ -7,6 +7,8 @@ CheckpointError
 ├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
 ├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
+├── KindMismatchError(TypeError, ValueError)    setting ``kind_mismatch="error"``: text for an array, and the like
+├── DtypeMismatchError(TypeError, ValueError)   an array cannot be cast to the target's dtype
 ├── TransformError(ValueError)               a transform or rule that makes no sense, or does not fit this checkpoint
 ├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
 ├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
@@ -82,6 +84,14 @@ class MissingLeavesError(CheckpointError, ValueError):
 
 class ShapeMismatchError(CheckpointError, ValueError):
     """Stored and target shapes differ and the setting ``shape_mismatch`` is ``error``."""
+
+
+class KindMismatchError(CheckpointError, TypeError, ValueError):
+    """Stored and target leaves are of different kinds, or the target is not a tree of leaves."""
+
+
+class DtypeMismatchError(CheckpointError, TypeError, ValueError):
+    """No cast exists from the stored dtype to the one that the target asks for."""
 
 
 class TransformError(CheckpointError, ValueError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import Part
 from flax_ckpt_compat._core.errors import ShapeMismatchError
@@ -305,7 +308,10 @@ def msgpack_gathers(folder: Path) -> None:
     same(msgpack_restore(Path(path).read_bytes()), tree)
     restored = checkpoints.restore_checkpoint(path, tree)
     same(restored, tree)
-    assert all(type(leaf) is np.ndarray for leaf in restored.values())
+    for name, leaf in restored.items():
+        is_spread = len(tree[name].sharding.device_set) > 1
+        assert isinstance(leaf, jax.Array) == is_spread and isinstance(leaf, np.ndarray) != is_spread, name
+        assert not is_spread or leaf.sharding == tree[name].sharding, name
 
 
 @case
@@ -441,9 +447,174 @@ def real_states(folder: Path) -> None:
             moved = abstract(state, lambda x: state_sharding(other_mesh(), x))
             restored = checkpoints.restore_checkpoint(path, moved)
             same(restored, state)
-            if flag:
-                for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(moved), strict=True):
-                    assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
+            for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(moved), strict=True):
+                assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
+
+
+def both_formats(folder: Path, tree: Any) -> list[str]:
+    """The paths of a msgpack file and a directory of Orbax's format of the same tree."""
+    return [
+        flax_ckpt_compat.save(folder / format, tree, format=format)  # type: ignore[arg-type]
+        for format in ("msgpack", "orbax")
+    ]
+
+
+def raised(call: Callable[[], Any]) -> type[Exception] | None:
+    """The class of the error that a call raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+@case
+def explicit_shardings_on_both_formats(folder: Path) -> None:
+    """Abstract leaves with a sharding and arrays over several devices place arrays, numbers and keys of any format."""
+    key, spec = jax.random.split(jax.random.key(3), 8), NamedSharding(mesh(), P("x"))
+    tree = {"a": values(), "n": 7, "s": np.float32(1.5), "k": key}
+    shapes = {"a": ((8, 8), np.float32), "n": ((), np.int32), "s": ((), np.float32), "k": ((8,), key.dtype)}
+    places = (spec, SingleDeviceSharding(jax.devices()[3]), NamedSharding(other_mesh(), P()))
+    for number, on in enumerate(places):
+        target = {
+            name: jax.ShapeDtypeStruct(*what, sharding=on if what[0] else NamedSharding(mesh(), P()))
+            for name, what in shapes.items()
+        }
+        for path in both_formats(folder / str(number), tree):
+            for restored in (checkpoints.restore_checkpoint(path, target), flax_ckpt_compat.restore(path, target)):
+                same(restored, {**tree, "n": jnp.int32(7), "s": jnp.float32(1.5), "a": jnp.asarray(values())})
+                for name, leaf in restored.items():
+                    assert leaf.sharding.is_equivalent_to(target[name].sharding, leaf.ndim), name
+    for path in both_formats(folder, {"a": values()}):
+        restored = checkpoints.restore_checkpoint(path, {"a": jax.device_put(values() * 0, spec)})
+        assert restored["a"].sharding == spec and bits(restored["a"]) == bits(values())
+        one_device = checkpoints.restore_checkpoint(path, {"a": jnp.zeros((8, 8))})["a"]
+        assert isinstance(one_device, jax.Array) == path.endswith("orbax")
+
+
+@case
+def shardings_of_an_explicit_mesh(folder: Path) -> None:
+    """jax.eval_shape under jax.set_mesh: the mesh in context resolves what it says; elsewhere it says nothing."""
+    if not hasattr(jax, "set_mesh"):
+        pytest.skip("this jax has no explicit meshes")
+    tree = {"a": values(), "z": values() + 1, "k": jax.random.split(jax.random.key(0), 8), "s": 3}
+    on = jax.make_mesh((4, 2), ("x", "y"))  # of explicit axes where that is jax's default
+
+    def init() -> Any:
+        key = jax.random.split(jax.random.key(0), 8)
+        return {
+            "a": jax.device_put(jnp.zeros((8, 8)), P("x", "y")),
+            "z": jnp.zeros((8, 8)),
+            "k": key,
+            "s": jnp.zeros(()),
+        }
+
+    with jax.set_mesh(on):
+        target = jax.eval_shape(init)
+    is_explicit = isinstance(getattr(target["a"].sharding, "mesh", None), jax.sharding.AbstractMesh)
+    for path in both_formats(folder, tree):
+        with jax.set_mesh(on):
+            assert flax_ckpt_compat.plan_restore(path, target).raises is None
+            restored = flax_ckpt_compat.restore(path, target)
+            assert not is_explicit or restored["a"].sharding.is_equivalent_to(NamedSharding(on, P("x", "y")), 2)
+        for context in (contextlib.nullcontext(), jax.set_mesh(jax.make_mesh((8,), ("other",)))):
+            with context:
+                assert flax_ckpt_compat.plan_restore(path, target).raises is None
+                for outside in (
+                    flax_ckpt_compat.restore(path, target),
+                    checkpoints.restore_checkpoint(path, target),
+                    checkpoints.restore_checkpoint(path, target, orbax_transforms={}),
+                ):
+                    assert not is_explicit or type(outside["a"]) is np.ndarray
+                    assert bits(outside["a"]) == bits(restored["a"]) == bits(tree["a"])
+                    assert bits(outside["k"]) == bits(restored["k"]) == bits(tree["k"])
+
+
+@case
+def what_no_sharding_holds(folder: Path) -> None:
+    """Shapes and keys that do not fit, of too few axes as well, are a named error, planned and restored alike."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, yx = NamedSharding(mesh(), P("x")), NamedSharding(mesh(), P(None, "x"))
+    one = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), P(None, "x"))
+
+    def leaf(shape: tuple[int, ...], dtype: Any, on: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on)
+
+    tree = {"six": np.arange(6.0), "zero": np.ones(()), "keys": keys, "key": keys[0], "n": 3}
+    targets: list[Any] = [
+        {"six": leaf((6,), np.float32, x)},
+        {"six": leaf((4, 4), np.float32, yx)},
+        {"zero": leaf((8,), np.float32, x)},
+        {"n": leaf((8,), np.float32, x)},
+        {"keys": leaf((6,), keys.dtype, x)},
+        {"key": leaf((8,), keys.dtype, x)},
+        {"six": leaf((2, 2), np.float32, one)},
+        {"six": jax.device_put(np.zeros((2, 2)), one)},
+        {"six": jax.device_put(np.zeros((4, 4)), yx)},
+        {"key": jax.device_put(jax.random.split(jax.random.key(1), 8), x)},
+    ]
+    for path in both_formats(folder, tree):
+        for target in targets:
+            found = raised(lambda: flax_ckpt_compat.restore(path, target))  # noqa: B023
+            assert found is ShapeMismatchError, (target, found)
+            assert flax_ckpt_compat.plan_restore(path, target).raises == "ShapeMismatchError", target
+            loose = {"shape_mismatch": "ignore", "kind_mismatch": "ignore"}
+            found = raised(lambda: checkpoints.restore_checkpoint(path, target))  # noqa: B023
+            # What is no wish of Flax's own format stays on the host, as in Flax; all else cannot be.
+            is_array = isinstance(next(iter(target.values())), jax.Array)
+            assert found is (None if is_array and path.endswith("msgpack") else ShapeMismatchError), (target, found)
+            assert flax_ckpt_compat.plan_restore(path, target, **loose).raises == (found and found.__name__), target
+
+
+@case
+def typed_keys_under_a_guard(folder: Path) -> None:
+    """Typed keys are restored, sharded or not, where even explicit transfers are forbidden."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    spread = jax.device_put(keys, NamedSharding(mesh(), P("x")))
+    for path in both_formats(folder, {"k": keys}):
+        with jax.transfer_guard("disallow_explicit"):
+            restored = [
+                checkpoints.restore_checkpoint(path, target)["k"] for target in ({"k": keys}, {"k": spread}, None)
+            ]
+        assert all(bits(key) == bits(keys) for key in restored)
+        assert restored[1].sharding.is_equivalent_to(spread.sharding, 1)
+
+
+@case
+def lost_values_of_shards(folder: Path) -> None:
+    """Casts that lose values are told for sharded reads as for whole ones; 64 bits without x64 stay whole, and told."""
+    tree = {"big": np.array([2**40] * 8), "nan": np.full(8, np.nan), "ok": np.arange(8.0), "imag": np.full(8, 1j)}
+    wanted = {"big": np.int32, "nan": np.int32, "ok": np.float32, "imag": np.float32}
+    spread = NamedSharding(mesh(), P("x"))
+    targets = [
+        {name: np.zeros(8, dtype) for name, dtype in wanted.items()},
+        {name: jax.device_put(np.zeros(8, dtype), spread) for name, dtype in wanted.items()},
+        {name: jax.ShapeDtypeStruct((8,), dtype, sharding=spread) for name, dtype in wanted.items()},
+    ]
+    for path in both_formats(folder, tree):
+        for target in targets:
+            with logged() as lines:
+                restored = flax_ckpt_compat.restore(path, target, dtype="target")
+            (lost,) = [line for line in lines if "does not hold all values" in line]
+            assert lost.endswith("big, nan, imag")
+            assert {name: leaf.dtype for name, leaf in restored.items()} == wanted
+        with logged() as lines:
+            restored = flax_ckpt_compat.restore(path, {"big": jax.ShapeDtypeStruct((8,), np.int64, sharding=spread)})
+        assert type(restored["big"]) is np.ndarray and restored["big"].dtype == np.int64
+        assert ["whole arrays stay in host memory" in line and "big (int64)" in line for line in lines] == [True]
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The library's warnings within the block."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("flax_ckpt_compat").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("flax_ckpt_compat").removeHandler(handler)
 
 
 def state_sharding(on: Any, leaf: Any) -> Any:
