@@ -217,13 +217,15 @@ def write(path: Path, tree: Any, writer: str) -> str:
 
 
 def ours(path: str, target: Any, given: Any, default_to_original: bool = True, dtype: Any = "stored") -> Any:
-    """What we restore, whatever the shapes."""
+    """What we restore, whatever the shapes and kinds, with the target's values for what is missing, as in Orbax."""
     return flax_ckpt_compat.restore(
         path,
         target,
         transforms=given,
         transforms_default_to_original=default_to_original,
+        missing_leaves="keep",
         shape_mismatch="ignore",
+        kind_mismatch="ignore",
         dtype=dtype,
     )
 
