@@ -231,13 +231,7 @@ class Wish:
         handle, sharding = self.handle, self._form.sharding
         if handle.kind is not LeafKind.ARRAY or state.is_prng_key(self._form.target):
             return False
-        if sharding is None or sharding.addressable_devices or not _is_held(self.dtype):
-            return False
-        try:
-            sharding.shard_shape(handle.shape)
-        except ValueError as error:  # as in the processes that hold it
-            raise self._misfit() from error
-        return True
+        return sharding is not None and not sharding.addressable_devices and is_held(self.dtype)
 
     def _sharded(self, values: list[Any]) -> jax.Array:
         """An array of its shards; each value goes to all devices that hold its box."""

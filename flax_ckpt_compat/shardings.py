@@ -44,12 +44,14 @@ def wanted(target: Any, on_device: bool) -> Any:
 
     Args:
         target: the target's leaf.
-        on_device: any sharding counts; else one that was asked for: of an abstract leaf, or over several devices.
+        on_device: any sharding counts; else one that was asked for: of an abstract leaf, over several devices, or on
+            one of another process.
     """
     sharding = of(target)
     if sharding is None or on_device or isinstance(target, jax.ShapeDtypeStruct):
         return sharding
-    return sharding if len(sharding.device_set) > 1 else None
+    is_local = len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    return None if is_local else sharding
 
 
 def fits(sharding: Any, shape: tuple[int, ...]) -> bool:
