@@ -13,6 +13,7 @@ from flax_ckpt_compat import _listing, depth, locating, notes, opening, placing,
 from flax_ckpt_compat._core import steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
+from flax_ckpt_compat._core.folding import Row, shown
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 
@@ -145,11 +146,13 @@ class Checkpoint:
         choice = _Choice(paths)
         root = choice.prune(self._root, ())
         if choice.missing:
-            names = ["/".join(path) for path, _ in iter_leaves(self._root)]
+            names = similar.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
+            rows, more = shown([Row((missing,)) for missing in choice.missing])
             lines = []
-            for missing in choice.missing:
-                near = similar.nearest(missing, names)
-                lines.append(f"  {missing}" + (f"   (stored: {', '.join(near)})" if near else ""))
+            for row in rows:
+                near = names.nearest(row.names[0])
+                lines.append(f"  {row.names[0]}{row.note}" + (f"   (stored: {', '.join(near)})" if near else ""))
+            lines += [f"  and {more} more"] if more else []
             raise MissingLeavesError(
                 "\n".join([f"{self.path} has no leaf and no subtree of these paths:", *lines, "See .leaves()."]),
                 path=self.path,
