@@ -48,7 +48,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "ours, orbax format, save 5000 leaves: Python calls a leaf": (46.9, 70),
     "ours, orbax format, save 5000 leaves: files opened": (7, 11),
     "ours, orbax format, restore 5000 leaves: Python calls a leaf": (68.5, 103),
-    "ours, orbax format, restore 5000 leaves: files opened": (1, 2),
+    # Manifest and node of the database's index are opened by Python now, not unseen by TensorStore; all else as before.
+    "ours, orbax format, restore 5000 leaves: files opened": (3, 4),
     "ours, orbax format, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
     "ours, msgpack ÷ flax, msgpack, save small leaves": (0.57, 2.0),
