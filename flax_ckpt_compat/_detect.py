@@ -67,7 +67,7 @@ def what_is_missing(path: str) -> str | None:
     """Why a checkpoint is certainly not complete, from cheap signs; None where none of them speaks against it."""
     try:
         if not paths.isdir(path):
-            return "the file is empty" if paths.getsize(path) == 0 else None
+            return "the file is empty" if paths.is_empty(path) else None
         names = set(paths.listdir(path))
     except FileNotFoundError:
         return ABSENT
@@ -174,7 +174,7 @@ def detect(path: str) -> Found:
     if paths.isdir(path):
         names = set(paths.listdir(path))
         if _is_tree(path, names):
-            return Found(path, {"": Item(Format.ORBAX, path)})
+            return Found(path, {"": Item(Format.ORBAX, paths.content_root(path))})
         note = _json_file(path, names)
         items = {"": Item(None, note)} if note else _items(path, names)
         if not items:

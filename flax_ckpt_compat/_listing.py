@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Container
 
 from flax_ckpt_compat import _detect, _looks
 from flax_ckpt_compat._core import files, paths, steps, stores
@@ -73,7 +74,7 @@ def complete_steps(where: Place, names: list[str] | None = None, *, quiet: bool 
     with paths.snapshot(where.directory):
         ours = steps.in_order(names_in(where) if names is None else names, where.prefix)
         if paths.is_url(where.directory):
-            stores.know_sizes([where.path(name) for name in ours if paths.isfile(where.path(name))])
+            stores.know_which_are_empty([where.path(name) for name in ours if paths.isfile(where.path(name))])
         for name in ours:
             missing = what_is_missing(where.path(name))
             if missing is None:
@@ -84,6 +85,20 @@ def complete_steps(where: Place, names: list[str] | None = None, *, quiet: bool 
     if broken and not quiet:
         _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))
     return complete
+
+
+def newest_step(where: Place, *, but: Container[str] = ()) -> str | None:
+    """Return the name of the newest complete numeric checkpoint; nothing is asked about older ones.
+
+    Args:
+        where: directory and prefix.
+        but: names that do not count.
+    """
+    with paths.snapshot(where.directory):
+        for name in reversed(steps.in_order(names_in(where), where.prefix)):
+            if name not in but and what_is_missing(where.path(name)) is None:
+                return name
+    return None
 
 
 def what_is_missing(path: str) -> str | None:

@@ -42,10 +42,10 @@ def check_directory(where: Place, name: str, step: Any) -> None:
     raise InvalidCheckpointError(message, path=where.path(name), step=step)
 
 
-def _steps_of(where: Place, *, quiet: bool = False) -> list[str]:
+def _steps_of(where: Place) -> list[str]:
     """Return the complete steps of a prefix, oldest first, without those that another prefix saved in this process."""
     others = prefixes.of_others(where)
-    return [name for name in _listing.complete_steps(where, quiet=quiet) if name not in others]
+    return [name for name in _listing.complete_steps(where) if name not in others]
 
 
 def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool = True) -> None:
@@ -67,14 +67,15 @@ def check_overwrite(where: Place, name: str, step: Any, *, removes_newer: bool =
         raise InvalidCheckpointError(
             f"cannot save step {step}: {path} {state}; pass overwrite=True to replace it.", path=path, step=step
         )
-    mine, complete = steps.step_of(name, where.prefix), _steps_of(where, quiet=True)
-    if mine is None or not complete:
+    mine = steps.step_of(name, where.prefix)
+    last = None if mine is None else _listing.newest_step(where, but=prefixes.of_others(where))
+    if mine is None or last is None:
         return
-    newest = _step(complete[-1], where)
+    newest = _step(last, where)
     if mine <= newest:
         state = "is the same step" if mine == newest else "is newer"
         raise InvalidCheckpointError(
-            f"cannot save step {step}: {where.path(complete[-1])} {state}; "
+            f"cannot save step {step}: {where.path(last)} {state}; "
             f"pass overwrite=True to save it anyway{' and remove what is not older' if removes_newer else ''}.",
             path=path,
             step=step,

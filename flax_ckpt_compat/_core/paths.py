@@ -69,6 +69,11 @@ def _refuse_mangled(path: str) -> None:
         raise StorageError(message, path=path)
 
 
+def content_root(path: str) -> str:
+    """Return the path below which the files of a checkpoint's directory are read; in stores it may be one inside."""
+    return stores.content_root(path) if is_url(path) else path
+
+
 def listdir(path: str) -> list[str]:
     """Names in a directory.
 
@@ -130,6 +135,11 @@ def _mode(path: str) -> int:
 def getsize(path: str) -> int:
     """Bytes of a file."""
     return stores.size(path) if is_url(path) else os.path.getsize(path)
+
+
+def is_empty(path: str) -> bool:
+    """Return whether a file has no bytes, which costs one request in a store where its size may cost many."""
+    return stores.is_empty(path) if is_url(path) else os.path.getsize(path) == 0
 
 
 def read(path: str, limit: int | None = None) -> bytes:

@@ -15,17 +15,16 @@ import re
 import stat
 import tempfile
 from collections.abc import Collection, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
-from flax_ckpt_compat._core import files, store_uploads, stores
+from flax_ckpt_compat._core import files, store_swaps, store_uploads, store_views, stores
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, is_old, tag_of
+from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, after_commit, is_old, tag_of
 from flax_ckpt_compat._core.store_turns import is_mark as is_mark
+from flax_ckpt_compat._core.store_views import LIST_FILE
 
-_RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
 _ARRAY, _CHUNK = ".zarray", re.compile(r"\d+(\.\d+)*")
-_ROUNDS = 5
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -80,21 +79,30 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
     """
     if os.path.isdir(staged):
         replaced = stores.version(url)
-        publish_folder(staged, Turn(url), replaced, new=new)
+        publish_folder(staged, Turn(url, replaces=not new), replaced, new=new)
     else:
         publish_object(staged, url, new=new)
     if not new:
-        remove_arrays_beside(url)
+        with after_commit(url):
+            remove_arrays_beside(url)
     files.discard(staged)
 
 
 def publish_object(staged: str, url: str, *, new: bool) -> None:
     """Uploads a msgpack file, and removes a folder of its name; see `publish`."""
+    hidden = not new and bool(stores.fresh_keys(url))  # by a committed folder, for as long as it is that
     if not store_uploads.upload_file(staged, url, new=new):
         message = f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True"
         raise LostTurnError(f"{message} to replace it", path=url)
-    if stores.fresh_keys(url):
-        _remove_folder(url)
+    with nullcontext() if hidden else after_commit(url):
+        there = stores.fresh_keys(url)
+    if there:
+        with suppress(LostTurnError):  # whoever comes after removes it too, or writes it anew
+            turn = Turn(url)
+            turn.uncommit()
+            with after_commit(url):
+                turn.clear()
+                turn.end()
         # Whoever wrote the folder at the same time may have taken our object for the one that it replaced.
         if not stores.is_object(url):
             store_uploads.upload_file(staged, url, new=new)
@@ -111,21 +119,28 @@ def publish_folder(staged: str, turn: Turn, replaced: bytes, *, new: bool, there
         there: names of objects that are part of the checkpoint and in their place.
     """
     names = [name for name in store_uploads.names_in(staged) if name not in {COMMIT_FILE, *there}]
-    shared = list(filter(_is_shared, names))
-    # Known before it is sure that it is our turn: what a later writer puts there is never replaced, however late
-    # a request of ours is carried out.
-    versions = dict.fromkeys(shared, stores.NO_OBJECT)
-    versions |= store_uploads.versions(turn.url, turn.seen.intersection(shared))
-    turn.clear(spare=new, but=[*there, *shared])
+    versions = store_swaps.seen_versions(turn, names)
+    if not new and store_views.commit_files(turn.seen):
+        store_swaps.replace(turn, staged, names, versions, there)
+    else:
+        _write_anew(turn, staged, names, versions, there, spare=new)
+    # The writer of an object that has come since then sees our mark, and removes the folder.
+    with after_commit(turn.url):
+        if replaced != stores.NO_OBJECT and stores.version(turn.url) == replaced:
+            stores.delete(turn.url)
+
+
+def _write_anew(
+    turn: Turn, staged: str, names: list[str], versions: dict[str, bytes], there: Collection[str], *, spare: bool
+) -> None:
+    """Upload a directory to where no checkpoint is complete, or where none is to be replaced."""
+    turn.clear(spare=spare, but=[*there, *versions])
     try:
-        _fill(turn, staged, names, versions, there)
+        store_swaps.fill(turn, staged, names, versions, there)
         turn.commit([*names, *there])
     except LostTurnError:
-        stores.delete_all(f"{turn.url}/{name}" for name in names if not _is_shared(name))
+        stores.delete_all(f"{turn.url}/{name}" for name in names if name not in versions)
         raise
-    # The writer of an object that has come since then sees our mark, and removes the folder.
-    if replaced != stores.NO_OBJECT and stores.version(turn.url) == replaced:
-        stores.delete(turn.url)
 
 
 def remove_arrays_beside(url: str) -> None:
@@ -143,27 +158,6 @@ def arrays_among(keys: Collection[str]) -> list[str]:
     folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == _ARRAY}
     parts = ((key, *posixpath.split(key)) for key in keys)
     return [key for key, folder, name in parts if folder in folders and (name == _ARRAY or _CHUNK.fullmatch(name))]
-
-
-def _is_shared(name: str) -> bool:
-    """Whether another writer's checkpoint has a file of the same name; those with data have random ones."""
-    return _RANDOM.search(name) is None
-
-
-def _fill(turn: Turn, staged: str, names: list[str], versions: dict[str, bytes], kept: Collection[str]) -> None:
-    """Uploads until just these files are there, whatever a writer who has lost its turn still does."""
-    left = names
-    for _ in range(_ROUNDS):
-        taken = store_uploads.upload(staged, turn.url, left, versions)
-        versions |= store_uploads.versions(turn.url, taken)
-        there = turn.others().difference(kept)
-        missing = [name for name in names if name not in there]
-        versions |= dict.fromkeys(filter(_is_shared, missing), stores.NO_OBJECT)
-        left, strangers = [*taken, *set(missing).difference(taken)], there.difference(names)
-        if not left and not strangers:
-            return
-        turn.remove(strangers)
-    turn.give_up()
 
 
 def discard(url: str) -> None:
@@ -198,18 +192,31 @@ def reclaim(directory: str) -> list[str]:
             _remove_folder(f"{directory}/{name}")
             removed.append(name)
         else:
-            _remove_strays(f"{directory}/{name}", inside, marks)
+            _remove_strays(f"{directory}/{name}", marks)
     return removed
 
 
-def _remove_strays(url: str, inside: Collection[str], marks: Collection[str]) -> None:
+def _remove_strays(url: str, marks: Collection[str]) -> None:
     """Frees a committed checkpoint from what was to replace it and never did, or from the mark of its own writer."""
+    inside = stores.fresh_keys(url)
+    if store_views.current(inside) is not None:
+        staged = staging_path(url)
+        try:
+            store_swaps.complete(url, staged)
+        except LostTurnError:
+            pass
+        finally:
+            files.forget(staged)
+        return
     try:
         committed = stores.read(f"{url}/{COMMIT_FILE}")
     except FileNotFoundError:  # another process has just begun to remove it
         return
     for mark in marks:
-        if mark.encode() not in committed:
-            end = tag_of(mark) + "/"
-            stores.delete_all(f"{url}/{key}" for key in inside if end in key[: key.find("/") + 1])
+        tag, following = tag_of(mark), store_views.next_name(mark)
+        strays = {key for key in inside if key.startswith(f"{following}/")}
+        if tag.encode() not in committed:
+            strays.update(key for key in inside if tag + "/" in key[: key.find("/") + 1])
+            strays.update(store_swaps.data_of(url, following) if f"{following}/{LIST_FILE}" in inside else ())
+        stores.delete_all(f"{url}/{key}" for key in strays.intersection(inside))
     stores.delete_all(f"{url}/{mark}" for mark in marks)

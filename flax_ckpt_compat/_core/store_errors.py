@@ -74,7 +74,16 @@ def code_of(error: BaseException) -> str:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether TensorStore's error tells of the store or the network, and not of what is stored."""
-    return code_of(error) in (*_PASSING, "PERMISSION_DENIED", "UNAUTHENTICATED") and not isinstance(error, StorageError)
+    if isinstance(error, StorageError):
+        return False
+    known = code_of(error) in (*_PASSING, "PERMISSION_DENIED", "UNAUTHENTICATED")
+    return known or _status_of(str(error)) not in _OF_OBJECTS
+
+
+def _status_of(text: str) -> str:
+    """The number of HTTP in TensorStore's error; '' where there is none."""
+    found = _STATUS.search(text)
+    return found[1] if found else ""
 
 
 def missing(url: str) -> FileNotFoundError:
@@ -88,25 +97,59 @@ def refused(url: str, doing: str, error: Exception) -> Exception:
     if code == "OUT_OF_RANGE":
         size = _SIZE.search(text)
         return OutOfRangeError(int(size[1] or size[2]) if size else -1)
+    if isinstance(error, TimeoutError):
+        return refusal(url, doing, "it did not answer in time", "")
+    status, reason = _status_of(text), text.partition(" [")[0][:300]
+    if reason.endswith("Unknown") and status:  # the answer to HEAD has no text
+        reason = f"the store answered HTTP {status} and gave no reason"
+    return refusal(url, doing, reason, f"{text} {_KINDS.get(code, status)}")
+
+
+def refusal(url: str, doing: str, reason: str, kind: str) -> StorageError:
+    """Return the error for a refused request.
+
+    Args:
+        url: what it was about.
+        doing: completes "could not be …".
+        reason: as the store gave it.
+        kind: text that tells what to do: names of errors, and the number of HTTP as a word.
+    """
     scheme, bucket, _ = store_specs.split(url)
-    reason = "it did not answer in time" if isinstance(error, TimeoutError) else text.partition(" [")[0][:300]
-    return StorageError(f"{url} could not be {doing}: {reason}; {_remedy(scheme, bucket, text, code)}", path=url)
+    return StorageError(f"{url} could not be {doing}: {reason}; {_remedy(scheme, bucket, kind)}", path=url)
 
 
-def _remedy(scheme: str, bucket: str, text: str, code: str) -> str:
-    if "NoSuchBucket" in text or code == "NOT_FOUND":
+def _remedy(scheme: str, bucket: str, kind: str) -> str:
+    last = kind.rpartition(" ")[2]
+    if "bucket name" in kind or "InvalidBucketName" in kind:
+        rule = "3 to 63 lower-case letters, digits, dots and hyphens" + ("" if scheme == "s3" else ", and underscores")
+        return f"{bucket!r} cannot be the name of a bucket ({rule}): correct the URL, {scheme}://bucket/folder"
+    if "NoSuchBucket" in kind or last == "404":
         return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
-    if "redentials" in text or code == "UNAUTHENTICATED":
+    if _STALE.search(kind) or (scheme == "gs" and last == "401"):
+        return f"the credentials have expired or are not valid: renew them, or {_CREDENTIALS[scheme]}"
+    if "redentials" in kind or last == "401":
         return f"give credentials: {_CREDENTIALS[scheme]}"
-    if code == "PERMISSION_DENIED" or "AccessDenied" in text or "403" in text:
+    if "TimeTooSkewed" in kind:
+        return "set the clock of this machine: requests are signed with the time"
+    if last == "403" or "AccessDenied" in kind:
         return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
-    if "is not registered" in text:
+    if "is not registered" in kind:
         extra = f"flax-ckpt-compat[{_EXTRAS[scheme]}]"
         return f"this build of tensorstore has no driver for it: pip install --upgrade '{extra}'"
+    if last in ("301", "307") or "AuthorizationHeaderMalformed" in kind:
+        return f"the bucket {bucket!r} is in another region, or at another endpoint: set {_WHERE[scheme]}"
+    if last.isdigit() and last.startswith("4"):
+        return f"the store refused the request: check the URL, the credentials and {_WHERE[scheme]}"
     return "check the network and the endpoint" + (" (AWS_ENDPOINT_URL)" if scheme == "s3" else "") + ", and try again"
 
 
+_STATUS = re.compile(r"http_response_code='(\d+)'")
+# Answers that tell of an object: it is there, is not, or is shorter.
+_OF_OBJECTS = ("", "200", "206", "404", "412", "416")
+_STALE = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant")
+_KINDS = {"NOT_FOUND": "404", "UNAUTHENTICATED": "401"}
 _EXTRAS = {"s3": "s3", "gs": "gcs"}
+_WHERE = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",

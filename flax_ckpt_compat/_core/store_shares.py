@@ -12,10 +12,10 @@ import dataclasses
 import posixpath
 from collections.abc import Collection
 
-from flax_ckpt_compat._core import files, store_commits, store_uploads, stores
+from flax_ckpt_compat._core import files, store_commits, store_uploads, store_views, stores
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
-from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, is_mark, tag_of
+from flax_ckpt_compat._core.store_turns import COMMIT_FILE, LostTurnError, Turn, after_commit, is_mark, tag_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def begin(url: str, *, beside: bool) -> Shares:
     """
     folder = url + ARRAYS_POSTFIX if beside else url
     replaced = stores.version(url)
-    return Shares(url, folder, Turn(folder).mark, replaced.hex())
+    return Shares(url, folder, Turn(folder, replaces=not beside).mark, replaced.hex())
 
 
 def upload(shares: Shares, directory: str, names: Collection[str], last: str) -> None:
@@ -108,7 +108,8 @@ def publish(shares: Shares, staged: str, *, new: bool) -> None:
             replaced = bytes.fromhex(shares.replaced)
             store_commits.publish_folder(staged, turn, replaced, new=new, there=shares.written())
             if not new:
-                store_commits.remove_arrays_beside(shares.url)
+                with after_commit(shares.url):
+                    store_commits.remove_arrays_beside(shares.url)
         else:
             _publish_beside(shares, turn, staged, new)
     except LostTurnError:
@@ -120,6 +121,11 @@ def publish(shares: Shares, staged: str, *, new: bool) -> None:
 def _publish_beside(shares: Shares, turn: Turn, staged: str, new: bool) -> None:
     replaced = [key for key in turn.others() if not shares.is_ours(key)]
     store_commits.publish_object(staged, shares.url, new=new)
+    with after_commit(shares.url):
+        _remove_replaced(shares, turn, replaced)
+
+
+def _remove_replaced(shares: Shares, turn: Turn, replaced: Collection[str]) -> None:
     there = set(stores.fresh_keys(shares.folder))
     if shares.mark not in there:  # another save ended in this moment, and has removed the arrays
         turn.give_up()
@@ -134,6 +140,8 @@ def withdraw(shares: Shares) -> None:
     with contextlib.suppress(StorageError):
         there = set(stores.fresh_keys(shares.folder))
         if COMMIT_FILE in there and shares.mark.encode() in stores.read(f"{shares.folder}/{COMMIT_FILE}"):
+            return
+        if store_views.current(there) == store_views.next_name(shares.mark):
             return
         stores.delete_all(f"{shares.folder}/{key}" for key in there if shares.is_ours(key))
         stores.delete(f"{shares.folder}/{shares.mark}")

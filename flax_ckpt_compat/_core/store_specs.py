@@ -8,6 +8,7 @@ import posixpath
 import re
 from typing import Any
 
+from flax_ckpt_compat._core import store_views
 from flax_ckpt_compat._core.errors import StorageError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
@@ -15,6 +16,7 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 # Servers of other makers know no regions, but requests are signed with one.
 _ANY_REGION = "us-east-1"
+_MANIFEST = "manifest.ocdbt"  # the only file of a database whose name another one has too
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 
 
@@ -57,6 +59,11 @@ def bucket_spec(scheme: str, bucket: str) -> dict[str, Any]:
     return spec
 
 
+def gcs_endpoint() -> str:
+    """Where TensorStore sends requests for ``gs://``, without a slash at the end."""
+    return (os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com").rstrip("/")
+
+
 def _first_set(names: tuple[str, ...]) -> str:
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
@@ -64,7 +71,11 @@ def _first_set(names: tuple[str, ...]) -> str:
 def spec(url: str) -> dict[str, Any]:
     """TensorStore's description of the folder ``url``, as the base of an array or of a database."""
     scheme, bucket, key = split(url)
-    found = bucket_spec(scheme, bucket)
+    found, folder = bucket_spec(scheme, bucket), store_views.parent(key)
+    if folder is not None:
+        manifest = {"base": found | {"path": f"{key.removesuffix('/')}/{_MANIFEST}"}, "exact": _MANIFEST}
+        data = {"base": found | {"path": f"{folder}/"}}
+        return {"driver": "kvstack", "layers": [data, manifest | {"strip_prefix": len(_MANIFEST)}], "path": ""}
     return found | {"path": key.removesuffix("/") + "/"} if key else found
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
-from flax_ckpt_compat._core import store_uploads, stores
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core import store_uploads, store_views, stores
+from flax_ckpt_compat._core.errors import CleanupError, StorageError
+from flax_ckpt_compat._core.store_views import COMMIT_FILE as COMMIT_FILE
 
-COMMIT_FILE = "commit_success.txt"
 _BEGUN = re.compile(r"_begun\.(\d+)\.([0-9a-f]{32})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Seconds after which a writer that has not committed counts as dead.
@@ -49,6 +49,23 @@ def _order(mark: str) -> tuple[int, str]:
     return (int(match[1]), match[2]) if match else (0, "")
 
 
+@contextmanager
+def after_commit(url: str) -> Iterator[None]:
+    """Within it, what the store refuses is an error that says that the checkpoint was saved.
+
+    Raises:
+        LostTurnError: another writer replaces it.
+        CleanupError: the store refused.
+    """
+    try:
+        yield
+    except (LostTurnError, CleanupError):
+        raise
+    except StorageError as error:
+        message = f"{url} was saved, but what it replaced, or marks of this save, could not be removed: {error}"
+        raise CleanupError(f"{message}. The next save of this step removes them", path=url) from error
+
+
 class Turn:
     """The attempt of one writer, or remover, to have a folder for itself.
 
@@ -56,15 +73,26 @@ class Turn:
         url: of the folder.
         mark: name of the object that tells of it.
         seen: names of the objects in the folder before that.
+        goes_on_with: names of the folders of other saves whose objects this turn commits.
     """
 
-    def __init__(self, url: str, mark: str = ""):
-        """Marks the folder, or goes on with the turn of a mark that this writer has made before."""
-        self.url, self.mark = url, mark
+    def __init__(self, url: str, mark: str = "", *, replaces: bool = False):
+        """Mark the folder, or go on with the turn of a mark that this writer has made before.
+
+        Args:
+            url: of the folder.
+            mark: made before.
+            replaces: a checkpoint that is there is to stay complete until the new one is.
+        """
+        self.url, self.mark, self.goes_on_with = url, mark, list[str]()
         self.seen = frozenset(stores.fresh_keys(url))
         if mark:
             return
-        last = max((_order(name)[0] for name in self.seen), default=0)
+        if replaces and self.seen and not store_views.commit_files(self.seen) and not any(map(is_mark, self.seen)):
+            # On s3:// the copy of a local checkpoint is complete without the file, but not beside our mark.
+            stores.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
+            self.seen |= {COMMIT_FILE}
+        last = max((max(_order(name), store_views.order_of_key(name))[0] for name in self.seen), default=0)
         self.mark = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
         stores.write(f"{url}/{self.mark}", b"")
 
@@ -94,28 +122,42 @@ class Turn:
             LostTurnError: another writer goes on, or has finished.
         """
         there = self.others().difference(but)
-        if spare and COMMIT_FILE in there:
+        if spare and store_views.commit_files(there):
             self.give_up()
         self.remove(there)
 
-    def remove(self, names: Collection[str]) -> None:
-        """Removes objects of the folder, the sign of completeness before all else."""
-        if COMMIT_FILE in names:
-            stores.delete(f"{self.url}/{COMMIT_FILE}")
-        stores.delete_all(f"{self.url}/{name}" for name in names if name != COMMIT_FILE)
+    def uncommit(self) -> None:
+        """Remove the signs of completeness alone.
 
-    def commit(self, names: Collection[str]) -> None:
-        """Writes the sign of completeness, and ends the turn.
+        Raises:
+            LostTurnError: another writer goes on.
+        """
+        self.remove(store_views.commit_files(self.others()))
+
+    def remove(self, names: Collection[str]) -> None:
+        """Removes objects of the folder, the signs of completeness before all else."""
+        signs = store_views.commit_files(names)
+        for sign in signs:
+            stores.delete(f"{self.url}/{sign}")
+        stores.delete_all(f"{self.url}/{name}" for name in names if name not in signs)
+
+    def commit(self, names: Collection[str], spent: Collection[str] = ()) -> None:
+        """Write the sign of completeness, and end the turn.
 
         Args:
             names: of all objects that are part of the checkpoint.
+            spent: of objects that are removed then.
 
         Raises:
             LostTurnError: another writer began before that, and goes on.
+            CleanupError: the store refused to end the turn of what is committed.
         """
-        if not store_uploads.write_if(f"{self.url}/{COMMIT_FILE}", _COMMITTED.format(self.mark).encode()):
+        if not store_uploads.write_if(f"{self.url}/{COMMIT_FILE}", self.sign()):
             self.give_up()
-        needed = {COMMIT_FILE, self.mark, *names}
+        with after_commit(self.url):
+            self._end_committed({COMMIT_FILE, self.mark, *names}, spent)
+
+    def _end_committed(self, needed: set[str], spent: Collection[str]) -> None:
         for _ in range(_LOOKS):
             there = set(stores.fresh_keys(self.url))
             if not needed <= there:
@@ -124,7 +166,12 @@ class Turn:
             if not self.is_behind(there):
                 break
             time.sleep(_PAUSE)
+        self.remove(spent)
         self.end()
+
+    def sign(self) -> bytes:
+        """The content of a sign of completeness of this turn, by which others know whose the objects are."""
+        return _COMMITTED.format(" ".join([self.mark, *self.goes_on_with])).encode()
 
     def _take_back(self) -> None:
         """Removes the sign of completeness if it is ours: whoever removed the rest may have looked too early for it."""

@@ -52,6 +52,15 @@ def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
     return found
 
 
+def download(url: str, directory: str, names: Collection[str]) -> None:
+    """Write small objects below ``url`` as files of the same names in a new local directory."""
+    for name in names:
+        path = os.path.join(directory, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(stores.read(f"{url}/{name}"))
+
+
 def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
     """Writes files of a local directory as objects below ``url``, side by side.
 

@@ -8,14 +8,14 @@ listing, deleting, and writing an object whole.
 from __future__ import annotations
 
 import posixpath
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from flax_ckpt_compat._core import store_specs
+from flax_ckpt_compat._core import store_memory, store_specs, store_views
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.store_errors import OutOfRangeError, attempt, missing
+from flax_ckpt_compat._core.store_errors import OutOfRangeError, attempt, missing, refusal
+from flax_ckpt_compat._core.store_proofs import whole_list
 from flax_ckpt_compat._core.store_specs import context as context
 from flax_ckpt_compat._core.store_specs import normal as normal
 from flax_ckpt_compat._core.store_specs import spec as spec
@@ -27,7 +27,6 @@ _DOTS = {".", ".."}
 # What is read whole, for how long to wait: JSON and the like.
 _SMALL = 64 * 2**20
 _FAR = 2**40 * 5
-_local = threading.local()
 
 
 def is_url(path: str) -> bool:
@@ -38,52 +37,44 @@ def is_url(path: str) -> bool:
 @contextmanager
 def snapshot(url: str) -> Iterator[None]:
     """Within it, this thread answers what is there below ``url`` from one listing, taken at its start."""
-    if not is_url(url) or _known(url) is not None:
+    if not is_url(url) or store_memory.known(url) is not None:
         yield
         return
-    held = _held()
-    held.append((url, fresh_keys(url)))
+    held, there = store_memory.held(), fresh_keys(url)
+    held.append((url, there, store_views.visible(there)))
     try:
         yield
     finally:
         held.pop()
         if not held:
-            _sizes().clear()
-            _contents().clear()
-
-
-def _held() -> list[tuple[str, list[str]]]:
-    if not hasattr(_local, "held"):
-        _local.held = []
-    found: list[tuple[str, list[str]]] = _local.held
-    return found
-
-
-def _known(url: str) -> list[str] | None:
-    """The keys below ``url`` where a snapshot covers it."""
-    for root, inside in _held():
-        if url == root:
-            return inside
-        if url.startswith(root + "/"):
-            inner = url[len(root) + 1 :] + "/"
-            return [key[len(inner) :] for key in inside if key.startswith(inner)]
-    return None
+            store_memory.forget()
 
 
 def keys(url: str) -> list[str]:
     """Names of all objects below the folder ``url``, relative to it; none where there is no such folder."""
-    known = _known(url)
-    return fresh_keys(url) if known is None else known
+    known = store_memory.known(url)
+    return store_views.visible(fresh_keys(url)) if known is None else known
+
+
+def content_root(url: str) -> str:
+    """Return the URL that a checkpoint's files are read below: its own, or a folder in it while it is replaced."""
+    known = store_memory.known(url, every=True)
+    inside = store_views.current(fresh_keys(url) if known is None else known)
+    return url if inside is None else f"{url}/{inside}"
 
 
 def fresh_keys(url: str) -> list[str]:
-    """Like `keys`, and never from a snapshot."""
+    """Return the names of all objects below a folder, never from a snapshot, with those of saves that go on."""
     prefix = _prefix(url)
 
-    def ask() -> Any:
-        return store_specs.bucket_store(url).list(_range(prefix), strip_prefix_length=len(prefix))
+    stop = prefix[:-1] + b"0" if prefix else b""  # "0" follows "/"
 
-    found = (key.decode("utf-8", "surrogateescape") for key in attempt(url, "listed", ask))
+    def ask(start: bytes, stop: bytes) -> list[bytes]:
+        names: list[bytes] = attempt(url, "listed", lambda: store_specs.bucket_store(url).list(_range(start, stop)))
+        return names
+
+    whole = whole_list(url, prefix, stop, ask) if url.startswith("gs://") else ask(prefix, stop)
+    found = (key[len(prefix) :].decode("utf-8", "surrogateescape") for key in whole)
     # Consoles make an empty object for a folder. Keys with . and .. would on the way become those of other objects.
     return sorted(key for key in found if key and not _DOTS.intersection(key.split("/")))
 
@@ -93,10 +84,10 @@ def _prefix(url: str) -> bytes:
     return key.encode() + b"/" if key else b""
 
 
-def _range(prefix: bytes) -> Any:
+def _range(start: bytes, stop: bytes) -> Any:
     import tensorstore as ts
 
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + b"0" if prefix else b"")  # "0" follows "/"
+    return ts.KvStore.KeyRange(start, stop)
 
 
 def names(url: str) -> list[str]:
@@ -112,7 +103,7 @@ def is_folder(url: str) -> bool:
 def is_object(url: str) -> bool:
     """Whether ``url`` is an object itself."""
     folder, name = posixpath.split(url)
-    known = _known(folder)
+    known = store_memory.known(folder)
     return name in known if known is not None else _read(url, slice(0, 0)) is not None
 
 
@@ -123,7 +114,7 @@ def read(url: str) -> bytes:
         FileNotFoundError: there is none.
         StorageError: the store refused.
     """
-    known = _contents().get(url)
+    known = store_memory.contents().get(url)
     return _present(url, _read(url, None)) if known is None else known
 
 
@@ -150,12 +141,31 @@ def size(url: str) -> int:
         FileNotFoundError: there is none.
         StorageError: the store refused.
     """
-    if url in _sizes():
-        return _sizes()[url]
+    if url in store_memory.sizes():
+        return store_memory.sizes()[url]
     found = _read(url, slice(_FAR, _FAR + 1))  # no store has objects as large; the refusal tells the size
     if found is None:
         raise _no_object(url)
     return found if isinstance(found, int) and found >= 0 else _probed_size(url)
+
+
+def is_empty(url: str) -> bool:
+    """Return whether an object has no bytes.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: the store refused.
+    """
+    if url in store_memory.sizes():
+        return store_memory.sizes()[url] == 0
+    if url in store_memory.empties():
+        return store_memory.empties()[url]
+    if not url.startswith("gs://"):
+        return size(url) == 0  # which one refusal tells
+    found = _read(url, slice(0, 1))  # refused as out of range where there is no first byte
+    if found is None:
+        raise _no_object(url)
+    return not isinstance(found, bytes) or not found
 
 
 def version(url: str) -> bytes:
@@ -169,24 +179,24 @@ def version(url: str) -> bytes:
 
 def know_sizes(urls: Collection[str]) -> None:
     """Asks for the sizes of many objects side by side, for this thread's snapshot; outside of one it does nothing."""
-    _know(_sizes(), urls, size)
+    _know(store_memory.sizes(), urls, size)
 
 
-def _sizes() -> dict[str, int]:
-    """Sizes that this thread asked for in its snapshot."""
-    if not hasattr(_local, "sizes"):
-        _local.sizes = {}
-    sizes: dict[str, int] = _local.sizes
-    return sizes
+def know_which_are_empty(urls: Collection[str]) -> None:
+    """Ask many objects side by side whether they are empty, for this thread's snapshot; outside of one do nothing."""
+    if all(url.startswith("gs://") for url in urls):
+        _know(store_memory.empties(), urls, is_empty)
+    else:
+        know_sizes(urls)
 
 
 def know_contents(urls: Collection[str]) -> None:
     """Reads many small objects side by side, for this thread's snapshot; outside of one it does nothing."""
-    _know(_contents(), urls, read)
+    _know(store_memory.contents(), urls, read)
 
 
 def _know(known: dict[str, Any], urls: Collection[str], ask: Callable[[str], Any]) -> None:
-    if _held():
+    if store_memory.held():
         found: dict[str, Any] = {}
 
         def look(url: str) -> None:
@@ -195,14 +205,6 @@ def _know(known: dict[str, Any], urls: Collection[str], ask: Callable[[str], Any
 
         in_parallel(look, [url for url in urls if url not in known])
         known.update(found)
-
-
-def _contents() -> dict[str, bytes]:
-    """Objects that this thread read ahead in its snapshot."""
-    if not hasattr(_local, "contents"):
-        _local.contents = {}
-    contents: dict[str, bytes] = _local.contents
-    return contents
 
 
 def _probed_size(url: str) -> int:
@@ -230,7 +232,7 @@ def _read(url: str, span: slice | None) -> bytes | int | None:
 
 
 def _ask(url: str, span: slice | None) -> Any:
-    key = store_specs.split(url)[2]
+    key = store_views.physical(store_specs.split(url)[2])
     if not key:
         return None  # a bucket
 
@@ -238,7 +240,10 @@ def _ask(url: str, span: slice | None) -> Any:
         bucket = store_specs.bucket_store(url)
         return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
 
-    return attempt(url, "read", ask, _SMALL if span is None else span.stop - span.start)
+    found = attempt(url, "read", ask, _SMALL if span is None else span.stop - span.start)
+    if found.state == "unspecified":  # see `_done`
+        raise refusal(url, "read", "the store answered that a condition is not met, though none was given", "412")
+    return found
 
 
 class Object:
@@ -297,13 +302,19 @@ def write(url: str, data: bytes) -> None:
         StorageError: the store refused.
     """
     key = store_specs.split(url)[2]
-    attempt(url, "written", lambda: store_specs.bucket_store(url).write(key, data), len(data))
+    _done(url, "written", lambda: store_specs.bucket_store(url).write(key, data), len(data))
 
 
 def delete(url: str) -> None:
     """Deletes an object; none need be there."""
     key = store_specs.split(url)[2]
-    attempt(url, "deleted", lambda: store_specs.bucket_store(url).write(key, None))
+    _done(url, "deleted", lambda: store_specs.bucket_store(url).write(key, None))
+
+
+def _done(url: str, doing: str, ask: Callable[[], Any], nbytes: int = 0) -> None:
+    stamp = attempt(url, doing, ask, nbytes)
+    if not stamp.generation:  # how TensorStore tells HTTP 412, also where there was no condition
+        raise refusal(url, doing, "the store answered that a condition is not met, though none was given", "412")
 
 
 def delete_all(urls: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import s3
+from tests.support import gs, s3
+from tests.support.gs import GsBucket, GsProxy
 from tests.support.peers import version
 from tests.support.s3 import Bucket, Proxy
 
@@ -32,3 +33,31 @@ def bucket(s3_server: tuple[int, Proxy], monkeypatch: pytest.MonkeyPatch) -> Ite
     proxy.log.clear()
     yield s3.new_bucket(port, proxy)
     proxy.rule = lambda method, path: ""
+
+
+@pytest.fixture(scope="session")
+def gs_server() -> Iterator[GsProxy]:
+    """The proxy before a gs:// server; TensorStore reads the variables once, so all tests share it."""
+    why = gs.why_not()
+    if why is not None:
+        pytest.skip(why)
+    with gs.serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[GsBucket]:
+    """An empty bucket of gs://, to which the environment leads the library through a proxy without faults."""
+    for name, value in gs.environment(gs_server).items():
+        monkeypatch.setenv(name, value)
+    gs_server.log.clear()
+    yield gs.new_bucket(gs_server)
+    gs_server.rule = lambda method, path: ""
+    gs_server.page, gs_server.token, gs_server.may_list = 1000, gs.TOKEN, True
+
+
+@pytest.fixture(params=["s3", "gs"])
+def any_bucket(request: pytest.FixtureRequest) -> Bucket | GsBucket:
+    """An empty bucket of each kind of store."""
+    found: Bucket | GsBucket = request.getfixturevalue("bucket" if request.param == "s3" else "gs_bucket")
+    return found

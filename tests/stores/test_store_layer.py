@@ -206,6 +206,44 @@ def test_missing_or_wrong_credentials(refusing: str, call: Any) -> None:
         call(refusing)
 
 
+@pytest.mark.parametrize(
+    ("refusing", "remedy"),
+    [
+        ((400, "ExpiredToken"), "credentials have expired or are not valid: renew them"),
+        ((403, "ExpiredToken"), "credentials have expired or are not valid: renew them"),
+        ((400, "InvalidBucketName"), "'bucket' cannot be the name of a bucket"),
+        ((400, "AuthorizationHeaderMalformed"), "in another region.*AWS_REGION"),
+        ((400, "SomethingElse"), "SomethingElse it is.*the store refused the request"),
+    ],
+    indirect=["refusing"],
+)
+def test_what_is_refused_is_not_the_network(refusing: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the cause that the store gives."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    for call in CALLS:
+        with pytest.raises(errors.StorageError, match=remedy) as caught:
+            call(refusing)
+        assert "network" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://a/run", "s3://b ucket/run", "gs://Upper_Case/run", "gs://a/run", "s3://b:80/run"]
+)
+def test_names_that_no_bucket_has(url: str) -> None:
+    """They are told as such, before anything is asked of a network."""
+    with pytest.raises(errors.StorageError, match="cannot be the name of a bucket"):
+        ours.available_steps(url)
+
+
+def test_a_refusal_within_a_database_is_no_damage() -> None:
+    """Whatever TensorStore says while it reads one: answers that tell of an object alone may be of what is stored."""
+    told = "ExpiredToken: it is. [http_response_code='{}']"
+    assert store_errors.is_refusal(ValueError(told.format(400)))
+    assert not store_errors.is_refusal(ValueError(told.format(404)))
+    assert not store_errors.is_refusal(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits and retries as in life, but shorter."""

@@ -77,6 +77,7 @@ class Asked:
 
 
 Rule = Callable[[str, str], Fault]
+Answer = tuple[int, list[tuple[str, str]], bytes]  # status, headers, body
 
 
 def sometimes(rate: float, seed: int, faults: tuple[Fault, ...] = FAULTS) -> Rule:
@@ -103,13 +104,22 @@ class Proxy:
     refuses_conditions = False
 
     def __init__(self, port: int) -> None:
+        self.port = port
         self.rule: Rule = lambda method, path: ""
         self.log: list[Asked] = []
         self.ended = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, port))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
+
+    def refusal(self, fault: Fault) -> tuple[str, bytes] | None:
+        """Content type and body of the answer that a fault is; None for other faults."""
+        return ("application/xml", _ANSWERS[fault]) if fault in _ANSWERS else None
+
+    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        """What the server says to a request."""
+        return forward(self.port, method, path, headers, body)
 
     @property
     def url(self) -> str:
@@ -133,7 +143,7 @@ class Proxy:
         self._thread.join()
 
 
-def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
+def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
@@ -158,15 +168,15 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
             if self.fault == "refuse":
                 self._note(0, 0)
                 self._hang_up()
-            elif self.fault in _ANSWERS:
-                self._send(int(self.fault), [("Content-Type", "application/xml")], _ANSWERS[self.fault])
+            elif refusal := proxy.refusal(self.fault):
+                self._send(int(self.fault), [("Content-Type", refusal[0])], refusal[1])
             elif self.fault == "stall":
                 proxy.ended.wait()
                 self._hang_up()
             else:
                 if self.fault == "slow":
                     time.sleep(_SLOW)
-                self._pass_back(*_forward(port, self.command, self.path, dict(self.headers), body))
+                self._pass_back(*proxy.forward(self.command, self.path, dict(self.headers), body))
 
         def _pass_back(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
             if self.fault == "lose" or (self.fault == "cut" and not content):
@@ -211,9 +221,8 @@ def _handler(proxy: Proxy, port: int) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _forward(
-    port: int, method: str, path: str, headers: dict[str, str], body: bytes
-) -> tuple[int, list[tuple[str, str]], bytes]:
+def forward(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+    """What the server at a port says to a request."""
     onward = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         kept = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}

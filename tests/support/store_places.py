@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
+
+AnyBucket = Bucket | GsBucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,3 +58,9 @@ class Place:
         else:
             assert self.bucket is not None
             self.bucket.delete(f"run/{name}")
+
+
+def put_back(bucket: AnyBucket, contents: dict[str, bytes], root: str) -> None:
+    """Writes objects below another folder."""
+    for key, content in contents.items():
+        bucket.put(f"{root}/{key.partition('/')[2]}", content)

@@ -1,0 +1,74 @@
+"""What looking for the latest costs in a store, and what is said where the store refuses after the commit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from tests.support.saves import tree
+from tests.support.store_places import AnyBucket
+
+
+def fill(bucket: AnyBucket, format: str, number: int) -> str:
+    """Puts so many names of checkpoints there, as little of each as a look at them needs."""
+    flax_ckpt_compat.save(f"{bucket.url}/run", tree(number), step=number, format=format)  # type: ignore[arg-type]
+    for step in range(1, number):
+        name = f"run/checkpoint_{step}"
+        bucket.put(name if format == "msgpack" else f"{name}/_METADATA", b"{}")
+        if format == "orbax":
+            bucket.put(f"{name}/commit_success.txt", b"")
+    return f"{bucket.url}/run"
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_the_latest_of_many(format: str, any_bucket: AnyBucket) -> None:
+    """The newest is asked first, and none that is older than the first complete one."""
+    root, many = fill(any_bucket, format, 300), 300
+    any_bucket.proxy.log.clear()
+    assert ours.latest_checkpoint(root) == f"{root}/checkpoint_{many}"
+    lists = sum(asked.is_listing or asked.path.partition("?")[0].endswith("/o") for asked in any_bucket.proxy.log)
+    assert len(any_bucket.proxy.log) - lists <= 3
+    any_bucket.proxy.log.clear()
+    with pytest.raises(errors.InvalidCheckpointError, match=f"checkpoint_{many} is newer"):
+        ours.save_checkpoint(root, tree(1), 7.5)
+    lists = sum(asked.is_listing or asked.path.partition("?")[0].endswith("/o") for asked in any_bucket.proxy.log)
+    assert len(any_bucket.proxy.log) - lists <= 4
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_an_incomplete_newest(format: Any, any_bucket: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
+    """It is skipped with a warning, and so on to the first complete one."""
+    root = f"{any_bucket.url}/run"
+    flax_ckpt_compat.save(root, tree(1), step=1, format=format)
+    any_bucket.put("run/checkpoint_2", b"")
+    any_bucket.put("run/checkpoint_3/_begun.5." + "0" * 32, b"")
+    assert ours.latest_checkpoint(root) == f"{root}/checkpoint_1"
+    assert "checkpoint_2 (the file is empty); checkpoint_3 (commit_success.txt is missing" in caplog.text
+    assert ours.available_steps(root) == [1]
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
+    """The step was saved, which the error says; the next save removes what this one could not."""
+    root = f"{any_bucket.url}/run"
+    for step in (1, 2):
+        flax_ckpt_compat.save(root, tree(step), step=step, format=format)
+    old = ("checkpoint_1", "checkpoint_1%2F")
+
+    def rule(method: str, path: str) -> str:
+        return "403" if method == "DELETE" and any(name in path for name in old) else ""
+
+    with any_bucket.proxy.failing(rule), pytest.raises(errors.CleanupError) as caught:
+        flax_ckpt_compat.save(root, tree(3), step=3, format=format, keep=2)
+    assert f"{root}/checkpoint_3 was saved, but old checkpoints could not be removed" in str(caught.value)
+    assert "checkpoint_1" in str(caught.value)
+    assert "could not be deleted" in str(caught.value)
+    assert ours.restore_checkpoint(root, None)["n"] == 3
+    assert 1 in ours.available_steps(root)
+    flax_ckpt_compat.save(root, tree(4), step=4, format=format, keep=2)
+    assert ours.available_steps(root) == [3, 4]
+    assert not [key for key in any_bucket.keys("run/") if "checkpoint_1" in key]

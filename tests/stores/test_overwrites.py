@@ -1,0 +1,236 @@
+"""A step that is being overwritten is complete at each moment, as the old or as the new one, also when the writer dies.
+
+Where the store refuses all requests from one on, it is left as by a writer killed before that request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import store_commits, store_views
+from tests.multiprocess import jobs, store_jobs
+from tests.stores.test_rules_crash import kill_at
+from tests.support import s3
+from tests.support.s3 import Bucket, Proxy
+from tests.support.store_places import AnyBucket, put_back
+from tests.support.team import team_of
+from tests.support.trees import fingerprint
+
+CHANGES = ("PUT", "POST", "DELETE")
+
+
+def state(number: int) -> dict[str, Any]:
+    """A tree that tells in each value which save it is from, and has other names in each."""
+    return {"n": number, "w": np.full(700, number, np.float32), f"only_in_{number}": np.arange(5) + number}
+
+
+def from_change(number: int, fault: s3.Fault = "403") -> s3.Rule:
+    """All requests from this change of the store on fail."""
+    seen, ended = itertools.count(), []
+
+    def rule(method: str, path: str) -> s3.Fault:
+        if method in CHANGES and next(seen) >= number:
+            ended.append(True)
+        return fault if ended else ""
+
+    return rule
+
+
+def check(root: str, *numbers: int) -> int:
+    """Step 3 is there, wholly of one of these saves, to all functions, and step 2 untouched; returns which."""
+    assert ours.available_steps(root) == [2, 3]
+    assert ours.latest_checkpoint(root) == f"{root}/checkpoint_3"
+    records = {record.step: record.complete for record in flax_ckpt_compat.iter_checkpoints(root)}
+    assert records == {2: True, 3: True}
+    found = ours.restore_checkpoint(root, None)
+    assert found["n"] in numbers
+    assert fingerprint(found) == fingerprint(state(found["n"]))
+    assert flax_ckpt_compat.plan_restore(root, state(found["n"])).raises is None
+    with flax_ckpt_compat.open_checkpoint(f"{root}/checkpoint_3") as opened:
+        assert opened.read("n") == {"n": found["n"]}
+    return int(found["n"])
+
+
+def check_real_orbax(bucket: AnyBucket, folder: str, numbers: set[int], to: Path) -> None:
+    """Where the sign that real Orbax looks for is there, what real Orbax restores is whole as well."""
+    if f"{folder}/commit_success.txt" in bucket.keys(folder):
+        found = ocp.PyTreeCheckpointer().restore(bucket.download(folder, to))
+        assert found["n"] in numbers
+        assert fingerprint(found) == fingerprint(state(found["n"]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("any_bucket", "formats"),
+    [(store, how) for store in ("s3", "gs") for how in ("msgpack msgpack", "orbax orbax")]
+    + [("s3", "orbax msgpack"), ("s3", "msgpack orbax")],
+    indirect=["any_bucket"],
+)
+def test_an_overwrite_that_ends_before_each_change(formats: str, any_bucket: AnyBucket, tmp_path: Path) -> None:
+    """Whatever it was killed before: the step is whole, no other is touched, and the next save leaves nothing over."""
+    old, new = formats.split()
+    for step in (2, 3):
+        flax_ckpt_compat.save(f"{any_bucket.url}/first", state(step), step=step, format=old)  # type: ignore[arg-type]
+    contents = {key: any_bucket.get(key) for key in any_bucket.keys("first/")}
+    seen = []
+    for number in range(100):
+        root = f"{any_bucket.url}/run{number}"
+        put_back(any_bucket, contents, f"run{number}")
+        ended = None
+        try:
+            with any_bucket.proxy.failing(from_change(number)):
+                flax_ckpt_compat.save(root, state(9), step=3, format=new, overwrite=True)  # type: ignore[arg-type]
+        except errors.StorageError as error:
+            ended = error
+        seen.append(check(root, 3, 9))
+        # An error that does not say that it was saved is of a step that still is the old one.
+        assert (seen[-1] == 9) == (ended is None or "was saved" in str(ended)), (number, ended)
+        if old == new == "orbax":
+            check_real_orbax(any_bucket, f"run{number}/checkpoint_3", {3, 9}, tmp_path / str(number))
+        if number % 6 == 0 or ended is None:
+            flax_ckpt_compat.save(root, state(11), step=3, format=new, overwrite=True)  # type: ignore[arg-type]
+            assert check(root, 11) == 11
+            assert not [key for key in any_bucket.keys(f"run{number}/") if "_begun" in key or "_next" in key]
+            if new == "orbax":
+                assert len(any_bucket.keys(f"run{number}/checkpoint_3/")) == 5
+        if ended is None:
+            break
+    assert seen == sorted(seen)  # once it is the new one it stays that
+    assert seen[0] == 3
+    assert seen[-1] == 9
+
+
+@pytest.mark.parametrize("at", [("PUT", "commit_success.txt"), ("PUT", "checkpoint_3/_METADATA")])
+def test_a_writer_that_is_killed(at: tuple[str, str], bucket: Bucket) -> None:
+    """A real one, before its files count, and when the old one no longer does; a second one dies in its stead."""
+    root = f"{bucket.url}/run"
+    for step in (2, 3):
+        flax_ckpt_compat.save(root, state(step), step=step, format="orbax")
+    kill_at(bucket, root, 3, "orbax", *at)
+    found = ours.restore_checkpoint(root, None)["n"]
+    assert found == (3 if at[1] == "commit_success.txt" else 103)
+    kill_at(bucket, root, 3, "orbax", "PUT", "commit_success.txt")
+    assert ours.restore_checkpoint(root, None)["n"] == found
+    assert ours.available_steps(root) == [2, 3]
+
+
+def aged(bucket: AnyBucket, folder: str) -> None:
+    """Makes what a dead writer left a day older."""
+    old = str(int(time.time()) - 25 * 3600)
+    for key in bucket.keys(folder):
+        _, _, name = key.rpartition(f"{folder}/")
+        first = name.partition("/")[0]
+        if first.startswith(("_begun.", "_next.")):
+            number = first.split(".")[1]
+            content = bucket.get(key)
+            bucket.delete(key)
+            bucket.put(key.replace(number, old), content)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket, tmp_path: Path) -> None:
+    """Any save into that folder then removes what was never complete, and puts in its place what was."""
+    for number in itertools.count(1, 2):
+        root, folder = f"{any_bucket.url}/run{number}", f"run{number}/checkpoint_3"
+        for step in (2, 3):
+            flax_ckpt_compat.save(root, state(step), step=step, format="orbax")
+        with any_bucket.proxy.failing(from_change(number)):
+            try:
+                flax_ckpt_compat.save(root, state(9), step=3, format="orbax", overwrite=True)
+                break
+            except errors.StorageError:
+                pass
+        found = check(root, 3, 9)
+        aged(any_bucket, folder)
+        store_commits.reclaim(root)
+        assert check(root, found) == found
+        assert not [key for key in any_bucket.keys(folder) if "_begun" in key or "_next" in key]
+        assert f"{folder}/commit_success.txt" in any_bucket.keys(folder)
+        assert len(any_bucket.keys(folder)) == 5, any_bucket.keys(folder)
+        check_real_orbax(any_bucket, folder, {found}, tmp_path / str(number))
+
+
+def test_a_copy_without_the_sign(bucket: Bucket, tmp_path: Path) -> None:
+    """On s3:// the copy of a local checkpoint is complete without it, and stays so while it is replaced."""
+    flax_ckpt_compat.save(tmp_path / "run", state(3), step=3, format="orbax")
+    for number in (0, 2, 5, 9):
+        root = bucket.upload(tmp_path / "run", f"run{number}")
+        flax_ckpt_compat.save(root, state(2), step=2, format="orbax", overwrite=True, keep=0)
+        with bucket.proxy.failing(from_change(number)), pytest.raises(errors.StorageError):
+            flax_ckpt_compat.save(root, state(9), step=3, format="orbax", overwrite=True)
+        check(root, 3, 9)
+
+
+@pytest.mark.parametrize("sign", ["_next.5.{tag}/commit_success.txt", "commit_success.txt"])
+def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None:
+    """It never counts again once its removal has begun, at whichever request that ends."""
+    tag = "0" * 32
+    for number in (0, 1, 2, 3, 6):
+        root = f"{bucket.url}/run{number}"
+        flax_ckpt_compat.save(root, state(3), step=3, format="orbax")
+        for key in bucket.keys(f"run{number}/"):
+            bucket.put(key.replace("checkpoint_3/", f"checkpoint_3/_next.5.{tag}/"), bucket.get(key))
+        if "_next" in sign:
+            bucket.delete(f"run{number}/checkpoint_3/commit_success.txt")
+        assert ours.available_steps(root) == [3]
+        with bucket.proxy.failing(from_change(number)), pytest.raises(errors.StorageError):
+            store_commits.discard(f"{root}/checkpoint_3")
+        there = bool(ours.available_steps(root))
+        assert there == (number < (2 if "_next" in sign else 3))
+        flax_ckpt_compat.save(root, state(4), step=3, format="orbax", overwrite=True)
+        assert flax_ckpt_compat.restore(root)["n"] == 4
+        assert len(bucket.keys(f"run{number}/")) == 5
+
+
+def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None:
+    """Process 0 of a save by two fails for good from one change on: what the others restore is one of the two."""
+    second = Proxy(s3_server[0])
+    team, seen = team_of(2), []
+    team.call(store_jobs.lead_to, [s3.environment(bucket.proxy), s3.environment(second)])
+    try:
+        for number in range(5, 60, 5):
+            root = f"{bucket.url}/run{number}"
+            team.call(jobs.save_small, root, True, 1)
+            with bucket.proxy.failing(from_change(number)):
+                outcomes = team.run(store_jobs.overwrite, root, True, 1, 5, 20.0, timeout=40)
+            assert ours.available_steps(root) == [1]
+            (value,) = set(team.call(jobs.restore_small, root))
+            assert value in (1, 5)
+            seen.append(value)
+            if not any(outcome.error for outcome in outcomes):
+                break
+        assert set(seen) == {1, 5}
+        assert seen == sorted(seen)
+    finally:
+        second.close()
+
+
+def test_views() -> None:
+    """Which names are to be seen, and where they lie."""
+    one, two = "_next.5." + "1" * 32, "_next.6." + "2" * 32
+    data = "d/" + "a" * 32
+    old = ["_METADATA", "commit_success.txt", data, "state/_METADATA"]
+    new = [f"{one}/_METADATA", f"{one}/manifest.ocdbt"]
+    assert store_views.visible([*old, *new]) == old
+    committed = [*new, f"{one}/commit_success.txt"]
+    assert store_views.visible([*old, *committed]) == old
+    without = [name for name in old if name != "commit_success.txt"]
+    assert store_views.visible([*without, *new]) == sorted(without)
+    expected = ["_METADATA", "commit_success.txt", data, "manifest.ocdbt"]
+    assert store_views.visible([*without, *committed, f"{two}/_METADATA"]) == expected
+    assert store_views.current([*without, *committed, f"{two}/commit_success.txt"]) == two
+    assert store_views.physical(f"run/c/{one}/{data}") == f"run/c/{data}"
+    assert store_views.physical(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
+    assert store_views.physical(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
+        f"run/c/ocdbt.process_0.{'1' * 32}/{data}"
+    )

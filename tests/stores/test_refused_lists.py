@@ -1,0 +1,250 @@
+"""Lists that gs:// refuses, which TensorStore takes for empty ones: an error that says so, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import store_proofs, store_tokens, stores
+from tests.support import s3
+from tests.support.gs import TOKEN, GsBucket
+from tests.support.saves import tree
+from tests.support.store_places import put_back
+
+CALLS: list[Callable[[str], Any]] = [
+    ours.latest_checkpoint,
+    ours.available_steps,
+    lambda root: ours.restore_checkpoint(root, {"a": 1}),
+    lambda root: ours.restore_checkpoint(root, {"a": 1}, step=3),
+    flax_ckpt_compat.restore,
+    flax_ckpt_compat.open_checkpoint,
+    lambda root: list(flax_ckpt_compat.iter_checkpoints(root)),
+    lambda root: ours.save_checkpoint(root, {"a": 1}, 1),
+]
+
+
+def is_list(method: str, path: str) -> bool:
+    """Whether a request asks for names."""
+    return method == "GET" and path.partition("?")[0].endswith("/o")
+
+
+def refuse_list(number: int, fault: s3.Fault, *, on: bool = False) -> s3.Rule:
+    """The list of this number is refused; all that follow too where that is asked for."""
+    seen = iter(range(10**6))
+
+    def rule(method: str, path: str) -> s3.Fault:
+        if not is_list(method, path):
+            return ""
+        at = next(seen)
+        return fault if at == number or (on and at > number) else ""
+
+    return rule
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_bucket(call: Callable[[str], Any], gs_bucket: GsBucket) -> None:
+    """No function takes a missing bucket for a place without checkpoints."""
+    with pytest.raises(errors.StorageError, match="there is no bucket 'not-there'"):
+        call("gs://not-there/run")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_expired_credentials(call: Callable[[str], Any], gs_bucket: GsBucket) -> None:
+    """They are told as such, and not as an empty folder, nor as the network."""
+    gs_bucket.proxy.token = "a newer one"
+    with pytest.raises(errors.StorageError, match="credentials have expired or are not valid"):
+        call(f"{gs_bucket.url}/run")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["token", "no token"])
+@pytest.mark.parametrize("call", CALLS)
+def test_who_may_not_list(
+    call: Callable[[str], Any], known: bool, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the token is not known here, because TensorStore alone has it."""
+    monkeypatch.setattr(store_tokens, "token", lambda: TOKEN if known else None)
+    gs_bucket.proxy.may_list = False
+    with pytest.raises(errors.StorageError, match=r"storage\.objects\.list denied.*none that may do that"):
+        call(f"{gs_bucket.url}/run")
+
+
+@pytest.mark.parametrize("bucket_there", [True, False])
+def test_where_the_token_is_not_known(bucket_there: bool, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without one tells whether there is a bucket."""
+    monkeypatch.setattr(store_tokens, "token", lambda: None)
+    if bucket_there:
+        assert ours.available_steps(f"{gs_bucket.url}/run") == []
+        return
+    with pytest.raises(errors.StorageError, match="there is no bucket"):
+        ours.available_steps("gs://not-there/run")
+
+
+def outcome(act: Callable[[], Any]) -> Any:
+    """What a call gives, or its refusal."""
+    try:
+        return act()
+    except errors.StorageError as error:
+        assert "could not be listed" in str(error) or "no names" in str(error), error
+        return None
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize("fault", ["400", "403", "416"])
+def test_a_refused_list_in_a_reader(fault: str, format: Any, on: bool, gs_bucket: GsBucket) -> None:
+    """Whichever list it is: the answer is the right one, or an error of the store."""
+    root = f"{gs_bucket.url}/run"
+    for step in (1, 2):
+        flax_ckpt_compat.save(root, tree(step), step=step, format=format)
+    for act, expected in (
+        (lambda: ours.latest_checkpoint(root), f"{root}/checkpoint_2"),
+        (lambda: ours.available_steps(root), [1, 2]),
+        (lambda: ours.restore_checkpoint(root, tree(0))["n"], 2),
+        (lambda: ours.restore_checkpoint(root, tree(0), step=1)["n"], 1),
+    ):
+        for number in range(30):
+            gs_bucket.proxy.log.clear()
+            with gs_bucket.proxy.failing(refuse_list(number, fault, on=on)):
+                found = outcome(act)
+            assert found in (expected, None)
+            if not any(asked.fault for asked in gs_bucket.proxy.log):
+                break
+        else:
+            raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("how", ["msgpack new", "orbax new", "msgpack overwrite", "orbax overwrite"])
+def test_a_refused_list_in_a_save(how: str, on: bool, gs_bucket: GsBucket) -> None:
+    """A save with retention: what it says is what is there, and of what was there only what it should is gone."""
+    format, _, rest = how.partition(" ")
+    saved = 3 if rest == "overwrite" else 4
+    for step in (1, 2, 3):
+        flax_ckpt_compat.save(f"{gs_bucket.url}/first", tree(step), step=step, format=format)  # type: ignore[arg-type]
+    contents = {key: gs_bucket.get(key) for key in gs_bucket.keys("first/")}
+    for number in range(80):
+        root = f"{gs_bucket.url}/run{number}"
+        put_back(gs_bucket, contents, f"run{number}")
+        gs_bucket.proxy.log.clear()
+        said = None
+        with gs_bucket.proxy.failing(refuse_list(number, "403", on=on)):
+            try:
+                flax_ckpt_compat.save(
+                    root,
+                    tree(100 + saved),
+                    step=saved,
+                    format=format,
+                    keep=2,
+                    overwrite=saved == 3,  # type: ignore[arg-type]
+                )
+            except errors.StorageError as error:
+                said = str(error)
+                assert "could not be listed" in said, said
+        there = ours.available_steps(root)
+        assert {3, saved - 1} <= {*there}, number
+        assert 2 in there or saved in there, number
+        found = ours.restore_checkpoint(root, None, there[-1])["n"]
+        assert found == (100 + saved if said is None or "was saved" in said else 3), said
+        if said is None:
+            assert there == [saved - 1, saved]
+        if not any(asked.fault for asked in gs_bucket.proxy.log):
+            assert said is None
+            return
+    raise AssertionError("it never succeeded")
+
+
+@pytest.mark.parametrize("fault", ["400", "401", "403", "404"])
+def test_a_refused_page(fault: str, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later page that is refused does not cut the list."""
+    monkeypatch.setattr(store_proofs, "_PAGE", 3)
+    gs_bucket.proxy.page = 3
+    for number in range(10):
+        gs_bucket.put(f"run/{number}", b"x")
+    expected = [str(number) for number in range(10)]
+    assert stores.fresh_keys(f"{gs_bucket.url}/run") == expected
+    for page in ("pageToken=3", "pageToken=6"):
+        once = iter([fault])
+        with gs_bucket.proxy.failing(lambda method, path, page=page, once=once: next(once, "") if page in path else ""):
+            assert stores.fresh_keys(f"{gs_bucket.url}/run") == expected
+
+
+def test_a_condition_that_was_not_given(gs_bucket: GsBucket) -> None:
+    """HTTP 412 to a plain read, write or deletion is a refusal, and not an empty object or something done."""
+    url = f"{gs_bucket.url}/run/a"
+    stores.write(url, b"x")
+    with gs_bucket.proxy.failing(lambda method, path: "412"):
+        for act in (lambda: stores.read(url), lambda: stores.write(url, b"y"), lambda: stores.delete(url)):
+            with pytest.raises(errors.StorageError, match="condition"):
+                act()
+    assert gs_bucket.get("run/a") == b"x"
+
+
+@pytest.fixture
+def issuer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[Any]]]:
+    """A server that issues tokens, as Google's and as a machine's do, and what it was asked."""
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            asked.append((self.path, self.headers.get("Metadata-Flavor"), body))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"access_token": "issued", "expires_in": 3600}).encode())
+
+        do_GET = do_POST = _answer
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        for name in ("GOOGLE_AUTH_TOKEN_FOR_TESTING", "GOOGLE_APPLICATION_CREDENTIALS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+        monkeypatch.setattr(store_tokens, "_kept", {})
+        yield f"127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_the_token_of_a_user(issuer: tuple[str, list[Any]], tmp_path: Path) -> None:
+    """Of `gcloud auth application-default login`: refreshed once, and kept."""
+    host, asked = issuer
+    user = {"type": "authorized_user", "client_id": "i", "client_secret": "s", "refresh_token": "r"}
+    (tmp_path / "application_default_credentials.json").write_text(
+        json.dumps({**user, "token_uri": f"http://{host}/token"})
+    )
+    assert [store_tokens.token(), store_tokens.token()] == ["issued", "issued"]
+    ((path, _, body),) = asked
+    assert path == "/token"
+    assert b"refresh_token=r" in body
+    assert b"grant_type=refresh_token" in body
+
+
+def test_the_token_of_a_machine(issuer: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the metadata server of a virtual machine."""
+    host, asked = issuer
+    monkeypatch.setenv("GCE_METADATA_ROOT", host)
+    assert store_tokens.token() == "issued"
+    assert asked == [("/computeMetadata/v1/instance/service-accounts/default/token", "Google", b"")]
+
+
+def test_a_key_that_would_have_to_sign(
+    issuer: tuple[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is known then, and nothing is asked."""
+    (tmp_path / "key.json").write_text(json.dumps({"type": "service_account"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    assert store_tokens.token() is None
+    assert issuer[1] == []

