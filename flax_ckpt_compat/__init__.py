@@ -13,10 +13,11 @@ if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
 
 if _typing.TYPE_CHECKING:
     from flax_ckpt_compat import checkpoints, config, errors, rules, transforms
-    from flax_ckpt_compat._install import install, installed, uninstall
+    from flax_ckpt_compat._patching import install, installed, uninstall
+    from flax_ckpt_compat._view.checkpoint_view import open_checkpoint
+    from flax_ckpt_compat._view.inventory import iter_checkpoints
+    from flax_ckpt_compat._view.plan import plan_restore
     from flax_ckpt_compat.api import restore, save
-    from flax_ckpt_compat.inventory import iter_checkpoints
-    from flax_ckpt_compat.plan import plan_restore
     from flax_ckpt_compat.transforms import (
         RestoreArgs,
         RestoreTransform,
@@ -25,7 +26,6 @@ if _typing.TYPE_CHECKING:
         intersect_trees,
         merge_trees,
     )
-    from flax_ckpt_compat.view import open_checkpoint
 
 __version__ = "0.1.0"
 
@@ -57,16 +57,16 @@ _FUNCTIONS = {
     "RestoreTransform": "transforms",
     "Transform": "transforms",
     "apply_transformations": "transforms",
-    "install": "_install",
-    "installed": "_install",
+    "install": "_patching",
+    "installed": "_patching",
     "intersect_trees": "transforms",
-    "iter_checkpoints": "inventory",
+    "iter_checkpoints": "_view.inventory",
     "merge_trees": "transforms",
-    "open_checkpoint": "view",
-    "plan_restore": "plan",
+    "open_checkpoint": "_view.checkpoint_view",
+    "plan_restore": "_view.plan",
     "restore": "api",
     "save": "api",
-    "uninstall": "_install",
+    "uninstall": "_patching",
 }
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any misspelt name for one of these

@@ -6,10 +6,12 @@ import enum
 import os
 from typing import Any, Literal, SupportsFloat
 
-from flax_ckpt_compat import config, restoring, saving
+from flax_ckpt_compat import config
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat.background import AsyncManager
+from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._save import pipeline as save_pipeline
+from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import SettingError, StepError
 
 __all__ = ["restore", "save"]
@@ -96,7 +98,7 @@ def restore(
     }
     given = {name: value for name, value in policies.items() if value is not None}
     with config.defaults(config.STRICT), config.override(**given):
-        return restoring.restore(
+        return restore_pipeline.restore(
             os.fspath(path),
             target,
             step,
@@ -161,13 +163,13 @@ def save(
                 f"a msgpack file is not compressed, found compression={compression!r}; pass format='orbax'"
             )
         if step is not None:
-            return saving.save(
+            return save_pipeline.save(
                 place, tree, step, prefix, 0 if keep is None else keep, overwrite, keep_every_n_steps,
-                async_manager, None, careful=True, format=chosen,
+                async_manager, None, replace_only_checkpoints=True, format=chosen,
             )  # fmt: skip
         if keep is not None or keep_every_n_steps is not None:
             raise StepError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
-        return saving.save_at(place, tree, overwrite, async_manager, chosen)
+        return save_pipeline.save_at(place, tree, overwrite, async_manager, chosen)
 
 
 def _format(name: str | None) -> Format:

@@ -13,11 +13,14 @@ from typing import Any
 
 from flax import core
 
-from flax_ckpt_compat import _listing, background, lookups, naming, restoring, saving
-from flax_ckpt_compat._core import paths, steps
-from flax_ckpt_compat.background import AsyncManager
+from flax_ckpt_compat._core import module_names, paths, steps
+from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
+from flax_ckpt_compat._discovery import listing, lookups
+from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._save import async_saves
+from flax_ckpt_compat._save import pipeline as save_pipeline
+from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import StepError
-from flax_ckpt_compat.naming import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 
 __all__ = [
     "COMMIT_SUCCESS_FILE",
@@ -91,7 +94,7 @@ def save_checkpoint(
         CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system refused.
     """
-    return saving.save(
+    return save_pipeline.save(
         _directory(ckpt_dir),
         target,
         step,
@@ -132,13 +135,13 @@ def save_checkpoint_multiprocess(
         The checkpoint's path, in the form in which ``ckpt_dir`` was given.
 
     Raises:
-        AbsentProcessesError: processes did not come in time; the message names them.
-        TeamError: another process failed, or saves something else; nothing was saved.
+        ProcessTimeoutError: processes did not come in time; the message names them.
+        MultiprocessSaveError: another process failed, or saves something else; nothing was saved.
         CheckpointError: what `save_checkpoint` raises, and then in every process.
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
-    return saving.save(
+    return save_pipeline.save(
         _directory(ckpt_dir),
         target,
         step,
@@ -148,7 +151,7 @@ def save_checkpoint_multiprocess(
         keep_every_n_steps,
         async_manager,
         orbax_checkpointer,
-        by_all=True,
+        is_multiprocess=True,
     )
 
 
@@ -193,7 +196,7 @@ def restore_checkpoint(
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
-    return restoring.restore(_directory(ckpt_dir), target, step, prefix, orbax_checkpointer, orbax_transforms)
+    return restore_pipeline.restore(_directory(ckpt_dir), target, step, prefix, orbax_checkpointer, orbax_transforms)
 
 
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
@@ -203,8 +206,8 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
     the naturally last ``prefix + text`` is; and where there is none either, the last complete name that begins with
     the prefix, with a warning. A step's directory in a format that is not Flax's or Orbax's is named as in Flax.
     """
-    where = _listing.place(os.fspath(ckpt_dir), prefix)
-    background.wait_for_joint_saves(where.directory)
+    where = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    async_saves.wait_for_joint_saves(where.directory)
     found = lookups.latest(where)
     return None if found is None else os.path.join(where.shown, found.name)
 
@@ -217,8 +220,8 @@ def available_steps(
     Raises:
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
     """
-    where = _listing.place(os.fspath(ckpt_dir), prefix)
-    background.wait_for_joint_saves(where.directory)
+    where = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    async_saves.wait_for_joint_saves(where.directory)
     found = []
     for entry in lookups.available(where):
         try:
@@ -246,7 +249,7 @@ def convert_pre_linen(params: PyTree) -> PyTree:
     """
     if not isinstance(params, (dict, core.FrozenDict)):
         return params
-    renamed = {new: convert_pre_linen(params[old]) for old, new in naming.linen_names(params.keys()).items()}
+    renamed = {new: convert_pre_linen(params[old]) for old, new in module_names.linen_names(params.keys()).items()}
     return core.freeze(renamed) if isinstance(params, core.FrozenDict) else renamed
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from flax import errors as _flax
 
 from flax_ckpt_compat._core.errors import (
-    AbsentProcessesError,
     CheckpointerError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,12 +26,13 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     KindMismatchError,
     MissingLeavesError,
+    MultiprocessSaveError,
     NameCollisionError,
+    ProcessTimeoutError,
     SettingError,
     ShapeMismatchError,
     StepError,
     StorageError,
-    TeamError,
     TransformError,
     UnrecognizedFormatError,
     UnsupportedLeafError,
@@ -40,7 +40,6 @@ from flax_ckpt_compat._core.errors import (
 )
 
 __all__ = [
-    "AbsentProcessesError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointerError",
@@ -55,12 +54,13 @@ __all__ = [
     "MPARestoreDataCorruptedError",
     "MPARestoreTargetRequiredError",
     "MissingLeavesError",
+    "MultiprocessSaveError",
     "NameCollisionError",
+    "ProcessTimeoutError",
     "SettingError",
     "ShapeMismatchError",
     "StepError",
     "StorageError",
-    "TeamError",
     "TransformError",
     "UnrecognizedFormatError",
     "UnsupportedLeafError",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
-from flax_ckpt_compat._core.store_shares import Shares
+from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
+from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node
 
-from . import shared
+from . import gda_write
 from .check import check_tree
+from .gda_tree import SharedTree, split
 from .reader import MsgpackReader
-from .spread import SharedTree, split
-from .writer import write_tree
+from .write import write_tree
 
 
 class MsgpackBackend:
@@ -18,7 +18,7 @@ class MsgpackBackend:
 
     format = Format.MSGPACK
 
-    def prepare(self, tree: Node, share: Share | None = None) -> Node | SharedTree:
+    def prepare(self, tree: Node, share: ProcessInfo | None = None) -> Node | SharedTree:
         """Raises `UnsupportedLeafError`, naming the key path, if a msgpack file cannot hold the tree.
 
         Strings that the reader would take for a reference to an array of a ``_gda`` folder are refused
@@ -37,38 +37,38 @@ class MsgpackBackend:
 
     # Arrays of several processes go into a folder beside ``path``, each as a zarr array, as in Flax.
 
-    def begin_shared(
+    def begin_multiprocess(
         self,
         path: str,
         prepared: SharedTree,
         options: WriteOptions,  # noqa: ARG002
-        share: Share,  # noqa: ARG002
-        shares: Shares | None = None,
+        share: ProcessInfo,  # noqa: ARG002
+        shares: MultiprocessUpload | None = None,
     ) -> None:
-        """Makes the folder of arrays; see `Backend.begin_shared`."""
-        shared.begin(path, prepared, shares)
+        """Makes the folder of arrays; see `Backend.begin_multiprocess`."""
+        gda_write.begin(path, prepared, shares)
 
-    def write_share(
+    def write_process_part(
         self,
         path: str,
         prepared: SharedTree,
         options: WriteOptions,  # noqa: ARG002
-        share: Share,
-        shares: Shares | None = None,
+        share: ProcessInfo,
+        shares: MultiprocessUpload | None = None,
     ) -> None:
-        """Writes this process's shards, and in process 0 the file ``path``; see `Backend.write_share`."""
-        shared.write_share(path, prepared, share, shares)
+        """Writes this process's shards, and in process 0 the file ``path``; see `Backend.write_process_part`."""
+        gda_write.write_process_part(path, prepared, share, shares)
 
-    def end_shared(
+    def finish_multiprocess(
         self,
         path: str,
         prepared: SharedTree,
         options: WriteOptions,  # noqa: ARG002
-        share: Share,  # noqa: ARG002
-        shares: Shares | None = None,
+        share: ProcessInfo,  # noqa: ARG002
+        shares: MultiprocessUpload | None = None,
     ) -> None:
-        """Checks that nothing is missing; see `Backend.end_shared`."""
-        shared.end(path, prepared, shares)
+        """Checks that nothing is missing; see `Backend.finish_multiprocess`."""
+        gda_write.end(path, prepared, shares)
 
     def open(self, path: str) -> Reader:
         """Opens a msgpack checkpoint; reads its structure and skips over array data."""

@@ -8,11 +8,11 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.known import Known, Sight
+from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, is_jax_array, show_path
 
-from . import markers
-from .spread import SpreadArray
+from . import format
+from .gda_tree import SpreadArray
 
 # msgpack's length fields have four bytes.
 _MAX_LENGTH = 2**32 - 1
@@ -37,9 +37,9 @@ class _Usual:
     """Knows plain arrays, as almost all leaves are, by what was found out about others."""
 
     def __init__(self) -> None:
-        self._takes = Known(_is_taken)
+        self._takes = Memo(_is_taken)
         self._jax: dict[type, bool] = {}
-        self._sight = Sight()
+        self._sight = AddressableMemo()
 
     def is_usual(self, leaf: Any) -> bool:
         """Whether there is nothing against a leaf; False where it has to be looked at."""
@@ -48,7 +48,12 @@ class _Usual:
             return self._takes[leaf.dtype]
         if kind not in self._jax:
             self._jax[kind] = is_jax_array(leaf)
-        return self._jax[kind] and self._takes[leaf.dtype] and self._sight.is_whole(leaf) and not leaf.is_deleted()
+        return (
+            self._jax[kind]
+            and self._takes[leaf.dtype]
+            and self._sight.is_fully_addressable(leaf)
+            and not leaf.is_deleted()
+        )
 
 
 def _is_taken(dtype: Any) -> bool:
@@ -61,9 +66,9 @@ def _refuse(path: Path, found: str, remedy: str) -> UnsupportedLeafError:
 
 
 def _check_branch(path: Path, branch: Branch) -> None:
-    if len(path) >= markers.MAX_DEPTH - 1:
-        raise _refuse(path, f"trees deeper than {markers.MAX_DEPTH - 1} levels", "flatten the tree")
-    if branch.children.keys() in (markers.CHUNK_KEYS, markers.KEY_KEYS):
+    if len(path) >= format.MAX_DEPTH - 1:
+        raise _refuse(path, f"trees deeper than {format.MAX_DEPTH - 1} levels", "flatten the tree")
+    if branch.children.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
         names = ", ".join(sorted(branch.children))
         raise _refuse(path, f"a dict with exactly the keys {names}: it would be read as an array", "rename a key")
     for name in branch.children:
@@ -116,8 +121,8 @@ def _check_key(path: Path, key: KeyData) -> None:
 
 def _check_str(path: Path, text: str) -> None:
     _check_text(path, text)
-    if text.startswith(markers.PLACEHOLDER):
-        raise _refuse(path, f"text that starts with {markers.PLACEHOLDER!r}", "it would be read as an array reference")
+    if text.startswith(format.PLACEHOLDER):
+        raise _refuse(path, f"text that starts with {format.PLACEHOLDER!r}", "it would be read as an array reference")
 
 
 def _check_numpy(path: Path, array: Any) -> None:

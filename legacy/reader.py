@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import mapping, memory
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.tree import KeyData, Node
 
-from . import gda, parts
-from .mapped import arrays as arrays_over_file
-from .parser import parse
+from . import gda_read, transfer
+from .parse import parse
 from .source import open_source, storage_error
 from .transfer import SMALL, Small, Span, fetch, fetch_small
+from .transfer import arrays as arrays_over_file
 from .window import Window
 
 
@@ -57,9 +58,9 @@ class MsgpackReader:
         """See `Reader.sharding_of`."""
         return
 
-    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """See `Reader.read`. Only the bytes of these leaves are read."""
-        return parts.read(handles, self._read_mapped if mapped else self._read)
+        return transfer.read(handles, self._read_mapped if mapped else self._read)
 
     def _read_mapped(self, handles: Sequence[LeafHandle]) -> list[Any]:
         found = arrays_over_file(self._source, handles)
@@ -71,10 +72,10 @@ class MsgpackReader:
         small: list[Small] = []
         spans: list[Span] = []
         unfinished: list[int] = []
-        folders = gda.Reads()
+        folders = gda_read.Reads()
         for index, handle in enumerate(handles):
-            if handle.nbytes < SMALL and handle.dtype is not None and type(handle.where) is int:
-                small.append((handle.where, index, handle))
+            if handle.nbytes < SMALL and handle.dtype is not None and type(handle.locator) is int:
+                small.append((handle.locator, index, handle))
             else:
                 values[index] = self._begin(handle, spans, folders)
             if handle.kind is not LeafKind.ARRAY:
@@ -96,16 +97,16 @@ class MsgpackReader:
         except OSError as error:
             raise storage_error(self.path, error) from error
 
-    def _begin(self, handle: LeafHandle, spans: list[Span], folders: gda.Reads) -> Any:
+    def _begin(self, handle: LeafHandle, spans: list[Span], folders: gda_read.Reads) -> Any:
         """Makes room for the value and notes what to read into it; Python values are there already."""
-        where = handle.where
+        where = handle.locator
         if handle.kind is LeafKind.PRNG_KEY:
             return self._begin(where[1], spans, folders)
         if handle.kind is LeafKind.BYTES:
             array = memory.empty((handle.nbytes,), np.dtype(np.uint8))
         elif handle.dtype is None:
             return where
-        elif isinstance(where, gda.FolderArray):
+        elif isinstance(where, gda_read.FolderArray):
             return folders.begin(where, handle.path)
         else:
             array = memory.empty(handle.shape, handle.dtype)
@@ -121,5 +122,5 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
     if kind is LeafKind.NUMPY_SCALAR:
         return value[()]
     if kind is LeafKind.PRNG_KEY:
-        return KeyData(handle.where[0], value)
+        return KeyData(handle.locator[0], value)
     return value.tobytes() if kind is LeafKind.BYTES else value

@@ -8,8 +8,8 @@ import stat
 import weakref
 from typing import NamedTuple, Protocol
 
-from flax_ckpt_compat._core import stores
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.object_store import client
 
 _MOST_KEPT = 64 * 2**20  # bytes
 
@@ -131,7 +131,7 @@ class StoredObject:
         self.path = url
         self.is_closed = False
         try:
-            self._object = stores.Object(url)
+            self._object = client.Object(url)
         except FileNotFoundError as error:
             raise _not_found(url) from error
         self.size = self._object.size
@@ -192,7 +192,7 @@ def open_source(path: str) -> Source:
         CorruptCheckpointError: it is empty, or no file.
         StorageError: the file system or store refused.
     """
-    return StoredObject(path) if stores.is_url(path) else File(path)
+    return StoredObject(path) if client.is_url(path) else File(path)
 
 
 def storage_error(path: str, error: Exception) -> StorageError:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
+import math
 import operator
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.pools import Pool
+from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import show_path
 
-from .source import Source
+from .gda_read import FolderArray
+from .source import File, Source
 
 # Arrays below this are better read together than each on its own.
 SMALL = 32 * 2**10
@@ -179,3 +183,62 @@ def _scatter(source: memoryview, leaves: list[Small], values: list[Any]) -> None
     ]
     for (_, index, _), array in zip(leaves, memory.packed(wanted), strict=True):
         values[index] = array
+
+
+def arrays(source: Source, handles: Sequence[LeafHandle]) -> dict[int, Any]:
+    """Those arrays that lie in one piece in a local file, by their index among the handles.
+
+    Wherever the keys and headers before it happen to end, there an array begins: most are not aligned.
+    """
+    if not isinstance(source, File) or source.is_closed:
+        return {}
+    wanted = [index for index, handle in enumerate(handles) if _is_one_piece(handle)]
+    views = mapping.map_regions(source.fileno(), [(handles[index].locator, handles[index].nbytes) for index in wanted])
+    return {
+        index: np.ndarray(handles[index].shape, handles[index].dtype, view)
+        for index, view in zip(wanted, views, strict=True)
+        if view is not None
+    }
+
+
+def _is_one_piece(handle: LeafHandle) -> bool:
+    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= mapping.LEAST
+    return is_large_array and handle.dtype is not None and type(handle.locator) is int
+
+
+_ReadHandles = Callable[[Sequence[LeafHandle]], list[Any]]
+
+
+def read(wanted: Sequence[LeafHandle | ArraySlice], read_handles: _ReadHandles) -> list[Any]:
+    """The values of handles and parts, in their order; see `Reader.read`.
+
+    Args:
+        read_handles: reads whole leaves.
+    """
+    if ArraySlice not in set(map(type, wanted)):
+        return read_handles(cast(Sequence[LeafHandle], wanted))
+    asked = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
+    pairs = list(zip(wanted, asked, strict=True))
+    cut = {id(one.handle): one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None}
+    values = iter(read_handles([*(handle for handle in asked if handle is not None), *cut.values()]))
+    found = [None if handle is None else next(values) for handle in asked]
+    whole = dict(zip(cut, values, strict=True))
+    return [
+        one.cut(whole[id(one.handle)]) if isinstance(one, ArraySlice) and rows is None else value
+        for (one, rows), value in zip(pairs, found, strict=True)
+    ]
+
+
+def _rows(part: ArraySlice) -> LeafHandle | None:
+    """A handle of the part alone, where its bytes lie in one piece."""
+    handle, where = part.handle, part.handle.locator
+    if isinstance(where, FolderArray):
+        return dataclasses.replace(handle, locator=dataclasses.replace(where, index=part.index))
+    inner = zip(part.index[1:], handle.shape[1:], strict=True)
+    if handle.dtype is None or type(where) is not int or any(side != slice(0, length) for side, length in inner):
+        return None
+    row = math.prod(handle.shape[1:]) * handle.dtype.itemsize
+    rows = part.index[0].stop - part.index[0].start
+    return dataclasses.replace(
+        handle, shape=(rows, *handle.shape[1:]), nbytes=rows * row, locator=where + part.index[0].start * row
+    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import Backend, Format, Reader, Share, WriteOptions
+from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
 from flax_ckpt_compat._core.memory import collection_paused
-from flax_ckpt_compat._core.store_shares import Shares
+from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node
 
-from . import shared
+from . import multiprocess
 from .aggregate import OpenMsgpack
 from .plan import Plan, make_plan
 from .reader import open_checkpoint
@@ -26,7 +26,7 @@ class OrbaxBackend:
         """Takes what opens the msgpack file in directories of old releases; without it, they are refused."""
         self._open_msgpack = open_msgpack
 
-    def prepare(self, tree: Node, share: Share | None = None) -> Plan:
+    def prepare(self, tree: Node, share: ProcessInfo | None = None) -> Plan:
         """Decides how every leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
@@ -48,13 +48,13 @@ class OrbaxBackend:
         """
         write_plan(path, prepared, options)
 
-    def begin_shared(
+    def begin_multiprocess(
         self,
         path: str,
         prepared: Plan,
         options: WriteOptions,
-        share: Share,  # noqa: ARG002
-        shares: Shares | None = None,  # noqa: ARG002
+        share: ProcessInfo,  # noqa: ARG002
+        shares: MultiprocessUpload | None = None,  # noqa: ARG002
     ) -> None:
         """Makes the directory of a save by several processes, and those in it that all need.
 
@@ -62,38 +62,38 @@ class OrbaxBackend:
             SettingError: before anything is written.
             StorageError: the file system refused.
         """
-        shared.begin(path, prepared, options)
+        multiprocess.begin(path, prepared, options)
 
-    def write_share(
+    def write_process_part(
         self,
         path: str,
         prepared: Plan,
         options: WriteOptions,
-        share: Share,
-        shares: Shares | None = None,
+        share: ProcessInfo,
+        shares: MultiprocessUpload | None = None,
     ) -> None:
         """Writes the shards of this process as a database of its own and syncs it to disk.
 
         Raises:
             StorageError: the file system refused, or this process does not see the directory that process 0 made.
         """
-        shared.write(path, prepared, options, share, shares)
+        multiprocess.write(path, prepared, options, share, shares)
 
-    def end_shared(
+    def finish_multiprocess(
         self,
         path: str,
         prepared: Plan,
         options: WriteOptions,  # noqa: ARG002
-        share: Share,
-        shares: Shares | None = None,
+        share: ProcessInfo,
+        shares: MultiprocessUpload | None = None,
     ) -> None:
         """Merges the databases of all processes, checks that no chunk is missing and syncs all to disk.
 
         Raises:
-            TeamError: a process wrote something else than this one.
+            MultiprocessSaveError: a process wrote something else than this one.
             StorageError: a part of a share is missing, or the file system refused.
         """
-        shared.end(path, prepared, share, shares)
+        multiprocess.end(path, prepared, share, shares)
 
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.
@@ -102,7 +102,7 @@ class OrbaxBackend:
             IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
             CorruptCheckpointError: it does not decode.
         """
-        with paths.snapshot(path), collection_paused(near=not paths.is_url(path)):
+        with paths.listing_cache(path), collection_paused(near=not paths.is_url(path)):
             return open_checkpoint(path, self._open_msgpack)
 
 

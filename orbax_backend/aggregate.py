@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Part, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
@@ -46,7 +46,7 @@ class Aggregate:
         """The handle of the leaf, if the file has its value."""
         return self._values.get(path)
 
-    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts."""
         return self._reader.read(handles, mapped=mapped)
 

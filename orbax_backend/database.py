@@ -7,22 +7,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import paths, store_specs
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local.syncing import start_writeback
+from flax_ckpt_compat._core.object_store import client, specs
 from flax_ckpt_compat._core.tree import Shard
 
-from .layered import layered
-from .leaves import Stored
-from .names import key_prefix
+from .encode import Stored
 from .sources import wait
-from .writeback import Writeback
+from .stored_names import key_prefix
 from .zarr import dump_zarray
 
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
@@ -66,7 +66,7 @@ class Database:
         # Without a cache: nodes are cached by path, and this path will be another directory's one day.
         self._context = ts.Context(
             {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}},
-            parent=None if url is None else store_specs.context(),
+            parent=None if url is None else specs.context(),
         )
         self._transaction = ts.Transaction(atomic=True)
         store = ts.KvStore.open(self._spec, context=self._context).result()
@@ -188,3 +188,67 @@ def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @functools.lru_cache(maxsize=4096)
 def _zarray(shape: tuple[int, ...], part: tuple[int, ...], dtype: Any) -> bytes:
     return json.dumps(dump_zarray(shape, part, dtype, None), separators=(",", ":")).encode()
+
+
+_OF_PROCESSES = "ocdbt.process_"
+
+
+def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
+    """A directory that has the databases of single processes from a store, and all else on the local disk.
+
+    Args:
+        local: path of the directory that is to be uploaded.
+        url: of the folder in the store.
+        inside: name of a directory in it, instead of all.
+    """
+    stored = client.spec(url)
+    return {
+        "driver": "kvstack",
+        "layers": [
+            {"base": paths.local_kvstore(f"{local}/")},
+            {"base": {**stored, "path": stored["path"] + _OF_PROCESSES}, "prefix": _OF_PROCESSES},
+        ],
+        "path": inside and f"{inside}/",
+    }
+
+
+def locator(local: str, url: str) -> Callable[[str], str]:
+    """Return what finds a file of that directory; see `layered`."""
+    return lambda file: f"{url}/{file}" if file.startswith(_OF_PROCESSES) else os.path.join(local, file)
+
+
+_EVERY = 0.01  # seconds
+_LEAST = 8 << 20
+
+
+class Writeback:
+    """Follows the files in a directory as they grow; only hints, so that nothing depends on it."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        # What was handed over, by inode: files get their names at the end.
+        self._begun: dict[int, int] = {}
+
+    def until_done(self, future: Any) -> None:
+        """Waits for TensorStore's future, and raises what it raises."""
+        while not future.done():
+            with suppress(TimeoutError):
+                future.exception(timeout=_EVERY)
+            with suppress(OSError):
+                self._go_on()
+        future.result()
+
+    def _go_on(self) -> None:
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                size, begun = entry.stat().st_size, self._begun.get(entry.inode(), 0)
+                if size - begun >= _LEAST:
+                    self._begin(entry.path, begun, size)
+                    self._begun[entry.inode()] = size
+
+    def _begin(self, path: str, start: int, stop: int) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            start_writeback(descriptor, start, stop - start)
+        finally:
+            os.close(descriptor)

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from typing import Self
 
-from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.pools import Pool
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.thread_pools import Pool
 
 _WRITES_AT_ONCE = 4
 
@@ -65,4 +65,4 @@ class Writes:
 def sync_directory(path: str) -> None:
     """Makes the names in a directory durable."""
     with storage_errors(path, "synced"):
-        files.sync_directory(path)
+        atomic.sync_directory(path)

@@ -12,8 +12,8 @@ from flax_ckpt_compat._core.tree import Path, show_path
 
 from . import grid
 from .grid import Box
-from .index import Place
-from .plain import Copy
+from .key_index import Place
+from .uncompressed import Copy
 from .zarr import ArrayInfo
 
 
@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class ArrayRead:
     """A job and the memory for it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Request:
         return Copy(grid.within(part, chunk), self.array, grid.within(part, self.job.region))
 
 
-def by_chunk(group: list[Request]) -> dict[tuple[int, ...], tuple[Any, list[Copy]]]:
+def by_chunk(group: list[ArrayRead]) -> dict[tuple[int, ...], tuple[Any, list[Copy]]]:
     """Start of every chunk → where it is stored, and what all requests want of it."""
     wanted: dict[tuple[int, ...], tuple[Any, list[Copy]]] = {}
     for request in group:

@@ -7,8 +7,9 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from flax_ckpt_compat._core import paths, stores
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.object_store import client
 
 from .files import storage_errors
 
@@ -39,7 +40,7 @@ def read_ahead(path: str, names: Collection[str]) -> None:
     if paths.is_url(path):
         files = [os.path.join(path, name) for name in names]
         with storage_errors(path, "read"):
-            stores.know_contents([file for file in files if paths.isfile(file)])
+            client.know_contents([file for file in files if paths.isfile(file)])
 
 
 def corrupt(file: str, what: str) -> CorruptCheckpointError:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import mapping, paths
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.local import mapping
 
 from .grid import Box
-from .index import Extent, Place
 from .jobs import Job
+from .key_index import ByteRange, Place
 
 Located = tuple[list[tuple[Place, Box]], bool]
 
@@ -27,10 +28,10 @@ def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[i
     """
     if paths.is_url(path):
         return {}
-    files: dict[str, list[tuple[int, Extent]]] = {}
+    files: dict[str, list[tuple[int, ByteRange]]] = {}
     for index, (job, (chunks, _)) in enumerate(zip(jobs, located, strict=True)):
         place = chunks[0][0] if chunks and job.is_one_plain_chunk else None
-        if isinstance(place, Extent) and place.length >= mapping.LEAST:
+        if isinstance(place, ByteRange) and place.length >= mapping.LEAST:
             files.setdefault(place.file, []).append((index, place))
     found: dict[int, Any] = {}
     for file, wanted in files.items():
@@ -41,7 +42,7 @@ def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[i
     return found
 
 
-def _map(file: str, extents: list[Extent]) -> list[np.ndarray[Any, Any] | None]:
+def _map(file: str, extents: list[ByteRange]) -> list[np.ndarray[Any, Any] | None]:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -7,9 +7,9 @@ import json
 import time
 from typing import Any
 
-from flax_ckpt_compat._core.known import Known
+from flax_ckpt_compat._core.memo import Memo
 
-from .leaves import JAX_ARRAY, STRING, Stored
+from .encode import JAX_ARRAY, STRING, Stored
 from .plan import Plan
 from .sharding import ShardingTexts
 from .zarr import chunk_shape
@@ -31,7 +31,7 @@ def tree_metadata(plan: Plan) -> str:
         "custom_metadata": plan.marks.to_json(),
     }
     # Texts that many leaves share, each made once: thousands of leaves took most of a save's time.
-    keys, values = Known(_key), Known(_value)
+    keys, values = Memo(_key), Memo(_value)
     entries = []
     for entry in plan.entries:
         name = str(tuple([name for name, _ in entry.keys]))
@@ -58,7 +58,7 @@ def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> 
 
 def shardings(plan: Plan) -> str:
     """The content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    texts, quoted = ShardingTexts(), Known(_text)
+    texts, quoted = ShardingTexts(), Memo(_text)
     found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
     # Base64 needs no quoting.
     entries = [
@@ -71,7 +71,7 @@ def shardings(plan: Plan) -> str:
 
 def array_metadatas(plan: Plan, compressed: bool) -> str:
     """The content of ``array_metadatas/process_N``, which is where Orbax keeps the types of PRNG keys."""
-    rests = Known(_array_metadata)
+    rests = Memo(_array_metadata)
     entries = []
     for name, stored in _jax_arrays(plan):
         impl = stored.mark.impl if stored.mark else None

@@ -10,8 +10,8 @@ import itertools
 import operator
 
 from .codecs import check_crc32c, decompress_zstd
-from .columns import Columns
-from .places import Extent
+from .ocdbt_columns import Columns
+from .stored_values import ByteRange
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _VERSION = 0
@@ -34,7 +34,7 @@ class NodeRef:
         height: how many levels are below it.
     """
 
-    where: Extent
+    where: ByteRange
     base: str
     prefix: bytes
     height: int
@@ -90,7 +90,7 @@ def newest_root(config: Config) -> NodeRef | None:
     return files.node(file, offset, length, b"", height)
 
 
-def decode_node(data: bytes, node: NodeRef) -> tuple[list[NodeRef], dict[bytes, bytes | Extent]]:
+def decode_node(data: bytes, node: NodeRef) -> tuple[list[NodeRef], dict[bytes, bytes | ByteRange]]:
     """Decode a B-tree node.
 
     Args:
@@ -146,10 +146,10 @@ class _Files:
         self._names = [base + _text(name) for name in names]
         self._bases = [base + _text(name[:length]) for length, name in zip(bases, names, strict=True)]
 
-    def extent(self, file: int, offset: int, length: int) -> Extent:
+    def extent(self, file: int, offset: int, length: int) -> ByteRange:
         if file >= len(self._names):
             raise ValueError(f"one of {len(self._names)} files was expected, found number {file}")
-        return Extent(self._names[file], offset, length)
+        return ByteRange(self._names[file], offset, length)
 
     def node(self, file: int, offset: int, length: int, prefix: bytes, height: int) -> NodeRef:
         return NodeRef(self.extent(file, offset, length), self._bases[file], prefix, height)
@@ -174,7 +174,7 @@ def _inner(columns: Columns, files: _Files, node: NodeRef) -> list[NodeRef]:
     return [files.node(*place, prefix, node.height - 1) for place, prefix in zip(places, prefixes, strict=True)]
 
 
-def _leaf(columns: Columns, files: _Files, prefix: bytes) -> dict[bytes, bytes | Extent]:
+def _leaf(columns: Columns, files: _Files, prefix: bytes) -> dict[bytes, bytes | ByteRange]:
     count = columns.varint()
     keys = _ascending(columns.names(*columns.name_lengths(count)))
     lengths, kinds = columns.varints(count), columns.varints(count)

@@ -9,9 +9,9 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
-from .leaves import STRING, Encoder, Stored, encode_text_as_bytes
-from .marks import Marks
-from .names import NameRegister, pointer_tokens, stored_name
+from .encode import STRING, Encoder, Stored, encode_text_as_bytes
+from .stored_names import NameRegister, pointer_tokens, stored_name
+from .type_annotations import Marks
 
 _EMPTY_MARKERS = {
     Container.DICT: "Dict",

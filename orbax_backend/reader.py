@@ -11,29 +11,23 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
-from flax_ckpt_compat._core.errors import (
-    CorruptCheckpointError,
-    DepthError,
-    StorageError,
-    UnrecognizedFormatError,
-)
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
 
 from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
-from .assemble import build_tree
-from .decode import kinds_of, make_decoder
-from .fetch import Fetcher
+from .build_tree import build_tree
+from .decode import ArrayLocator, inline_key, kinds_of, make_decoder, take_inline
+from .encode import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from .grid import Box
-from .index import Index, open_index
-from .inline import Where, inline_key, take_inline
 from .items import implementation
-from .leaves import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
-from .marks import LeafMark
+from .key_index import Index, open_index
 from .metadata import ARRAY_METADATAS
-from .names import key_prefix
-from .nested import Nested, Within, unmerged_database
+from .nested_databases import Nested, SubdirIndex, unmerged_database
+from .read_arrays import Fetcher
+from .stored_names import key_prefix
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
+from .type_annotations import LeafMark
 from .zarr import ArrayInfo, parse_array_metadata
 
 _EMPTY: dict[str, Callable[[], Node]] = {
@@ -52,8 +46,8 @@ _ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 _KEY_WIDTHS = (2, 4)
 
 
-def _within(handle: LeafHandle, index: Box | None) -> LeafHandle | Part:
-    return handle if index is None else Part(handle, index)
+def _within(handle: LeafHandle, index: Box | None) -> LeafHandle | ArraySlice:
+    return handle if index is None else ArraySlice(handle, index)
 
 
 class OrbaxReader:
@@ -72,7 +66,7 @@ class OrbaxReader:
         self._index = index
         self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
         self._aggregate = structure.aggregate
-        self._known: dict[Any, Where] = {}
+        self._known: dict[Any, ArrayLocator] = {}
         try:
             self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
         except RecursionError as error:
@@ -82,7 +76,7 @@ class OrbaxReader:
                 path=path,
             ) from error
 
-    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
         if self._closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
@@ -97,10 +91,12 @@ class OrbaxReader:
                 values[number] = value
         return values
 
-    def _read(self, handles: Sequence[LeafHandle | Part], mapped: bool) -> list[Any]:
+    def _read(self, handles: Sequence[LeafHandle | ArraySlice], mapped: bool) -> list[Any]:
         asked = [(one, None) if isinstance(one, LeafHandle) else (one.handle, one.index) for one in handles]
-        jobs = [handle.where.job(handle, index) for handle, index in asked if isinstance(handle.where, Where)]
-        inner = [_within(handle.where, index) for handle, index in asked if isinstance(handle.where, LeafHandle)]
+        jobs = [
+            handle.locator.job(handle, index) for handle, index in asked if isinstance(handle.locator, ArrayLocator)
+        ]
+        inner = [_within(handle.locator, index) for handle, index in asked if isinstance(handle.locator, LeafHandle)]
         arrays = iter(self._fetcher.fetch(jobs, mapped=mapped) if self._fetcher is not None else ())
         aggregated = iter(self._aggregate.read(inner, mapped=mapped) if self._aggregate is not None else ())
         return [self._value(handle, arrays, aggregated) for handle, _ in asked]
@@ -116,8 +112,8 @@ class OrbaxReader:
             self._aggregate.close()
 
     def _value(self, handle: LeafHandle, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
-        where = handle.where
-        if isinstance(where, Where):
+        where = handle.locator
+        if isinstance(where, ArrayLocator):
             return next(arrays) if where.is_plain else self._decode(handle, next(arrays))
         return next(aggregated) if isinstance(where, LeafHandle) else where
 
@@ -155,19 +151,19 @@ class OrbaxReader:
         where = self._known.get(known)
         if where is None:
             where = self._known[known] = self._where(entry, found, mark or LeafMark())
-        kind, shape, dtype, nbytes, may_be = where.handle
-        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, False, may_be)
+        kind, shape, dtype, nbytes, possible_kinds = where.handle
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, False, possible_kinds)
 
-    def _where(self, entry: LeafEntry, found: tuple[str, bytes, bool], mark: LeafMark) -> Where:
+    def _where(self, entry: LeafEntry, found: tuple[str, bytes, bool], mark: LeafMark) -> ArrayLocator:
         """How to read a leaf, by the metadata of its array."""
         key, text, zarr3 = found
-        shown, may_be = show_path(entry.path), frozenset[LeafKind]()
+        shown, possible_kinds = show_path(entry.path), frozenset[LeafKind]()
         try:
             info = parse_array_metadata(text, zarr3)
         except ValueError as error:
             raise self._corrupt(shown, f"{key!r}: {error}") from error
         if self._structure.marks is None:
-            kind, may_be = kinds_of(self._value_type(entry), info)
+            kind, possible_kinds = kinds_of(self._value_type(entry), info)
             mark = LeafMark(kind if kind is not LeafKind.ARRAY else None)
         try:
             decoder = make_decoder(entry.value_type, info, mark, self._key_impl(entry, info))
@@ -180,8 +176,8 @@ class OrbaxReader:
             dtype = np.dtype(decoder.text)
         typed = decoder.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY, LeafKind.NUMPY_SCALAR)
         is_plain = decoder.kind is LeafKind.ARRAY and decoder.dtype == info.dtype
-        described = (decoder.kind, shape, dtype if typed else None, decoder.nbytes, may_be)
-        return Where(info, decoder, is_plain, described, inline_key(info))
+        described = (decoder.kind, shape, dtype if typed else None, decoder.nbytes, possible_kinds)
+        return ArrayLocator(info, decoder, is_plain, described, inline_key(info))
 
     def _value_type(self, entry: LeafEntry) -> str:
         # From 0.4.0 on a sharding is stored of just the jax arrays.
@@ -190,7 +186,7 @@ class OrbaxReader:
 
     def _decode(self, handle: LeafHandle, array: Any) -> Any:
         try:
-            return handle.where.decoder.decode(array)
+            return handle.locator.decoder.decode(array)
         except ValueError as error:
             raise self._corrupt(show_path(handle.path), f"its text is no UTF-8 ({error})") from error
 
@@ -267,7 +263,7 @@ def _index_of(path: str, structure: Structure) -> Index | None:
     if not names:
         return None
     alone = unmerged_database(path, names) if structure.use_ocdbt else None
-    index = Within(path, alone) if alone else open_index(path, structure.use_ocdbt)
+    index = SubdirIndex(path, alone) if alone else open_index(path, structure.use_ocdbt)
     return Nested(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
 
 
@@ -294,7 +290,7 @@ def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
     handles = [leaf for leaf in leaves if leaf.name in unlisted and _may_be_key(leaf)]
     doubtful = [h.name for h in handles]
     for handle in handles:
-        handle.may_be |= {LeafKind.PRNG_KEY}
+        handle.possible_kinds |= {LeafKind.PRNG_KEY}
     if doubtful:
         _log.warning(
             f"{os.path.join(reader.path, ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it alone tells "

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.known import Known
+from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import box_of
 
 
@@ -17,7 +17,7 @@ class ShardingTexts:
     """Turns shardings into text, each distinct one once."""
 
     def __init__(self) -> None:
-        self._known = Known(_describe)
+        self._known = Memo(_describe)
 
     def of(self, sharding: Any) -> str | None:
         """The text for a sharding, or None if Orbax's format has no form for it.

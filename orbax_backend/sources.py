@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import paths, store_errors, store_specs, stores
-from flax_ckpt_compat._core.pools import Pool
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.object_store import client, specs, store_errors
+from flax_ckpt_compat._core.thread_pools import Pool
 
 # Of waiting for TensorStore, which tries again by itself: seconds, beside the time that the bytes may take.
 _PATIENCE = 60.0
@@ -18,12 +19,12 @@ _SIZES_AT_ONCE = 16
 
 def directory_spec(path: str) -> dict[str, Any]:
     """How TensorStore opens the directory ``path``."""
-    return stores.spec(path) if paths.is_url(path) else paths.local_kvstore(os.path.join(path, ""))
+    return client.spec(path) if paths.is_url(path) else paths.local_kvstore(os.path.join(path, ""))
 
 
 def new_context(path: str, cache_bytes: int) -> Any:
     """A TensorStore context with a cache of its own, because nodes are cached by path and paths are used again."""
-    parent = store_specs.context() if paths.is_url(path) else None
+    parent = specs.context() if paths.is_url(path) else None
     return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=parent)
 
 
@@ -51,7 +52,7 @@ def read_range(file: str, start: int, stop: int) -> bytes:
         OSError, StorageError: the system, or the store, refused.
     """
     if paths.is_url(file):
-        return stores.read_range(file, start, stop)
+        return client.read_range(file, start, stop)
     with open(file, "rb") as opened:
         opened.seek(start)
         return opened.read(stop - start)

@@ -18,14 +18,14 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .aggregate import AGGREGATE, Aggregate, Keys
-from .index import MANIFEST, holds_array, process_databases, stays_inside
+from .encode import JAX_ARRAY, STRING
 from .items import ARRAY, holds_array_folder, is_single_array, is_typed_key
 from .json_files import corrupt, read_ahead, read_json
-from .leaves import JAX_ARRAY, STRING
-from .marks import Marks, parse_marks
+from .key_index import MANIFEST, holds_array, process_databases, stays_inside
 from .metadata import ARRAY_METADATAS, DICT_KEY, METADATA, SEQUENCE_KEY, SHARDING, STEP_METADATA, STRINGS
-from .names import pointer_tokens, stored_name
 from .saved_shardings import read_shardings
+from .stored_names import pointer_tokens, stored_name
+from .type_annotations import Marks, parse_marks
 
 # Of a leaf of which only the name is known: it is an array or a text.
 UNKNOWN = "unknown"

@@ -14,8 +14,8 @@ from flax_ckpt_compat._core.memory import collection_paused
 
 from . import metadata
 from .database import Database, storage_errors
+from .encode import JAX_ARRAY, Stored
 from .files import Writes, make_directory, sync_directory, write_file
-from .leaves import JAX_ARRAY, Stored
 from .plan import Plan
 
 Write = Callable[[str, bytes], None]

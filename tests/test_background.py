@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import background, errors
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._save import async_saves
 from tests.support.saves import names, run_python, tree
 
 MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}
@@ -42,7 +43,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate before every commit; closed."""
-    held, publish = Gate(), files.publish
+    held, publish = Gate(), atomic.publish
 
     def wait(temporary: str, final: str, **options: Any) -> None:
         assert held.open.wait(30)
@@ -50,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             raise held.error
         publish(temporary, final, **options)
 
-    monkeypatch.setattr(files, "publish", wait)
+    monkeypatch.setattr(atomic, "publish", wait)
     yield held
     held.open.set()
 
@@ -154,23 +155,23 @@ def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager:
     ours.save_checkpoint(tmp_path / "b", tree(2), 2)
     assert ours.restore_checkpoint(tmp_path / "b", None)["n"] == 2
     with pytest.raises(errors.StorageError):
-        background.settle(str(tmp_path / "a"))
+        async_saves.wait_for_pending_saves(str(tmp_path / "a"))
 
 
 def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several managers with several workers, Flax's among them, mixed with saves in the foreground."""
-    order, publish = [], files.publish
+    order, publish = [], atomic.publish
 
     def slow(temporary: str, final: str, **options: Any) -> None:
         time.sleep(0.02 if Path(final).name.endswith("0") else 0)
         order.append(Path(final).name)
         publish(temporary, final, **options)
 
-    monkeypatch.setattr(files, "publish", slow)
+    monkeypatch.setattr(atomic, "publish", slow)
     managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
     for step in range(12):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=managers[step % len(managers)])
-    background.settle(str(tmp_path))
+    async_saves.wait_for_pending_saves(str(tmp_path))
     assert order == [f"checkpoint_{step}" for step in range(12)]
     assert names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
 
@@ -238,7 +239,7 @@ AT_EXIT = """
 import sys, time
 import numpy as np, flax
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic as files
 folder, flag, fails = sys.argv[1], sys.argv[2] == "True", sys.argv[3] == "True"
 flax.config.update("flax_use_orbax_checkpointing", flag)
 publish = files.publish
@@ -323,7 +324,7 @@ def test_a_managers_own_error_is_raised(flag: bool, tmp_path: Path) -> None:
 FORK = """
 import os, signal, sys, threading
 import flax_ckpt_compat.checkpoints as checkpoints
-from flax_ckpt_compat import background
+from flax_ckpt_compat._save import async_saves as background
 hold = threading.Event()
 manager = checkpoints.AsyncManager()
 background.start(manager, sys.argv[1], hold.wait)
@@ -345,5 +346,5 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: Path) -> N
 def test_nothing_is_logged_for_failures_that_were_seen(caplog: pytest.LogCaptureFixture) -> None:
     """What was raised once is not reported again."""
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
-        background._log_failures()
+        async_saves._log_failures()
     assert caplog.records == []

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import _casting, checkpoints, config, transforms
+from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.tree import iter_leaves
+from flax_ckpt_compat._restore import casting
 from tests.support.saves import use_flag
 from tests.support.stored import Memory
 
@@ -26,7 +27,7 @@ def test_values_are_those_of_numpy(
     dtype: Any, mapped: bool, compression: str | None, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is read together, every array is cast as numpy casts it, and is writable memory of its own."""
-    monkeypatch.setattr(_casting, "_AT_ONCE", 1000)
+    monkeypatch.setattr(casting, "_AT_ONCE", 1000)
     with use_flag(flag), config.override(compression=compression, dtype="target", mapped=mapped):
         path = checkpoints.save_checkpoint(tmp_path, VALUES, 1)
         target = {name: np.zeros(array.shape, dtype) for name, array in VALUES.items()}
@@ -38,7 +39,7 @@ def test_values_are_those_of_numpy(
 
 def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays to cast are read in batches of little memory, or alone; the others all together."""
-    monkeypatch.setattr(_casting, "_AT_ONCE", 1000)
+    monkeypatch.setattr(casting, "_AT_ONCE", 1000)
     batches: list[int] = []
     reader = Memory({**VALUES, "huge": np.ones(5000, np.float32), "kept": np.ones(9000, np.float32)})
 
@@ -47,8 +48,8 @@ def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return reader.read(wanted)
 
     leaves = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
-    casts = {id(leaf): _casting.Cast(np.dtype(np.float16)) for leaf in leaves if leaf.name != "kept"}
-    values = _casting.read(read, leaves, casts)
+    casts = {id(leaf): casting.Cast(np.dtype(np.float16)) for leaf in leaves if leaf.name != "kept"}
+    values = casting.read(read, leaves, casts)
     assert [value.dtype for value in values] == [np.float16] * (len(leaves) - 1) + [np.float32]
     assert batches[0] == 36_000 and max(batches[1:-1]) <= 1000 and batches[-1] == 20_000
 

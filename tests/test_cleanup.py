@@ -11,7 +11,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic
 from tests.support.saves import names, tree
 
 
@@ -57,7 +57,7 @@ def test_the_error_says_that_the_step_was_saved(flag: bool, tmp_path: Path, unde
 
 def test_a_listing_refused_after_the_commit(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention that cannot list the directory fails in the same words."""
-    publish = files.publish
+    publish = atomic.publish
 
     def refuse(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied", path)
@@ -66,7 +66,7 @@ def test_a_listing_refused_after_the_commit(flag: bool, tmp_path: Path, monkeypa
         publish(*args, **options)
         monkeypatch.setattr(os, "listdir", refuse)
 
-    monkeypatch.setattr(files, "publish", then_refuse)
+    monkeypatch.setattr(atomic, "publish", then_refuse)
     with pytest.raises(errors.CleanupError, match="checkpoint_1 was saved, but"):
         ours.save_checkpoint(tmp_path, tree(1), 1)
 
@@ -97,7 +97,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed(
         raise PermissionError(13, "Permission denied", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_delete", refuse)
+        patch.setattr(atomic, "_delete", refuse)
         ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert ours.restore_checkpoint(tmp_path, None)["n"] == 1
     assert "checkpoint_1 was saved, but what it replaced cannot be removed" in caplog.text

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flax_ckpt_compat import copying
-from flax_ckpt_compat.copying import Copies
+from flax_ckpt_compat._save import host_copies
+from flax_ckpt_compat._save.host_copies import Copies
 
 DTYPES = st.sampled_from([np.int8, np.float32, np.complex128, ml_dtypes.bfloat16, ml_dtypes.int4, "S3", "M8[s]"])
 ARRAYS = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9).flatmap(
@@ -25,9 +25,9 @@ def test_copies_have_the_values(found: list[tuple[np.ndarray, bool]], piece: int
     """Arrays of any dtype, shape and order, cut anywhere, are copied into memory of their own in C order."""
     sources = [array.T if turned else array for array, turned in found]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_PIECE", piece)
-        patch.setattr(copying, "_WORTH_THREADS", 0)
-        patch.setattr(copying, "_THREADS", threads)
+        patch.setattr(host_copies, "_PIECE", piece)
+        patch.setattr(host_copies, "_WORTH_THREADS", 0)
+        patch.setattr(host_copies, "_THREADS", threads)
         copies = Copies()
         made = [copies.of(source) for source in sources]
         copies.make()

@@ -16,7 +16,7 @@ KILLS = """
 import os, random, signal, sys, time, traceback
 import flax, numpy as np
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic as files
 
 folder, mode, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 chance = random.Random(int(sys.argv[4]))
@@ -120,7 +120,7 @@ HELD = """
 import signal, sys
 import flax, numpy as np
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic as files
 flax.config.update("flax_use_orbax_checkpointing", sys.argv[2] == "True")
 def hold(*arguments, **_):
     print("written", flush=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint, plan_restore, restore, save
-from flax_ckpt_compat import depth as depth_module
+from flax_ckpt_compat._trees import depth as depth_module
 
 
 def nested(levels: int) -> Any:

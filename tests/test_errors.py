@@ -29,8 +29,8 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
     "CleanupError": (OSError, errors.StorageError),
-    "TeamError": (RuntimeError,),
-    "AbsentProcessesError": (RuntimeError, TimeoutError),
+    "MultiprocessSaveError": (RuntimeError,),
+    "ProcessTimeoutError": (RuntimeError, TimeoutError),
     "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),
     "MPACheckpointingRequiredError": (flax.errors.MPACheckpointingRequiredError, ValueError),
     "MPARestoreTargetRequiredError": (flax.errors.MPARestoreTargetRequiredError, ValueError),
@@ -46,7 +46,7 @@ def make(name: str) -> Any:
         extra = {"step": 3} | ({"leaf": "a/b"} if name.endswith("RequiredError") else {})
     elif name == "MissingLeavesError":
         extra = {"missing": ("a/b", "c")}
-    elif name == "AbsentProcessesError":
+    elif name == "ProcessTimeoutError":
         extra = {"absent": (1, 3)}
     elif name in ("StorageError", "CleanupError"):
         extra = {"errno": 28}

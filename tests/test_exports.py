@@ -44,10 +44,13 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 def test_importing_loads_nothing_heavy() -> None:
     """Neither the door nor install_on_import() loads jax, flax, numpy, tensorstore, a backend or the command line."""
-    for statement in ("import flax_ckpt_compat", "from flax_ckpt_compat import _install; _install.install_on_import()"):
+    for statement in (
+        "import flax_ckpt_compat",
+        "from flax_ckpt_compat import _patching; _patching.install_on_import()",
+    ):
         loaded = modules_after(statement)
         assert not loaded & HEAVY
-        assert not {name for name in loaded if name.startswith("flax_ckpt_compat.") and "_install" not in name}
+        assert not {name for name in loaded if name.startswith("flax_ckpt_compat.") and "_patching" not in name}
 
 
 def test_msgpack_users_never_load_tensorstore(tmp_path: Path) -> None:

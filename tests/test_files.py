@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core import files, processes, steps, unreplaced
+from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core.local import atomic, no_replace, processes
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
 
@@ -39,7 +40,7 @@ def read(path: str | Path) -> str:
 
 def temporary_of(pid: int, path: Path, role: str = "new", start: int | None = None) -> str:
     """The temporary path that a process with this id would choose."""
-    mine = files.temporary_path(str(path), role)
+    mine = atomic.temporary_path(str(path), role)
     own = f"-{os.getpid()}-{processes.start_of(os.getpid())}-"
     assert own in mine
     return mine.replace(own, f"-{pid}-{max(1, processes.start_of(pid)) if start is None else start}-")
@@ -72,7 +73,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("make_name", [files.temporary_path, files.staging_path])
+@pytest.mark.parametrize("make_name", [atomic.temporary_path, atomic.staging_path])
 def test_no_temporary_is_taken_for_a_checkpoint(tmp_path: Path, make_name: object) -> None:
     """Neither legacy Flax, nor Orbax, nor we list a temporary, whatever its checkpoint is called."""
     for name in ("checkpoint_7", "7", "checkpoint_best"):
@@ -82,13 +83,13 @@ def test_no_temporary_is_taken_for_a_checkpoint(tmp_path: Path, make_name: objec
         assert steps.in_order(names(tmp_path), prefix) == []
         assert not any(steps.is_text(name, prefix) for name in names(tmp_path))
     assert ocp.utils.checkpoint_steps(tmp_path) == []
-    assert all(files.is_temporary(name) for name in names(tmp_path))
+    assert all(atomic.is_temporary(name) for name in names(tmp_path))
 
 
 def test_names_of_users_are_no_temporaries() -> None:
     """Only names of our own making are ever reclaimed."""
     others = ["checkpoint_7", "checkpoint_tmp", "c_7.orbax-checkpoint-tmp", ".hidden", "c_7_gda", ".c_7.abc-1-2-3new"]
-    assert not any(files.is_temporary(name) for name in others)
+    assert not any(atomic.is_temporary(name) for name in others)
 
 
 def test_long_names_have_temporaries_too(tmp_path: Path) -> None:
@@ -96,26 +97,26 @@ def test_long_names_have_temporaries_too(tmp_path: Path) -> None:
     for name in ("n" * 255, "é" * 127):
         final = str(tmp_path / name)
         for text in "ab":
-            temporary = files.temporary_path(final)
+            temporary = atomic.temporary_path(final)
             make(temporary, text, "directory")
-            files.publish(temporary, final)
+            atomic.publish(temporary, final)
             assert read(final) == text
-        files.discard(final)
+        atomic.discard(final)
     assert names(tmp_path) == []
 
 
 def test_two_temporaries_never_share_a_name(tmp_path: Path) -> None:
     """Each call gives a new name."""
     path = str(tmp_path / "c_1")
-    assert len({files.temporary_path(path) for _ in range(100)}) == 100
+    assert len({atomic.temporary_path(path) for _ in range(100)}) == 100
 
 
 def test_publish_replaces_old_by_new(tmp_path: Path, kind: str) -> None:
     """Afterwards the final name holds the new content, and nothing else is left."""
     for text in "abc":
-        temporary = files.temporary_path(str(tmp_path / "c_1"))
+        temporary = atomic.temporary_path(str(tmp_path / "c_1"))
         make(temporary, text, kind)
-        files.publish(temporary, str(tmp_path / "c_1"))
+        atomic.publish(temporary, str(tmp_path / "c_1"))
         assert read(tmp_path / "c_1") == text
         assert names(tmp_path) == ["c_1"]
 
@@ -126,11 +127,11 @@ def test_publish_replaces_one_format_by_the_other(
 ) -> None:
     """A directory takes the place of a file and the other way round, also where names cannot be exchanged."""
     if not exchange:
-        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     make(tmp_path / "c_1", "old", "directory" if kind == "file" else "file")
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     make(temporary, "new", kind)
-    files.publish(temporary, str(tmp_path / "c_1"))
+    atomic.publish(temporary, str(tmp_path / "c_1"))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
 
 
@@ -138,11 +139,11 @@ def test_publish_replaces_a_link_and_not_what_it_points_to(tmp_path: Path, kind:
     """A checkpoint that is a symbolic link is replaced; the checkpoint behind it stays."""
     make(tmp_path / "elsewhere", "kept", kind)
     (tmp_path / "c_1").symlink_to(tmp_path / "elsewhere")
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     make(temporary, "new", kind)
-    files.publish(temporary, str(tmp_path / "c_1"))
+    atomic.publish(temporary, str(tmp_path / "c_1"))
     assert (read(tmp_path / "c_1"), read(tmp_path / "elsewhere")) == ("new", "kept")
-    files.discard(str(tmp_path / "c_1"))
+    atomic.discard(str(tmp_path / "c_1"))
     assert names(tmp_path) == ["elsewhere"]
 
 
@@ -150,7 +151,7 @@ def test_publish_when_another_process_publishes_first(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that appears under the name at the last moment is replaced like any other."""
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     make(temporary, "second", kind)
     replace = os.replace
 
@@ -159,22 +160,22 @@ def test_publish_when_another_process_publishes_first(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", too_late)
-    files.publish(temporary, str(tmp_path / "c_1"))
+    atomic.publish(temporary, str(tmp_path / "c_1"))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("second", ["c_1"])
 
 
 def test_publish_when_another_process_evicts_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that vanishes while it is being replaced is no error."""
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     make(temporary, "new", "directory")
     make(tmp_path / "c_1", "old", "directory")
 
     def too_late(_: str, target: str) -> bool:
-        files.discard(target)
+        atomic.discard(target)
         return False
 
-    monkeypatch.setattr(files, "_exchange", too_late)
-    files.publish(temporary, str(tmp_path / "c_1"))
+    monkeypatch.setattr(atomic, "_exchange", too_late)
+    atomic.publish(temporary, str(tmp_path / "c_1"))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
 
 
@@ -185,7 +186,7 @@ def test_without_exchange_a_crash_between_the_renames_is_mended(
     final = tmp_path / "c_1"
     make(temporary_of(dead, final, "old"), "old", "directory")
     make(temporary_of(dead, final, "new"), "half", "directory")
-    files.reclaim(str(tmp_path))
+    atomic.remove_stale(str(tmp_path))
     assert (read(final), names(tmp_path)) == ("old", ["c_1"])
 
 
@@ -194,7 +195,7 @@ def test_without_exchange_a_failing_rename_puts_the_old_one_back(
 ) -> None:
     """When the new one cannot take the name, the old one has it again and the error is a StorageError."""
     make(tmp_path / "c_1", "old", "directory")
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     make(temporary, "new", "directory")
     rename = os.rename
 
@@ -203,21 +204,21 @@ def test_without_exchange_a_failing_rename_puts_the_old_one_back(
             raise OSError(errno.EIO, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(StorageError):
-        files.publish(temporary, str(tmp_path / "c_1"))
+        atomic.publish(temporary, str(tmp_path / "c_1"))
     assert read(tmp_path / "c_1") == "old"
 
 
 def test_reclaim_removes_the_dead_and_spares_the_living(tmp_path: Path, kind: str, dead: int, living: int) -> None:
     """A temporary goes when its process has ended; a living process's and our own stay."""
     final = tmp_path / "c_1"
-    stays = [temporary_of(living, final), files.temporary_path(str(final))]
+    stays = [temporary_of(living, final), atomic.temporary_path(str(final))]
     goes = [temporary_of(dead, final, start=123), temporary_of(living, final, start=1)]  # a pid that is in use again
     for path in (*stays, *goes):
         make(path, "x", kind)
-    assert sorted(files.reclaim(str(tmp_path))) == sorted(os.path.basename(path) for path in goes)
+    assert sorted(atomic.remove_stale(str(tmp_path))) == sorted(os.path.basename(path) for path in goes)
     assert names(tmp_path) == sorted(os.path.basename(path) for path in stays)
 
 
@@ -228,7 +229,7 @@ def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
         make(leftover, "x", "file")
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert files.reclaim(str(tmp_path)) == [os.path.basename(leftover)]
+        assert atomic.remove_stale(str(tmp_path)) == [os.path.basename(leftover)]
 
 
 @pytest.mark.parametrize(("age", "left"), [(DAY / 2, 1), (2 * DAY, 0)])
@@ -236,12 +237,12 @@ def test_another_machines_temporary_goes_after_a_day(
     tmp_path: Path, age: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether another machine's writer lives is judged by how long ago it changed anything."""
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     make(temporary, "x", "directory")
     of_other_machine(temporary)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + age)
-    files.reclaim(str(tmp_path))
+    atomic.remove_stale(str(tmp_path))
     assert len(names(tmp_path)) == left
 
 
@@ -249,13 +250,13 @@ def test_a_reboot_hides_a_set_aside_checkpoint_for_an_hour_at_most(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an unknown machine's writer set aside is put back once it can no longer be at work."""
-    aside = files.temporary_path(str(tmp_path / "c_1"), "old")
+    aside = atomic.temporary_path(str(tmp_path / "c_1"), "old")
     make(aside, "old", kind)
     moved = of_other_machine(aside)
-    assert files.recover(str(tmp_path), [os.path.basename(moved)]) == []
+    assert atomic.restore_set_aside(str(tmp_path), [os.path.basename(moved)]) == []
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3700)
-    assert files.recover(str(tmp_path), [os.path.basename(moved)]) == ["c_1"]
+    assert atomic.restore_set_aside(str(tmp_path), [os.path.basename(moved)]) == ["c_1"]
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("old", ["c_1"])
 
 
@@ -264,8 +265,8 @@ def test_recover_never_replaces_a_checkpoint(tmp_path: Path, kind: str, dead: in
     make(tmp_path / "c_1", "new", kind)
     aside = temporary_of(dead, tmp_path / "c_1", "old")
     make(aside, "old", kind)
-    assert not unreplaced.rename_new(aside, str(tmp_path / "c_1"))
-    files.reclaim(str(tmp_path))
+    assert not no_replace.rename_new(aside, str(tmp_path / "c_1"))
+    atomic.remove_stale(str(tmp_path))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
 
 
@@ -274,14 +275,14 @@ def test_clean_up_by_two_writers_at_once_is_no_error(
 ) -> None:
     """A leftover that another process removes in the same moment does not fail a save."""
     make(temporary_of(dead, tmp_path / "c_1"), "x", "file")
-    delete = files._delete
+    delete = atomic._delete
 
     def delete_twice(path: str) -> None:
         delete(path)
         delete(path)
 
-    monkeypatch.setattr(files, "_delete", delete_twice)
-    files.reclaim(str(tmp_path))
+    monkeypatch.setattr(atomic, "_delete", delete_twice)
+    atomic.remove_stale(str(tmp_path))
     assert names(tmp_path) == []
 
 
@@ -295,8 +296,8 @@ def test_a_leftover_that_cannot_be_removed_stops_nobody(
     def refuse(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(files, "_delete", refuse)
-    assert files.reclaim(str(tmp_path)) == []
+    monkeypatch.setattr(atomic, "_delete", refuse)
+    assert atomic.remove_stale(str(tmp_path)) == []
     assert leftover in caplog.text
 
 
@@ -309,7 +310,8 @@ def test_a_forked_child_is_another_writer(tmp_path: Path) -> None:
 
 FORK = """
 import os, sys
-from flax_ckpt_compat._core import files, unreplaced
+from flax_ckpt_compat._core.local import atomic as files
+from flax_ckpt_compat._core.local import no_replace as unreplaced
 files.temporary_path(sys.argv[1])
 child = os.fork()
 os.write(1, files.temporary_path(sys.argv[1]).encode() + b"\\n")
@@ -321,7 +323,7 @@ if child:
 def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
     """The message names the path, the number is kept, and the system's error is the cause."""
     with pytest.raises(StorageError, match="nowhere") as caught:
-        files.discard(str(tmp_path / "nowhere"))
+        atomic.discard(str(tmp_path / "nowhere"))
     assert caught.value.errno == errno.ENOENT
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     assert caught.value.path == str(tmp_path / "nowhere")
@@ -332,5 +334,5 @@ def test_a_directory_below_a_file_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below" / "further"):
         with pytest.raises(StorageError, match=f"^{tmp_path}/file is a file; a directory was expected$") as caught:
-            files.make_directory(str(path))
+            atomic.make_directory(str(path))
         assert caught.value.errno == errno.ENOTDIR and caught.value.path == str(tmp_path / "file")

@@ -192,7 +192,7 @@ def test_first_imports_from_eight_threads() -> None:
     out = run_python("""
         import faulthandler, threading
         faulthandler.dump_traceback_later(50, exit=True)
-        import flax_ckpt_compat, flax_ckpt_compat._install as hook
+        import flax_ckpt_compat, flax_ckpt_compat._patching as hook
         hook.install_on_import()
         seen = []
         def work(number):

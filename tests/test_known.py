@@ -6,7 +6,7 @@ import jax
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.known import Known, Sight
+from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from tests.support.interpreters import run_python
 
 
@@ -19,7 +19,7 @@ def test_every_key_is_asked_for_once_and_gets_its_value(keys: list[Any]) -> None
         asked.append(key)
         return repr(key)
 
-    known = Known(make)
+    known = Memo(make)
     expected: dict[Any, str] = {}
     for key in keys:
         expected.setdefault(key, repr(key))
@@ -31,13 +31,13 @@ def test_equal_shardings_give_the_first_of_them() -> None:
     """jax then compares them by identity, which is what this is for."""
     device = jax.devices()[0]
     shardings = [jax.sharding.SingleDeviceSharding(device) for _ in range(3)]
-    known = Known(lambda sharding: sharding)
+    known = Memo(lambda sharding: sharding)
     assert [known.of(one) is shardings[0] for one in shardings] == [True] * 3
 
 
 def test_one_process_sees_all_of_its_arrays() -> None:
     """Several processes have tests of their own."""
-    assert Sight().is_whole(jax.numpy.ones(3))
+    assert AddressableMemo().is_fully_addressable(jax.numpy.ones(3))
 
 
 def test_trees_of_numpy_arrays_do_not_start_jax() -> None:

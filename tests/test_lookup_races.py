@@ -15,7 +15,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic
 from tests.support.interrupting import count_calls, interrupted
 from tests.support.saves import start_python, tree, use_flag
 
@@ -187,12 +187,12 @@ def test_a_step_that_is_overwritten_again_and_again(flag: bool, tmp_path: Path) 
 
     def overwrite() -> None:
         # What a save does last; a whole save in this thread could wait for a lock that the reader holds.
-        source, temporary = tmp_path / str(next(values)) / "checkpoint_1", files.temporary_path(str(path))
+        source, temporary = tmp_path / str(next(values)) / "checkpoint_1", atomic.temporary_path(str(path))
         if source.is_dir():
             shutil.copytree(source, temporary)
         else:
             shutil.copy2(source, temporary)
-        files.publish(temporary, str(path))
+        atomic.publish(temporary, str(path))
 
     def read() -> Any:
         return checkpoints.restore_checkpoint(path.parent, None, 1)

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, errors, notices
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._discovery import notices
 from flax_ckpt_compat.cli import main
 from tests.support.saves import names, tree, use_flag
 

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core import mapping
+from flax_ckpt_compat._core.local import mapping
 from tests.support.interpreters import start_python
 from tests.support.saves import use_flag
 

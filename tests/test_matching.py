@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import matching, placing, state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._restore import matching, placement
+from flax_ckpt_compat._trees import state_dict
 from tests.support.profiles import examples
 from tests.support.samples import Pair
 
@@ -24,12 +25,14 @@ def handles(tree: Any) -> Any:
         reader: Any = None
         return LeafHandle(path, kind, array.shape, array.dtype, array.nbytes, show_path(path), reader, leaf)
 
-    return map_leaves(handle, state.describe(tree))
+    return map_leaves(handle, state_dict.describe(tree))
 
 
 def match(stored: Any, target: Any, *, lenient: bool = False, own: Any = ()) -> matching.Match:
     """A match of two plain trees."""
-    return matching.match(handles(stored), state.describe(target), lenient=lenient, takes_anything=own.__contains__)
+    return matching.match(
+        handles(stored), state_dict.describe(target), lenient=lenient, takes_anything=own.__contains__
+    )
 
 
 NAMES = st.sampled_from("abcd")
@@ -57,14 +60,14 @@ def result_paths(sources: Any, path: Path = ()) -> set[Path]:
 def test_every_target_leaf_has_one_source(stored: Any, target: Any, lenient: bool) -> None:
     """The outcome has the target's structure; kept leaves are the target's, the others are stored there."""
     outcome = match(stored, target, lenient=lenient)
-    assert result_paths(outcome.sources) == leaf_paths(state.describe(target))
-    flat = dict(iter_leaves(state.describe(target)))
+    assert result_paths(outcome.sources) == leaf_paths(state_dict.describe(target))
+    flat = dict(iter_leaves(state_dict.describe(target)))
 
     def check(sources: Any, path: Path) -> None:
         if isinstance(sources, dict):
             for name, child in sources.items():
                 check(child, (*path, name))
-        elif isinstance(sources, matching.Kept):
+        elif isinstance(sources, matching.FromTarget):
             assert sources.value is flat[path]
             assert path in outcome.missing or (lenient and flat[path] is None)
         else:
@@ -89,13 +92,13 @@ def test_no_stored_leaf_is_lost_in_silence(stored: Any, target: Any, lenient: bo
         if isinstance(sources, dict):
             for child in sources.values():
                 collect(child)
-        elif isinstance(sources, matching.Stored):
+        elif isinstance(sources, matching.FromCheckpoint):
             used.update(leaf.path for _, leaf in _real_leaves(sources.node) if leaf is not None)
 
     collect(outcome.sources)
     stored_paths = {path for path, leaf in _real_leaves(handles(stored)) if leaf is not None}
     lost = stored_paths - used - set(outcome.unused)
-    excused = {*outcome.missing, *_kept_nones(state.describe(target), lenient)}
+    excused = {*outcome.missing, *_kept_nones(state_dict.describe(target), lenient)}
     assert all(any(path[:n] in excused or any(m[:n] == path for m in excused) for n in range(len(path) + 1))
                for path in lost)  # fmt: skip
 
@@ -116,8 +119,8 @@ def test_types_with_own_rules_take_the_whole_branch() -> None:
     """Where the structure differs below such a type, it gets the stored branch as it is; else leaf by leaf."""
     stored = {"s": {"old": 1, "n": {"x": 2}}}
     outcome = match(stored, {"s": {"new": 1}}, own={("s",)})
-    assert isinstance(outcome.sources["s"], matching.Stored)
-    assert placing.as_state(map_leaves(lambda _, leaf: leaf.where, outcome.sources["s"].node)) == stored["s"]
+    assert isinstance(outcome.sources["s"], matching.FromCheckpoint)
+    assert placement.as_state(map_leaves(lambda _, leaf: leaf.locator, outcome.sources["s"].node)) == stored["s"]
     assert outcome.missing == [] and outcome.unused == []
     outcome = match(stored, stored, own={("s",)})
     assert set(outcome.sources["s"]) == {"old", "n"}
@@ -131,15 +134,15 @@ def test_old_namedtuples_are_read_as_new_ones() -> None:
         field = stored.children["p"].children["fields"].children[str(index)]
         field.reader = type("Reader", (), {"read": staticmethod(lambda wanted, name=name: [name])})
     outcome = matching.match(
-        stored, state.describe({"p": Pair(0, 0)}), lenient=False, takes_anything=lambda path: False
+        stored, state_dict.describe({"p": Pair(0, 0)}), lenient=False, takes_anything=lambda path: False
     )
-    assert [outcome.sources["p"][name].node.where for name in Pair._fields] == [7, 8]
+    assert [outcome.sources["p"][name].node.locator for name in Pair._fields] == [7, 8]
     assert match({"p": old}, {"p": {"name": 0}}).missing == []
 
 
 def test_a_missing_whole_tree_is_called_root() -> None:
     """A bare leaf has no key path: the message says <root>."""
     outcome = match({"a": 1}, 5)
-    assert isinstance(outcome.sources, matching.Stored)
+    assert isinstance(outcome.sources, matching.FromCheckpoint)
     outcome = match(5, {"a": {"b": 1}})
     assert outcome.missing == [("a", "b")]

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
-from flax_ckpt_compat._core import files, paths
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.local import atomic
 from tests.support.saves import dead_pid, names, tree, use_flag
 
 
 def set_aside(path: Path) -> None:
     """Renames a checkpoint to what a writer leaves that died before it put its own in the place."""
-    old = Path(files.temporary_path(str(path), "old"))
+    old = Path(atomic.temporary_path(str(path), "old"))
     path.rename(old.with_name(old.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")))
 
 

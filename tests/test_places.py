@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from flax_ckpt_compat import (
-    checkpoints,
-    config,
-    errors,
-    iter_checkpoints,
-    open_checkpoint,
-    plan_restore,
-    restore,
-    save,
-)
+from flax_ckpt_compat import checkpoints, config, errors, iter_checkpoints, open_checkpoint, plan_restore, restore, save
 from flax_ckpt_compat.cli import main
 from tests.support.saves import names, tree
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints, plain_values
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._trees import plain_values
 
 
 class Mode(enum.IntEnum):

@@ -149,7 +149,7 @@ def test_bytes_are_counted_once(saved: str, tmp_path: Path) -> None:
 
 def test_the_plan_reads_no_array_data(saved: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning with rules asks no reader for a value."""
-    from flax_ckpt_compat import opening
+    from flax_ckpt_compat._discovery import opening
 
     asked: list[Any] = []
     real = opening.Opened.reader

@@ -8,7 +8,7 @@ from tests.support.saves import run_python
 
 CODE = """
 import sys, threading, time
-from flax_ckpt_compat._core.pools import Pool
+from flax_ckpt_compat._core.thread_pools import Pool
 def fail():
     raise OSError("the disk broke")
 def late():

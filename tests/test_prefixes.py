@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors, prefixes
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._save import prefixes
 from tests.support.logs import warnings_logged
 from tests.support.saves import names, tree
 

@@ -16,7 +16,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic
 from tests.support.saves import names, tree, use_flag
 
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
@@ -306,13 +306,13 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
     """Two processes that clean one directory do not make each other's saves fail."""
     for step in (1, 2):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
-    discard = files.discard
+    discard = atomic.discard
 
     def too_late(path: str) -> None:
         shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
         discard(path)
 
-    monkeypatch.setattr(files, "discard", too_late)
+    monkeypatch.setattr(atomic, "discard", too_late)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
     assert names(tmp_path) == ["checkpoint_3"]
 

@@ -19,9 +19,11 @@ from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, opening, rules, state
+from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
+from flax_ckpt_compat._discovery import opening
+from flax_ckpt_compat._trees import state_dict
 from tests.support.stored import count, flat, stored, values
 
 NAMES = st.one_of(
@@ -115,7 +117,7 @@ def train_state(optimizer: Any) -> TrainState:
 
 def converted(tree: Any, target: TrainState) -> TrainState:
     """Today's state with what the rule gives: nothing may be missing, and nothing left over."""
-    described = state.describe(target)
+    described = state_dict.describe(target)
     tree = rules.pre_optax().apply(tree, described)
     assert {path for path, _ in iter_leaves(tree)} == {path for path, _ in iter_leaves(described)}
     return serialization.from_state_dict(target, nested(tree))
@@ -175,7 +177,7 @@ def test_momentum_goes_on_as_it_would_have() -> None:
 
 def shown(tree: Any, target: Any) -> set[str]:
     """Names of all leaves after the rule."""
-    after = rules.pre_optax().apply(stored(tree), target if target is None else state.describe(target))
+    after = rules.pre_optax().apply(stored(tree), target if target is None else state_dict.describe(target))
     return {"/".join(path) for path, _ in iter_leaves(after)}
 
 
@@ -276,7 +278,7 @@ def test_pre_optax_with_names_before_linen() -> None:
     moments = jax.tree.map(lambda leaf: {"grad_ema": leaf, "grad_sq_ema": leaf}, names)
     tree: Any = stored({"optimizer": {"target": names, "state": {"step": np.int32(1), "param_states": moments}}})
     params = {"Conv_0": {"kernel": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones(3)}}
-    target = state.describe({"params": params, "opt_state": ADAM.init(params), "step": 0})
+    target = state_dict.describe({"params": params, "opt_state": ADAM.init(params), "step": 0})
     for rule in (
         rules.pre_optax(),
         rules.pre_linen(),

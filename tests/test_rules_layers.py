@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, leaves, opening, rules
+from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.tree import KeyData, iter_leaves
+from flax_ckpt_compat._discovery import opening
+from flax_ckpt_compat._trees import leaf_sources
 from tests.support.stored import Memory, count, flat, same, stored, value_of, values
 
 DTYPES = [np.dtype(name) for name in ("f4", ">f4", "i8", "c8", "?", "U3")] + [
@@ -139,11 +141,11 @@ def test_what_holds_no_value_stays() -> None:
     """None, empty subtrees and leaves left to the target need no stacking, and no cutting."""
     tree = stored(layers([{"w": count((2,)), "none": None, "empty": {}}] * 2))
     for node in tree.children.values():
-        node.children["own"] = leaves.Own.TARGET
+        node.children["own"] = leaf_sources.Own.TARGET
     after = rules.stack(r"layer_(\d+)", "layers").apply(tree, None)
     found = values(after)
-    assert (found["layers/none"], found["layers/empty"], found["layers/own"]) == (None, {}, leaves.Own.TARGET)
-    assert values(rules.unstack("layers", "layer_{}").apply(after, None))["layer_1/own"] is leaves.Own.TARGET
+    assert (found["layers/none"], found["layers/empty"], found["layers/own"]) == (None, {}, leaf_sources.Own.TARGET)
+    assert values(rules.unstack("layers", "layer_{}").apply(after, None))["layer_1/own"] is leaf_sources.Own.TARGET
 
 
 @pytest.mark.parametrize("rule", [rules.unstack("w", "w_{}"), rules.split("w", ["a", "b", "c", "d"], axis=0)], ids=str)
@@ -163,7 +165,7 @@ def test_pieces_are_memory_of_their_own() -> None:
         tree = rule.apply(rules.stack(r"layer_(\d+)", "x").apply(before, None), None)
         for _, leaf in iter_leaves(tree):
             part = leaf.inputs[0]
-            assert isinstance(part, leaves.Computed)
+            assert isinstance(part, leaf_sources.Derived)
             assert not np.shares_memory(leaf.function(part.function(whole)), whole)
 
 

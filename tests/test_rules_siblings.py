@@ -16,10 +16,11 @@ from flax.training import checkpoints as flax_checkpoints
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, rules, state
+from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat.leaves import Own
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Own
 from tests.support.saves import use_flag
 from tests.support.stored import stored, value_of
 
@@ -79,7 +80,7 @@ def test_names_that_do_not_tell_are_refused(name: str, flag: bool, tmp_path: Pat
     lines = re.findall(r"rules\.optimizer_state\('[^)]*\)", str(caught.value))
     assert len(lines) == 2
     at = lines[0].split("'")[1]
-    others = [f"opt/{one}" for one in state.describe(target).children["opt"].children if f"opt/{one}" != at]
+    others = [f"opt/{one}" for one in state_dict.describe(target).children["opt"].children if f"opt/{one}" != at]
     for line, number in zip(lines, (1, 2) if "gen'" in lines[0] else (2, 1), strict=True):
         found = restored(path, target, eval(line, {"rules": rules}), rules.from_target(*others))
         entry = found["opt"][int(at[4:])] if name == "a tuple" else found["opt"][at.removeprefix("opt/")]
@@ -106,7 +107,7 @@ def test_names_of_wrappers_do_not_tell() -> None:
     """A wrapper that the other of two has had makes them no relatives."""
     old = {"gen": trained(1, WRAPPED), "disc": trained(2)}
     target = {"gen": fresh(), "disc": fresh(WRAPPED)}
-    tree = rules.optimizer_state("opt").apply(stored(plain({"opt": old})), state.describe({"opt": target}))
+    tree = rules.optimizer_state("opt").apply(stored(plain({"opt": old})), state_dict.describe({"opt": target}))
     new = tree.children["opt"].children
     assert value_of(new["gen"].children["0"].children["count"]) == 1
     inner = new["disc"].children["inner_opt_state"].children["0"].children
@@ -118,7 +119,7 @@ def test_its_own_name_before_more_leaves() -> None:
     wide = {**PARAMS, "b": jnp.ones(4)}
     old = {"gen": trained(1), "disc": trained(2, params=wide)}
     tree = rules.optimizer_state("opt").apply(
-        stored(plain({"opt": old})), state.describe({"opt": {"gen": fresh(params=wide)}})
+        stored(plain({"opt": old})), state_dict.describe({"opt": {"gen": fresh(params=wide)}})
     )
     adam = tree.children["opt"].children["gen"].children["0"].children
     assert value_of(adam["mu"].children["w"])[0, 0] == 1
@@ -157,7 +158,7 @@ TREES = {
 def test_the_order_of_names_does_not_matter(name: str, data: Any) -> None:
     """However a format orders the stored names, the same leaves are taken, or the same error is raised."""
     old, new = TREES[name]
-    target = state.describe({"opt": new})
+    target = state_dict.describe({"opt": new})
 
     def outcome(tree: Any) -> Any:
         try:
@@ -189,11 +190,11 @@ def test_chains_are_in_order(flag: bool, tmp_path: Path) -> None:
 def test_numbers_that_are_names() -> None:
     """Keys of a dict that are numbers are names: they have to be equal."""
     old = plain({"opt": {"0": trained(1), "1": trained(2)}})
-    same = rules.optimizer_state("opt").apply(stored(old), state.describe({"opt": {1: fresh(), 0: fresh()}}))
+    same = rules.optimizer_state("opt").apply(stored(old), state_dict.describe({"opt": {1: fresh(), 0: fresh()}}))
     found = same.children["opt"].children
     assert [value_of(found[name].children["0"].children["count"]) for name in "01"] == [1, 2]
     with pytest.raises(TransformError, match="equally well"):
-        rules.optimizer_state("opt").apply(stored(old), state.describe({"opt": {1: fresh(), 2: fresh()}}))
+        rules.optimizer_state("opt").apply(stored(old), state_dict.describe({"opt": {1: fresh(), 2: fresh()}}))
 
 
 def test_what_a_later_rule_may_read_is_not_lost(flag: bool, tmp_path: Path) -> None:

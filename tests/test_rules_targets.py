@@ -14,10 +14,12 @@ import pytest
 from flax import nnx
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, opening, rules, state
+from flax_ckpt_compat import checkpoints, rules
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, iter_leaves
-from flax_ckpt_compat.leaves import Own
+from flax_ckpt_compat._discovery import opening
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Own
 from tests.support.stored import stored, value_of
 
 PARAMS = {
@@ -51,7 +53,9 @@ def saved(opt_state: Any, flag: bool, tmp_path: Path) -> Any:
 
 def flat(tree: Any) -> dict[str, Any]:
     """Leaves of a user's tree by their names."""
-    return {"/".join(path): leaf for path, leaf in iter_leaves(state.describe(tree)) if not isinstance(leaf, Branch)}
+    return {
+        "/".join(path): leaf for path, leaf in iter_leaves(state_dict.describe(tree)) if not isinstance(leaf, Branch)
+    }
 
 
 def taken(tree: Any) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def taken(tree: Any) -> dict[str, Any]:
 
 def migrate(old: Any, new: Any, *before: rules.Rule, optimizer: Any = None) -> dict[str, Any]:
     """The new optimizer's leaves: a stored value, or `Own.TARGET`."""
-    tree, target = old, state.describe({"opt_state": new, "step": 0})
+    tree, target = old, state_dict.describe({"opt_state": new, "step": 0})
     for rule in (*before, optimizer or rules.optimizer_state()):
         tree = rule.apply(tree, target)
     found = taken(tree)
@@ -206,7 +210,7 @@ def nested(tree: Any) -> Any:
             return {name: plain(child) for name, child in node.children.items()}
         return np.asarray(node)
 
-    return plain(state.describe(tree))
+    return plain(state_dict.describe(tree))
 
 
 def test_ambiguous_states_are_refused() -> None:
@@ -284,7 +288,7 @@ TARGET = {"params": {"a": jnp.ones(2), "head": {"kernel": jnp.ones(3)}}, "batch_
 def test_from_target() -> None:
     """Leaves and subtrees of the target are its own, where there is something stored and where there is not."""
     tree = stored({"params": {"a": np.ones(2), "head": {"old": np.ones(3)}}, "step": 1})
-    after = rules.from_target("params/head", "batch_stats", "e").apply(tree, state.describe(TARGET))
+    after = rules.from_target("params/head", "batch_stats", "e").apply(tree, state_dict.describe(TARGET))
     found = {"/".join(path): leaf for path, leaf in iter_leaves(after)}
     assert found.pop("e").children == {}
     assert {name for name, leaf in found.items() if leaf is Own.TARGET} == {"params/head/kernel", "batch_stats/mean"}
@@ -294,7 +298,7 @@ def test_from_target() -> None:
 
 def test_from_target_refuses() -> None:
     """Paths that the target lacks, with names like them; no path; a stored leaf where a subtree is needed."""
-    tree, target = stored({"params": np.ones(2), "head": {"kernel": 1}}), state.describe(TARGET)
+    tree, target = stored({"params": np.ones(2), "head": {"kernel": 1}}), state_dict.describe(TARGET)
     with pytest.raises(TransformError, match="the target has no head; near it: params/head"):
         rules.from_target("head").apply(tree, target)
     with pytest.raises(TransformError, match="params is a leaf"):

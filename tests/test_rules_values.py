@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import leaves, rules, state
+from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData
+from flax_ckpt_compat._trees import leaf_sources, state_dict
 from tests.support.stored import Memory, count, same, stored, value_of, values
 from tests.support.trees import fill
 
@@ -133,7 +134,7 @@ def test_pad_from_the_target() -> None:
     """New rows are the target's own, for the parameter and its moments alike; jax and numpy arrays."""
     tree = {"params": {"emb": count((2, 3))}, "mu": {"emb": count((2, 3), start=50)}}
     target = {"params": {"emb": jnp.full((4, 3), -1.0)}, "mu": {"emb": np.zeros((4, 3))}}
-    after = rules.pad("emb", 4, value="target").apply(stored(tree), state.describe(target))
+    after = rules.pad("emb", 4, value="target").apply(stored(tree), state_dict.describe(target))
     found = values(after)
     np.testing.assert_array_equal(found["params/emb"][:2], tree["params"]["emb"])
     np.testing.assert_array_equal(found["params/emb"][2:], -1)
@@ -179,14 +180,14 @@ def test_the_targets_values_have_to_fit() -> None:
     """What the target has in the new rows must fit the stored dtype; what it has in the others does not matter."""
     rule = rules.pad("w", 3, value="target")
     for own, is_new in ((np.array([1e300, 0, 7]), False), (np.array([0, 0, 1e300]), True)):
-        after = rule.apply(stored({"w": count((2,))}), state.describe({"w": own}))
+        after = rule.apply(stored({"w": count((2,))}), state_dict.describe({"w": own}))
         if is_new:
             with pytest.raises(TransformError, match=r"own w has 1 values .*1e\+300"):
                 value_of(after.children["w"])
         else:
             assert value_of(after.children["w"]).tolist() == [0, 1, 7]
     with pytest.raises(TransformError, match="does not become bool"):
-        rule.apply(stored({"w": np.ones(2, bool)}), state.describe({"w": np.array(["a", "b", "c"])}))
+        rule.apply(stored({"w": np.ones(2, bool)}), state_dict.describe({"w": np.array(["a", "b", "c"])}))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_the_targets_values_have_to_fit() -> None:
 def test_pad_from_a_target_that_does_not_fit(own: Any, message: str) -> None:
     """An abstract leaf, another shape or kind, or no array in the target is an error that names the leaf."""
     with pytest.raises(TransformError, match=message) as caught:
-        rules.pad("emb", 4, value="target").apply(stored({"emb": count((2, 3))}), state.describe({"emb": own}))
+        rules.pad("emb", 4, value="target").apply(stored({"emb": count((2, 3))}), state_dict.describe({"emb": own}))
     assert caught.value.leaf == "emb"
 
 
@@ -288,5 +289,5 @@ def test_rules_after_rules() -> None:
 def test_own_leaves_are_left_alone() -> None:
     """Leaves left to the target have no values to change."""
     tree = stored({"w": count((2,))})
-    tree.children["v"] = leaves.Own.TARGET
-    assert rules.cast("[wv]", "float16").apply(tree, None).children["v"] is leaves.Own.TARGET
+    tree.children["v"] = leaf_sources.Own.TARGET
+    assert rules.cast("[wv]", "float16").apply(tree, None).children["v"] is leaf_sources.Own.TARGET

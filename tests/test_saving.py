@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import files
+from flax_ckpt_compat._core.local import atomic
 from tests.support.profiles import examples
 from tests.support.saves import names, run_python, tree, use_flag
 
@@ -345,7 +345,7 @@ def test_an_interrupted_save_leaves_no_temporary(
     def interrupt(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(files, "publish", interrupt)
+    monkeypatch.setattr(atomic, "publish", interrupt)
     with pytest.raises(error):
         ours.save_checkpoint(tmp_path, tree(2), 2)
     assert names(tmp_path) == ["checkpoint_1"]

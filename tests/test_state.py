@@ -12,9 +12,10 @@ from flax import core, serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import placing, state
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves, map_leaves
+from flax_ckpt_compat._restore import placement
+from flax_ckpt_compat._trees import state_dict
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS
 from tests.support.profiles import examples
 from tests.support.samples import SAMPLES, Fields, Keyed, Pair, Registered, Serialized, fingerprint, train_state_sample
@@ -44,18 +45,18 @@ TREES = st.recursive(
 def test_random_trees_are_rebuilt(tree: Any) -> None:
     """rebuild undoes describe, whatever containers are nested in which."""
     try:
-        described = state.describe(tree)
+        described = state_dict.describe(tree)
     except CheckpointError:
         assert not FROZEN_DICT_TAKES_INT_KEYS
         return
-    assert fingerprint(state.rebuild(tree, placing.as_state(described))) == fingerprint(tree)
+    assert fingerprint(state_dict.rebuild(tree, placement.as_state(described))) == fingerprint(tree)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_sample_trees_are_rebuilt(name: str) -> None:
     """rebuild undoes describe for every kind of tree that users save."""
     tree = SAMPLES[name]()
-    assert fingerprint(state.rebuild(tree, placing.as_state(state.describe(tree)))) == fingerprint(tree)
+    assert fingerprint(state_dict.rebuild(tree, placement.as_state(state_dict.describe(tree)))) == fingerprint(tree)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +65,12 @@ def test_sample_trees_are_rebuilt(name: str) -> None:
 def test_names_are_those_of_flax(name: str) -> None:
     """For everything that Flax knows, the names and their order are those of its state dict."""
     tree = SAMPLES[name]()
-    assert fingerprint(placing.as_state(state.describe(tree))) == fingerprint(serialization.to_state_dict(tree))
+    assert fingerprint(placement.as_state(state_dict.describe(tree))) == fingerprint(serialization.to_state_dict(tree))
 
 
 def test_containers_are_remembered() -> None:
     """Lists, tuples, namedtuples and int keys are told apart at every depth, below dataclasses too."""
-    tree = state.describe(Fields({1: [0], "x": (0,)}, Pair([], {"a": collections.OrderedDict(b=[1])})))
+    tree = state_dict.describe(Fields({1: [0], "x": (0,)}, Pair([], {"a": collections.OrderedDict(b=[1])})))
     first, second = tree.children["first"], tree.children["second"]
     assert first.int_keys == {"1"}
     assert first.children["1"].container is Container.LIST
@@ -81,13 +82,13 @@ def test_containers_are_remembered() -> None:
 
 def test_empty_pytrees_are_no_lists() -> None:
     """A registered pytree without children is an empty dict, an empty list an empty list."""
-    assert state.describe(collections.OrderedDict()).container is Container.DICT
-    assert state.describe([]).container is Container.LIST
+    assert state_dict.describe(collections.OrderedDict()).container is Container.DICT
+    assert state_dict.describe([]).container is Container.LIST
 
 
 def test_bool_keys_are_not_int_keys() -> None:
     """A dict with bool keys is not taken for one with int keys, which would come back as other keys."""
-    assert state.describe({True: 1}).int_keys == frozenset()
+    assert state_dict.describe({True: 1}).int_keys == frozenset()
 
 
 def test_an_overridden_type_names_its_own_state() -> None:
@@ -99,29 +100,29 @@ def test_an_overridden_type_names_its_own_state() -> None:
     serialization.register_serialization_state(
         Odd, lambda odd: {"all": list(odd)}, lambda odd, stored: Odd(stored["all"])
     )
-    tree = state.describe({"odd": Odd([1, 2])})
+    tree = state_dict.describe({"odd": Odd([1, 2])})
     assert tree.children["odd"].container is Container.DICT
     assert list(tree.children["odd"].children) == ["all"]
-    assert isinstance(state.rebuild({"odd": Odd([1, 2])}, {"odd": {"all": [3]}})["odd"], Odd)
+    assert isinstance(state_dict.rebuild({"odd": Odd([1, 2])}, {"odd": {"all": [3]}})["odd"], Odd)
 
 
 @pytest.mark.parametrize("tree", [{1: 2, "1": 3}, {"a": core.freeze({1: 2, "1": 3})}])
 def test_keys_of_one_text_are_refused(tree: Any) -> None:
     """Two keys with the same text would be one leaf: refused."""
     with pytest.raises(CheckpointError, match=r"unique|only have string keys"):
-        state.describe(tree)
+        state_dict.describe(tree)
 
 
 def test_children_of_a_pytree_with_one_text_are_refused() -> None:
     """Two children of a registered pytree with the same name are refused, naming the node."""
     with pytest.raises(CheckpointError, match="cannot save outer"):
-        state.describe({"outer": collections.OrderedDict({1: 2, "1": 3})})
+        state_dict.describe({"outer": collections.OrderedDict({1: 2, "1": 3})})
 
 
 def test_leaves_are_untouched() -> None:
     """describe copies nothing: the leaves are the caller's own objects."""
     tree = train_state_sample()
-    described = {id(leaf) for _, leaf in iter_leaves(state.describe(tree)) if not isinstance(leaf, Branch)}
+    described = {id(leaf) for _, leaf in iter_leaves(state_dict.describe(tree)) if not isinstance(leaf, Branch)}
     assert {id(leaf) for leaf in jax.tree_util.tree_leaves(tree) if hasattr(leaf, "dtype")} <= described
 
 
@@ -141,7 +142,7 @@ def test_work_does_not_grow_with_depth() -> None:
     tree: Any = Counted()
     for _ in range(50):
         tree = Fields(tree)
-    state.describe(tree)
+    state_dict.describe(tree)
     assert calls == 1
 
 
@@ -149,28 +150,28 @@ def test_work_does_not_grow_with_depth() -> None:
 def test_keys_are_taken_apart_and_put_together(impl: str) -> None:
     """Typed PRNG keys and batches of them survive being taken apart; raw uint32 keys are plain arrays."""
     keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), (2, 3))}
-    apart = map_leaves(lambda _, leaf: state.key_apart(leaf), state.describe(keys))
+    apart = map_leaves(lambda _, leaf: state_dict.key_apart(leaf), state_dict.describe(keys))
     assert all(isinstance(leaf, KeyData) and leaf.impl == impl for _, leaf in iter_leaves(apart))
     for name, key in keys.items():
-        assert fingerprint(state.put_key_together(apart.children[name])) == fingerprint(key)
+        assert fingerprint(state_dict.put_key_together(apart.children[name])) == fingerprint(key)
     raw = jax.random.PRNGKey(0)
-    assert state.key_apart(raw) is raw
+    assert state_dict.key_apart(raw) is raw
 
 
 def test_abstract_targets_are_described() -> None:
     """Trees of jax.eval_shape have the structure of the real ones."""
     tree = jax.eval_shape(train_state_sample)
-    described = state.describe(tree)
-    real = state.describe(train_state_sample())
+    described = state_dict.describe(tree)
+    real = state_dict.describe(train_state_sample())
     assert [path for path, _ in iter_leaves(described)] == [path for path, _ in iter_leaves(real)]
-    assert state.is_prng_key(jax.eval_shape(lambda: jax.random.key(0)))
+    assert state_dict.is_prng_key(jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def test_types_with_own_rules() -> None:
     """Only types that somebody else registered with Flax restore by rules that we do not know, wherever they are."""
     tree = {"a": [Serialized(Serialized(1))], "o": collections.OrderedDict(x=Serialized(1)), "f": Fields(Serialized(1))}
-    assert state.Described(tree).nodes_with_own_rules() == {("a", "0"), ("o", "x"), ("f", "first")}
+    assert state_dict.TargetTree(tree).custom_serialized_paths() == {("a", "0"), ("o", "x"), ("f", "first")}
     mixed = {"a": 1, "b": Serialized(1), "c": 1, "d": Serialized(1), "e": {"f": 1}}
-    assert state.Described(mixed).nodes_with_own_rules() == {("b",), ("d",)}
+    assert state_dict.TargetTree(mixed).custom_serialized_paths() == {("b",), ("d",)}
     for plain in ({}, [], (), Fields(1), Pair(1, 2), core.freeze({}), optax.EmptyState(), np.ones(1), jnp.ones(1)):
-        assert state.Described({"a": plain}).nodes_with_own_rules() == set()
+        assert state_dict.TargetTree({"a": plain}).custom_serialized_paths() == set()

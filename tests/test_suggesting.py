@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from flax_ckpt_compat import rules, state
-from flax_ckpt_compat.suggesting import suggest
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._suggest import suggest
+from flax_ckpt_compat._trees import state_dict
 from tests.support.suggest_cases import Layer, as_stored, gets, make, proposed, random_case, truth
 from tests.support.suggest_states import (
     ADAM,
@@ -51,7 +52,7 @@ def test_no_confident_suggestion_is_wrong_and_most_changes_are_found(
     while counts.total() < cases:
         seed += 1
         title, old, new = random_case(random.Random(seed))
-        stored, target = as_stored(old.state), state.describe(new.state)
+        stored, target = as_stored(old.state), state_dict.describe(new.state)
         suggestion, wanted = suggest(stored, target), truth(old, new)
         if suggestion is None and gets(stored, target, None).keys() == wanted.keys():
             continue  # nothing was missing

@@ -13,9 +13,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import state
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat.suggesting import suggest
+from flax_ckpt_compat._suggest import suggest
+from flax_ckpt_compat._trees import state_dict
 from tests.support.profiles import examples
 from tests.support.suggest_cases import as_stored, proposed, random_case
 from tests.support.suggest_states import ADAM, array, dense, nnx_state, train
@@ -183,7 +183,7 @@ def shuffled(node: Any, random: Any) -> Any:
 def test_the_order_of_names_does_not_matter(random: Any) -> None:
     """Msgpack keeps the order of definition, Orbax's format sorts: both get the same suggestion."""
     _, old, new = random_case(random)
-    stored, target = as_stored(old.state), state.describe(new.state)
+    stored, target = as_stored(old.state), state_dict.describe(new.state)
     assert suggest(stored, target) == suggest(shuffled(stored, random), shuffled(target, random))
 
 
@@ -202,7 +202,7 @@ def test_linen_to_nnx_in_any_order(random: Any) -> None:
     moments = {"hidden": dense(64, 64), "out": dense(64, 10)}
     new = {"model": nnx.state(model), "optimizer": {"step": 0, "opt_state": jax.eval_shape(ADAM.init, moments)}}
     plain = {**new, "model": nnx.to_pure_dict(new["model"])}
-    target = state.describe(plain)
+    target = state_dict.describe(plain)
     suggestion = suggest(shuffled(as_stored(trained(params)), random), target)
     assert suggestion is not None
     assert "rules.move('params', 'model')" in str(suggestion)

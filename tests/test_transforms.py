@@ -21,9 +21,9 @@ from orbax.checkpoint import transform_utils as real
 from orbax.checkpoint import tree as real_tree
 
 from flax_ckpt_compat import transforms as ours
-from flax_ckpt_compat._resolve import Call, Keep, Take, Transforms, flat_transforms
 from flax_ckpt_compat.errors import NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import Transform, apply_transformations, intersect_trees, merge_trees
+from flax_ckpt_compat.transforms._resolve import Call, Keep, Take, Transforms, flat_transforms
 
 
 def double(value: Any) -> Any:

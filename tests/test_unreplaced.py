@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints, errors, saving
-from flax_ckpt_compat._core import unreplaced
+from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.files import temporary_path
-from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat._core.local import no_replace
+from flax_ckpt_compat._core.local.atomic import temporary_path
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save import pipeline as save_pipeline
 
 PAIRS = list(itertools.product(Format, repeat=2))
 
@@ -47,7 +48,9 @@ def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Forma
     def save(number: int) -> str:
         tree = {"n": number, "v": np.full(3, number)}
         # As save_checkpoint, whose flag two threads cannot set to different values.
-        return saving.save(str(tmp_path), tree, 1, "checkpoint_", 1, False, None, None, None, format=pair[number])
+        return save_pipeline.save(
+            str(tmp_path), tree, 1, "checkpoint_", 1, False, None, None, None, format=pair[number]
+        )
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(save, number) for number in (0, 1)]
@@ -76,10 +79,10 @@ def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: s
         final.write_text("" if "empty" in there else "old")
     if there in ("file", "directory"):
         with pytest.raises(errors.StorageError, match="another process has saved"):
-            unreplaced.put_new(str(temporary), str(final))
+            no_replace.put_new(str(temporary), str(final))
         assert temporary.exists()
         assert (final / "old").exists() if there == "directory" else final.read_text() == "old"
     else:
-        unreplaced.put_new(str(temporary), str(final))
+        no_replace.put_new(str(temporary), str(final))
         assert os.listdir(tmp_path) == ["c_1"]
         assert (final / "new" if directory else final).read_text() == "new"

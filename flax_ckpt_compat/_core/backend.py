@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.store_shares import Shares
+from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node, Path
 
 
@@ -50,10 +50,10 @@ class LeafHandle:
         dtype: of the array, numpy scalar or key data; None for Python values.
         nbytes: size of the value in memory, in bytes (0 where the format does not tell without reading).
         name: the name it is stored under, in the format's own terms.
-        reader: whose `read` understands `where`.
-        where: private to the backend.
+        reader: whose `read` understands `locator`.
+        locator: private to the backend.
         may_be: other kinds that the writer's release stored in just this way; a target's leaf of one of them decides.
-        distributed: saved from several processes into a folder of its own beside the msgpack file (Flax's ``_gda``).
+        in_gda_folder: saved from several processes into a folder of its own beside the msgpack file (Flax's ``_gda``).
     """
 
     path: Path
@@ -63,9 +63,9 @@ class LeafHandle:
     nbytes: int
     name: str
     reader: Reader = dataclasses.field(repr=False)
-    where: Any = dataclasses.field(repr=False)
-    distributed: bool = False
-    may_be: frozenset[LeafKind] = frozenset()
+    locator: Any = dataclasses.field(repr=False)
+    in_gda_folder: bool = False
+    possible_kinds: frozenset[LeafKind] = frozenset()
 
     @property
     def sharding(self) -> str | None:
@@ -78,7 +78,7 @@ class LeafHandle:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ArraySlice:
     """A box of a stored array, to be read without the rest of it.
 
     Attributes:
@@ -104,7 +104,7 @@ class Reader(Protocol):
     path: str
     tree: Node
 
-    def read(self, handles: Sequence[LeafHandle | Part], *, mapped: bool = False) -> list[Any]:
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """The values of these handles and parts, in their order; large ones are read in parallel.
 
         Several parts of one array are asked for together, so that no stored chunk is decoded twice.
@@ -145,7 +145,7 @@ class WriteOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class ProcessInfo:
     """One of the processes that save a tree together.
 
     Attributes:
@@ -163,15 +163,15 @@ class Backend(Protocol):
     The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
     directory, 1) `prepare`, 2) `write`, 3) the caller publishes the temporary under its final name.
     Of a save by several processes: 0) process 0 chooses the temporary path and tells it to the others, 1) all:
-    `prepare` with their shares, 2) process 0: `begin_shared`, 3) all, once it has ended: `write_share`,
-    4) process 0, once all have ended: `end_shared`, 5) process 0 publishes.
+    `prepare` with their shares, 2) process 0: `begin_multiprocess`, 3) all, once it has ended: `write_process_part`,
+    4) process 0, once all have ended: `finish_multiprocess`, 5) process 0 publishes.
     The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
     number of times, 3) `Reader.close`.
     """
 
     format: Format
 
-    def prepare(self, tree: Node, share: Share | None = None) -> Any:
+    def prepare(self, tree: Node, share: ProcessInfo | None = None) -> Any:
         """Decides how a tree is stored, or raises, before anything is written; copies no array data.
 
         Args:
@@ -200,8 +200,13 @@ class Backend(Protocol):
         """
         ...
 
-    def begin_shared(
-        self, path: str, prepared: Any, options: WriteOptions, share: Share, shares: Shares | None = None
+    def begin_multiprocess(
+        self,
+        path: str,
+        prepared: Any,
+        options: WriteOptions,
+        share: ProcessInfo,
+        shares: MultiprocessUpload | None = None,
     ) -> None:
         """Process 0 makes what the others need to have before they write, such as directories.
 
@@ -215,8 +220,13 @@ class Backend(Protocol):
         """
         ...
 
-    def write_share(
-        self, path: str, prepared: Any, options: WriteOptions, share: Share, shares: Shares | None = None
+    def write_process_part(
+        self,
+        path: str,
+        prepared: Any,
+        options: WriteOptions,
+        share: ProcessInfo,
+        shares: MultiprocessUpload | None = None,
     ) -> None:
         """Writes the arrays' shards of this process (process 0: and whatever is not spread) and syncs them to disk.
 
@@ -224,8 +234,13 @@ class Backend(Protocol):
         """
         ...
 
-    def end_shared(
-        self, path: str, prepared: Any, options: WriteOptions, share: Share, shares: Shares | None = None
+    def finish_multiprocess(
+        self,
+        path: str,
+        prepared: Any,
+        options: WriteOptions,
+        share: ProcessInfo,
+        shares: MultiprocessUpload | None = None,
     ) -> None:
         """Process 0 makes one checkpoint of all shares and syncs it to disk."""
         ...

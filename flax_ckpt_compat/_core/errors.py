@@ -15,8 +15,8 @@ CheckpointError
 ├── NameCollisionError(ValueError)           two key paths with one stored name
 ├── StepError(ValueError)                    a step, ``keep`` or prefix that means nothing
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
-├── TeamError(RuntimeError)                  another of the processes that save together failed
-│   └── AbsentProcessesError(TimeoutError)   processes did not come to a meeting in time
+├── MultiprocessSaveError(RuntimeError)                  another of the processes that save together failed
+│   └── ProcessTimeoutError(TimeoutError)   processes did not come to a meeting in time
 └── StorageError(OSError)                    the file system or object store refused
     └── CleanupError                         the checkpoint was saved; an older one could not be removed
 
@@ -138,11 +138,11 @@ class CleanupError(StorageError):
     """The checkpoint was saved, but checkpoints that it replaces, or that ``keep`` evicts, could not be removed."""
 
 
-class TeamError(CheckpointError, RuntimeError):
+class MultiprocessSaveError(CheckpointError, RuntimeError):
     """Another of the processes that save together failed, or does something else; nothing was saved."""
 
 
-class AbsentProcessesError(TeamError, TimeoutError):
+class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
     """Processes did not come to a meeting within the bound.
 
     Attributes:

@@ -12,10 +12,11 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core import files, store_commits, store_uploads, stores
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.store_errors import missing
-from flax_ckpt_compat._core.stores import snapshot as snapshot
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.object_store import client, commit, uploads
+from flax_ckpt_compat._core.object_store.client import listing_cache as listing_cache
+from flax_ckpt_compat._core.object_store.store_errors import missing
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _SLASHES_OF_BUCKET = 2
@@ -29,21 +30,21 @@ _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 def absolute(path: str) -> str:
     """The absolute local path, or the normal URL."""
     _refuse_mangled(path)
-    return stores.normal(path) if is_url(path) else os.path.abspath(local(path))
+    return client.normal(path) if is_url(path) else os.path.abspath(local(path))
 
 
 def normal(path: str) -> str:
     """The path without what has no meaning; a relative one stays relative, and ``file://`` stays too."""
     _refuse_mangled(path)
     if is_url(path):
-        return stores.normal(path)
+        return client.normal(path)
     plain = local(path)
     return path[: len(path) - len(plain)] + os.path.normpath(plain)
 
 
 def is_url(path: str) -> bool:
     """Return whether it is the URL of an object store."""
-    return stores.is_url(path) and not _FILE_URL.match(path)
+    return client.is_url(path) and not _FILE_URL.match(path)
 
 
 def local(path: str) -> str:
@@ -71,7 +72,7 @@ def _refuse_mangled(path: str) -> None:
 
 def content_root(path: str) -> str:
     """Return the path below which the files of a checkpoint's directory are read; in stores it may be one inside."""
-    return stores.content_root(path) if is_url(path) else path
+    return client.content_root(path) if is_url(path) else path
 
 
 def listdir(path: str) -> list[str]:
@@ -82,7 +83,7 @@ def listdir(path: str) -> list[str]:
     """
     if not is_url(path):
         return os.listdir(path)
-    found = stores.names(path)
+    found = client.names(path)
     if not found:
         raise missing(path)
     return found
@@ -90,20 +91,20 @@ def listdir(path: str) -> list[str]:
 
 def isdir(path: str) -> bool:
     """Whether it is a directory."""
-    return store_commits.counts_as_folder(path) if is_url(path) else stat.S_ISDIR(_mode(path))
+    return commit.counts_as_folder(path) if is_url(path) else stat.S_ISDIR(_mode(path))
 
 
 def isfile(path: str) -> bool:
     """Whether it is a regular file."""
     if not is_url(path):
         return stat.S_ISREG(_mode(path))
-    return stores.is_object(path) and not store_commits.counts_as_folder(path)
+    return client.is_object(path) and not commit.counts_as_folder(path)
 
 
 def lexists(path: str) -> bool:
     """Whether there is anything of this name."""
     if is_url(path):
-        return stores.is_folder(path) or stores.is_object(path)
+        return client.is_folder(path) or client.is_object(path)
     try:
         os.lstat(path)
     except OSError as error:
@@ -134,18 +135,18 @@ def _mode(path: str) -> int:
 
 def getsize(path: str) -> int:
     """Bytes of a file."""
-    return stores.size(path) if is_url(path) else os.path.getsize(path)
+    return client.size(path) if is_url(path) else os.path.getsize(path)
 
 
 def is_empty(path: str) -> bool:
     """Return whether a file has no bytes, which costs one request in a store where its size may cost many."""
-    return stores.is_empty(path) if is_url(path) else os.path.getsize(path) == 0
+    return client.is_empty(path) if is_url(path) else os.path.getsize(path) == 0
 
 
 def read(path: str, limit: int | None = None) -> bytes:
     """The first ``limit`` bytes of a file, or all."""
     if is_url(path):
-        return stores.read(path) if limit is None else stores.read_range(path, 0, limit)
+        return client.read(path) if limit is None else client.read_range(path, 0, limit)
     with open(path, "rb") as file:
         return file.read(-1 if limit is None else limit)
 
@@ -166,17 +167,17 @@ def total_size(path: str) -> int:
 
 
 def _size_in_store(url: str) -> int:
-    if not store_commits.counts_as_folder(url):
-        return _size_or_zero(url) if stores.is_object(url) else 0
-    with stores.snapshot(url):
-        inside = [f"{url}/{key}" for key in stores.keys(url)]
-        stores.know_sizes(inside)
+    if not commit.counts_as_folder(url):
+        return _size_or_zero(url) if client.is_object(url) else 0
+    with client.listing_cache(url):
+        inside = [f"{url}/{key}" for key in client.keys(url)]
+        client.know_sizes(inside)
         return sum(map(_size_or_zero, inside))
 
 
 def _size_or_zero(url: str) -> int:
     with suppress(FileNotFoundError):  # another process has just evicted it
-        return stores.size(url)
+        return client.size(url)
     return 0
 
 
@@ -187,7 +188,7 @@ def is_writable_place(path: str) -> bool:
 
 def temporary_path(path: str) -> str:
     """A local path to write a checkpoint to that is then published as ``path``."""
-    return store_commits.staging_path(path) if is_url(path) else files.temporary_path(path)
+    return commit.staging_path(path) if is_url(path) else atomic.temporary_path(path)
 
 
 def publish(temporary: str, path: str, *, new: bool = False) -> None:
@@ -199,29 +200,29 @@ def publish(temporary: str, path: str, *, new: bool = False) -> None:
         new: another checkpoint that has this name by now is not replaced.
     """
     if is_url(path):
-        store_uploads.check_sizes(temporary, path)  # before anything there is touched
-        store_commits.publish(temporary, path, new=new)
+        uploads.check_sizes(temporary, path)  # before anything there is touched
+        commit.publish(temporary, path, new=new)
     else:
-        files.publish(temporary, path, new=new)
+        atomic.publish(temporary, path, new=new)
 
 
 def discard(path: str) -> None:
     """Removes a checkpoint so that a crash in the middle leaves nothing that counts as one."""
-    (store_commits if is_url(path) else files).discard(path)
+    (commit if is_url(path) else atomic).discard(path)
 
 
 def prepare_directory(path: str) -> None:
     """Makes a directory of checkpoints, and frees it from what dead writers left."""
     if is_url(path):
-        store_commits.reclaim(path)
+        commit.remove_stale(path)
     else:
-        files.make_directory(path)
-        files.reclaim(path)
+        atomic.make_directory(path)
+        atomic.remove_stale(path)
 
 
 def tensorstore_folder(path: str) -> dict[str, Any]:
     """TensorStore's description of a directory, as the base of an array or of a database."""
-    return stores.spec(path) if is_url(path) else local_kvstore(os.path.abspath(path))
+    return client.spec(path) if is_url(path) else local_kvstore(os.path.abspath(path))
 
 
 def local_kvstore(path: str) -> dict[str, Any]:
@@ -243,4 +244,4 @@ def local_kvstore(path: str) -> dict[str, Any]:
 
 def tensorstore_context(path: str) -> Any:
     """The context to open it with; None for TensorStore's own."""
-    return stores.context() if is_url(path) else None
+    return client.context() if is_url(path) else None

@@ -37,7 +37,7 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
         yield
     except OSError as error:
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
-            raise  # such as TeamError's, which are timeouts
+            raise  # such as MultiprocessSaveError's, which are timeouts
         raise _told(path, temporary, tree, error) from (error.__cause__ or error)
 
 

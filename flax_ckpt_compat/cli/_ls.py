@@ -12,11 +12,11 @@ from typing import IO, Any, NamedTuple
 
 import click
 
-from flax_ckpt_compat import _absence, _detect, _listing
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._core.printable import printable
-from flax_ckpt_compat.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
+from flax_ckpt_compat._discovery import absence, detect, listing
+from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
 _HEADINGS = ("step", "format", "size", "saved", "state", "name")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -50,7 +50,7 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
         click.ClickException: it cannot be listed.
     """
     try:
-        where = _listing.place(directory, prefix)
+        where = listing.checkpoint_dir(directory, prefix)
         rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
         why = None if rows else _why_none(where, prefix)
     except CheckpointError as error:
@@ -72,7 +72,7 @@ def _saved(path: str) -> datetime.datetime | None:
     return None
 
 
-def _why_none(where: _listing.Place, prefix: str) -> str:
+def _why_none(where: listing.CheckpointDir, prefix: str) -> str:
     """Why a directory lists nothing.
 
     Raises:
@@ -83,15 +83,15 @@ def _why_none(where: _listing.Place, prefix: str) -> str:
         if paths.lexists(path):
             remedy = f"name the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
             raise CheckpointNotFoundError(f"{path} is no directory: {remedy}", path=path)
-        near = _absence.near_directory(path)
+        near = absence.near_directory(path)
         remedy = f"did you mean {near}?" if near else "check the path"
         raise CheckpointNotFoundError(f"the directory {path} does not exist: {remedy}", path=path)
-    if _detect.is_orbax_directory(path) and not _detect.is_doubtful(path):
+    if detect.is_orbax_directory(path) and not detect.is_doubtful(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path)
     if not paths.is_url(path) and not os.listdir(path):
         return f"{path} is empty"
-    return _absence.of_checkpoints(where, prefix).why
+    return absence.of_checkpoints(where, prefix).why
 
 
 def _as_json(row: _Row) -> dict[str, Any]:

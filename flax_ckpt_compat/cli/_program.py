@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from flax_ckpt_compat import _install
+from flax_ckpt_compat import _patching
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -31,7 +31,7 @@ class Program(BaseException):
 
     def run(self) -> None:
         """Runs it with the shim installed; what it raises is raised, and shown by `sys.excepthook` as python would."""
-        _install.install_on_import()
+        _patching.install_on_import()
         _install_in_workers()
         first, *rest = self._words
         try:
@@ -132,7 +132,7 @@ class _InstallInWorker:
     """Installs the shim where it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _install.install_on_import, ()
+        return _patching.install_on_import, ()
 
 
 def _install_in_workers() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafHandle, Part
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
-from flax_ckpt_compat.leaves import Computed, Own, box, is_array
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, box, is_array
 from flax_ckpt_compat.rules import _trees
 
-Array = LeafHandle | Computed
+Array = LeafHandle | Derived
 
 
 def describe(node: Node) -> str:
@@ -62,7 +62,7 @@ def is_nothing(leaf: Node) -> bool:
     return leaf is None or isinstance(leaf, Own | Branch)
 
 
-def piece(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Computed:
+def piece(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Derived:
     """An array's values from start to stop on an axis, of which nothing else is read where it is stored.
 
     Args:
@@ -76,8 +76,8 @@ def piece(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: b
     part = box(leaf, index)
     shape = tuple(side.stop - side.start for n, side in enumerate(index) if not (squeeze and n == axis))
     # A part that was read is memory of its own; one of a computed array is a view of what others may look at, too.
-    is_own = isinstance(part, Part)
-    return Computed(
+    is_own = isinstance(part, ArraySlice)
+    return Derived(
         (part,), lambda value: (value if is_own else value.copy(order="C")).reshape(shape), shape, leaf.dtype, how
     )
 
@@ -86,7 +86,7 @@ def side_by_side(
     nodes: Sequence[Node],
     paths: Sequence[Path],
     describe_one: Callable[[Node, Path], str],
-    join: Callable[[list[Array], Path], Computed],
+    join: Callable[[list[Array], Path], Derived],
     who: str,
 ) -> Node:
     """One tree of several that are alike.
@@ -161,7 +161,7 @@ def apply_to(
     *,
     shape: tuple[int, ...] | None = None,
     dtype: np.dtype[Any] | None = None,
-) -> Computed:
+) -> Derived:
     """An array with a function of it, which gets an ``np.ndarray``; its shape and dtype where they change."""
     shape = leaf.shape if shape is None else shape
-    return Computed((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)
+    return Derived((leaf,), lambda value: function(np.asarray(value)), shape, dtype or leaf.dtype, how)

@@ -24,8 +24,8 @@ class Rule:
 
     Attributes:
         source: the Python that makes it, such as ``rules.rename('Dense_0', 'encoder')``.
-        apply: takes the checkpoint's tree (leaves: `LeafHandle`, `flax_ckpt_compat.leaves.Computed`, None,
-            `flax_ckpt_compat.leaves.Own`) and the target's (leaves: the target's own), and gives a new tree of the
+        apply: takes the checkpoint's tree (leaves: `LeafHandle`, `Derived`, `Own` or None; see
+            `flax_ckpt_compat._trees.leaf_sources`) and the target's (its own leaves), and gives a new tree of the
             first kind. It reads no array data, changes neither, and raises `TransformError` where it does not fit.
     """
 

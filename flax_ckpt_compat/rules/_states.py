@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, iter_leaves
-from flax_ckpt_compat.leaves import Computed
+from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.rules import _trees
 
 # Fields of optax's states, by which one is known where the target's containers do not tell, as in NNX.
@@ -136,6 +136,6 @@ def _fits(stored: Any, own: Any) -> bool:
     shape = _shape(own)
     if isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY:
         return stored.shape[: len(shape)] == shape
-    if isinstance(stored, LeafHandle | Computed):
+    if isinstance(stored, LeafHandle | Derived):
         return stored.shape == shape
     return False

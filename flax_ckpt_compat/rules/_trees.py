@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.similar import nearest
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, show_path
-from flax_ckpt_compat.similar import nearest
 
 # Flags that hold for a whole expression, which Python wants at its very beginning.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")

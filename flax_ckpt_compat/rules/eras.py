@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.module_names import linen_names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, show_path
-from flax_ckpt_compat.naming import linen_names
 from flax_ckpt_compat.rules import _trees, targets
 from flax_ckpt_compat.rules._rule import Apply, rule
 

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
-from flax_ckpt_compat.leaves import Computed, is_array
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 from flax_ckpt_compat.rules import _arrays, _trees
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -38,7 +38,7 @@ def stack(who: str, pattern: str, into: str, axis: int = 0) -> Apply:
     """
     compiled, levels = _numbered(pattern, who), _levels(into, who)
 
-    def join(leaves: list[Array], path: Path) -> Computed:
+    def join(leaves: list[Array], path: Path) -> Derived:
         shape = leaves[0].shape or ()
         at = _arrays.axis_of(axis, len(shape) + 1, path, who)
         shape = (*shape[:at], len(leaves), *shape[at:])
@@ -126,7 +126,7 @@ def fuse(who: str, names: Sequence[str], into: str, axis: int = -1) -> Apply:
         shape = ", ".join("any" if n == at else str(size) for n, size in enumerate(node.shape))
         return f"{node.dtype}[{shape}]"
 
-    def join(leaves: list[Array], path: Path) -> Computed:
+    def join(leaves: list[Array], path: Path) -> Derived:
         shapes = [leaf.shape or () for leaf in leaves]
         at = _arrays.axis_of(axis, len(shapes[0]), path, who)
         shape = (*shapes[0][:at], sum(shape[at] for shape in shapes), *shapes[0][at + 1 :])
@@ -245,7 +245,7 @@ def _common_length(node: Node, where: Path, axis: int, who: str) -> int:
     return next(iter(lengths))
 
 
-def _joined(function: Callable[..., Any], leaves: list[Array], axis: int, shape: tuple[int, ...], how: str) -> Computed:
+def _joined(function: Callable[..., Any], leaves: list[Array], axis: int, shape: tuple[int, ...], how: str) -> Derived:
     dtype = leaves[0].dtype
     assert dtype is not None  # they are arrays
 
@@ -253,4 +253,4 @@ def _joined(function: Callable[..., Any], leaves: list[Array], axis: int, shape:
         # Into memory of that dtype: numpy by itself would give foreign byte orders up.
         return function(values, axis=axis, out=memory.empty(shape, dtype))
 
-    return Computed(tuple(leaves), join, shape, dtype, how)
+    return Derived(tuple(leaves), join, shape, dtype, how)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.template import filler
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
-from flax_ckpt_compat._filling import filler
 from flax_ckpt_compat.rules import _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
 

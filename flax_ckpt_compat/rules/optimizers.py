@@ -7,7 +7,7 @@ import dataclasses
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, show_path
-from flax_ckpt_compat.leaves import Own
+from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _states, _trees, targets
 from flax_ckpt_compat.rules._rule import Apply, rule
 from flax_ckpt_compat.rules._states import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
-from flax_ckpt_compat.leaves import Own
+from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
 

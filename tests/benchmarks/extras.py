@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import flax_ckpt_compat
-from flax_ckpt_compat import matching, state
+from flax_ckpt_compat._restore import matching
+from flax_ckpt_compat._trees import state_dict
 from tests.benchmarks.report import Table
 from tests.benchmarks.systems import OURS, timed
 from tests.benchmarks.workloads import Workload, leaf_shapes
@@ -91,13 +92,13 @@ def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
         tree = {f"part_{n // 100}": {} for n in range(0, count, 100)}
         for n in range(count):
             tree[f"part_{n // 100}"][f"leaf_{n % 100}"] = leaf
-        described = state.describe(tree)
+        described = state_dict.describe(tree)
         times = {
-            "describe": lambda tree=tree: state.describe(tree),
+            "describe": lambda tree=tree: state_dict.describe(tree),
             "match": lambda node=described: matching.match(
                 node, node, lenient=False, takes_anything=lambda path: False
             ),
-            "rebuild": lambda tree=tree: state.rebuild(tree, tree),
+            "rebuild": lambda tree=tree: state_dict.rebuild(tree, tree),
         }
         for name, call in times.items():
             seconds = statistics.median(timed(call) for _ in range(rounds))

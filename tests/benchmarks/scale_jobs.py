@@ -16,7 +16,8 @@ from flax_ckpt_compat.legacy import BACKEND as MSGPACK
 from flax_ckpt_compat.orbax_backend import BACKEND as ORBAX
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_ckpt_compat import checkpoints, config, team
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._save import coordination
 from tests.benchmarks import scale_costs
 from tests.multiprocess.jobs import mesh, use
 
@@ -73,11 +74,11 @@ def save(folder: str, orbax: bool, leaves: int, step: int) -> dict[str, Any]:
     """
     use(orbax)
     tree = {"params": arrays(leaves, step)}
-    counting, seconds = Counting(team._client()), dict[str, float]()
+    counting, seconds = Counting(coordination._client()), dict[str, float]()
     backend = ORBAX if orbax else MSGPACK
     start = time.perf_counter()
     with contextlib.ExitStack() as stack, config.override(coordination_timeout=300.0):
-        stack.enter_context(mock.patch.object(team, "_client", lambda: counting))
+        stack.enter_context(mock.patch.object(coordination, "_client", lambda: counting))
         for stage in _STAGES:
             stack.enter_context(_timed(backend, stage, seconds))
         checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=2)
@@ -110,8 +111,8 @@ def restore(folder: str, leaves: int, step: int) -> dict[str, Any]:
     """
     wanted = arrays(leaves, step)
     target = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in wanted.items()}
-    counting = Counting(team._client())
-    with mock.patch.object(team, "_client", lambda: counting):
+    counting = Counting(coordination._client())
+    with mock.patch.object(coordination, "_client", lambda: counting):
         before, start = _reads(), time.perf_counter()
         got = jax.block_until_ready(checkpoints.restore_checkpoint(folder, {"params": target}, step))["params"]
         seconds, after = time.perf_counter() - start, _reads()

@@ -15,9 +15,9 @@ import numpy as np
 from flax_ckpt_compat.orbax_backend import BACKEND
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat import team
-from flax_ckpt_compat._core.backend import Share, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
+from flax_ckpt_compat._save import coordination
 from tests.benchmarks.scale_jobs import Counting
 
 # Elements of a shard, of float32: just too large to be stored inside of the index.
@@ -31,13 +31,13 @@ def meetings(count: int) -> dict[str, Any]:
     Returns:
         ``messages`` (by method) and, of process 0, ``seconds``.
     """
-    counting, here = Counting(team._client()), threading.local()
+    counting, here = Counting(coordination._client()), threading.local()
     played = types.SimpleNamespace(process_index=lambda: here.index, process_count=lambda: count)
     all_there, seconds = threading.Barrier(count), list[float]()
 
     def play(index: int) -> None:
         here.index = index
-        one = team.Team("/checkpoints/run/checkpoint_100000", 300.0)
+        one = coordination.Coordinator("/checkpoints/run/checkpoint_100000", 300.0)
         all_there.wait()
         start = time.perf_counter()
         one.gather(agree=_AGREE)
@@ -45,7 +45,10 @@ def meetings(count: int) -> dict[str, Any]:
         if index == 0:
             seconds.append(time.perf_counter() - start)
 
-    clients, jaxes = mock.patch.object(team, "_client", lambda: counting), mock.patch.object(team, "jax", played)
+    clients, jaxes = (
+        mock.patch.object(coordination, "_client", lambda: counting),
+        mock.patch.object(coordination, "jax", played),
+    )
     with clients, jaxes, ThreadPoolExecutor(count) as pool:
         list(pool.map(play, range(count)))
     return {"messages": dict(counting.counts), "seconds": seconds[0]}
@@ -66,17 +69,19 @@ def merge(folder: str, leaves: int) -> dict[str, Any]:
     count, options = len(jax.devices()), WriteOptions()
     sharding = _Over(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     path, seconds, shares = os.path.join(folder, "checkpoint_2"), dict[str, float](), list[float]()
-    plans = [BACKEND.prepare(_tree(index, count, leaves, sharding), Share(index, count)) for index in range(count)]
+    plans = [
+        BACKEND.prepare(_tree(index, count, leaves, sharding), ProcessInfo(index, count)) for index in range(count)
+    ]
     start = time.perf_counter()
-    BACKEND.begin_shared(path, plans[0], options, Share(0, count))
+    BACKEND.begin_multiprocess(path, plans[0], options, ProcessInfo(0, count))
     seconds["begin"] = time.perf_counter() - start
     for index, plan in enumerate(plans):
         start = time.perf_counter()
-        BACKEND.write_share(path, plan, options, Share(index, count))
+        BACKEND.write_process_part(path, plan, options, ProcessInfo(index, count))
         shares.append(time.perf_counter() - start)
     seconds |= {"share 0": shares[0], "share": float(np.median(shares[1:]))}
     start = time.perf_counter()
-    BACKEND.end_shared(path, plans[0], options, Share(0, count))
+    BACKEND.finish_multiprocess(path, plans[0], options, ProcessInfo(0, count))
     seconds["end"] = time.perf_counter() - start
     start = time.perf_counter()
     BACKEND.open(path).close()

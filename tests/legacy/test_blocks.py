@@ -8,7 +8,7 @@ import flax.serialization
 import jax
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import blocks, markers, writer
+from flax_ckpt_compat.legacy import format, host_arrays, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,17 +21,17 @@ SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 @pytest.fixture
 def tiny(monkeypatch):
     """Limits so small that arrays of a few bytes take every way that large ones take."""
-    monkeypatch.setattr(blocks, "_BLOCK", 24)
-    monkeypatch.setattr(blocks, "_FROM", 1)
-    monkeypatch.setattr(writer, "_COPY_BELOW", 1)
+    monkeypatch.setattr(host_arrays, "_BLOCK", 24)
+    monkeypatch.setattr(host_arrays, "_FROM", 1)
+    monkeypatch.setattr(write, "_COPY_BELOW", 1)
 
 
 @given(SHAPES, st.sampled_from(NUMPY_DTYPES + ML_DTYPES), st.permutations(range(4)), st.integers(1, 3))
 def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
     """Joined, they are what numpy makes of the array, whatever its strides; each is small, or one element."""
     array = fill(shape, dtype, 1).transpose([axis for axis in order if axis < len(shape)])[::step]
-    boxes = list(blocks._boxes(array.shape, dtype.itemsize))
-    joined = b"".join(piece.tobytes() for piece in blocks.pieces(array))
+    boxes = list(host_arrays._boxes(array.shape, dtype.itemsize))
+    joined = b"".join(piece.tobytes() for piece in host_arrays.pieces(array))
     assert joined == array.tobytes()
     assert sum(np.prod([side.stop - side.start for side in box]) for box in boxes) == array.size
 
@@ -41,7 +41,7 @@ def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
 @pytest.mark.parametrize("shape", [(5, 6, 7), (1, 1, 90), (90,), (1, 40, 2)])
 def test_bytes_equal_flax(save, monkeypatch, tiny, shape, dtype, limit):
     """Transposed and strided arrays, in one piece or over Flax's limit."""
-    monkeypatch.setattr(markers, "MAX_CHUNK_SIZE", limit)
+    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
     array = np.arange(np.prod(shape)).reshape(shape).astype(jax.numpy.dtype(dtype))
     tree = {"t": array.T, "s": array[..., ::2], "r": array[::-1], "c": array}
@@ -52,7 +52,7 @@ def test_bytes_equal_flax(save, monkeypatch, tiny, shape, dtype, limit):
 @pytest.mark.parametrize("cuts", [(2, 3), (1, 6), (4, 1), (4, 6)])
 def test_shards_of_a_background_save(save, monkeypatch, tiny, cuts, limit):
     """A copy that lies in shards is stored as the array that it was made of."""
-    monkeypatch.setattr(markers, "MAX_CHUNK_SIZE", limit)
+    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
     array = np.arange(8 * 12, dtype=np.int16).reshape(8, 12)
     rows, columns = 8 // cuts[0], 12 // cuts[1]

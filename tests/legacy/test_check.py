@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, markers
+from flax_ckpt_compat.legacy import BACKEND, format
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.tree import Branch, KeyData
@@ -38,9 +38,9 @@ _REFUSED = {
     "set": {1},
     "instance": object(),
     "type": int,
-    "placeholder": markers.PLACEHOLDER + "a",
-    "chunks": Branch(dict.fromkeys(markers.CHUNK_KEYS, 1)),
-    "prng": Branch(dict.fromkeys(markers.KEY_KEYS, 1)),
+    "placeholder": format.PLACEHOLDER + "a",
+    "chunks": Branch(dict.fromkeys(format.CHUNK_KEYS, 1)),
+    "prng": Branch(dict.fromkeys(format.KEY_KEYS, 1)),
     "key data": KeyData("rbg", np.zeros(2, np.int32)),
     "key impl": KeyData("\ud800", np.zeros(2, np.uint32)),
     "child key": Branch({"\udc00": 1}),
@@ -72,7 +72,7 @@ def test_donated_array():
 def test_too_deep():
     """A tree deeper than can be read back is refused."""
     tree = 1
-    for _ in range(markers.MAX_DEPTH):
+    for _ in range(format.MAX_DEPTH):
         tree = Branch({"a": tree})
     with pytest.raises(UnsupportedLeafError, match="deeper"):
         BACKEND.prepare(tree)

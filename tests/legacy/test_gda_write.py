@@ -12,14 +12,14 @@ import msgpack
 import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND
-from flax_ckpt_compat.legacy.subpaths import choose
+from flax_ckpt_compat.legacy.gda_tree import choose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core import files
-from flax_ckpt_compat._core.backend import Share
+from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.saves import names
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
@@ -83,14 +83,14 @@ def test_what_tensorstore_cannot_hold_is_refused(name: str) -> None:
     """Before anything is written, by its key path."""
     array = np.zeros(4, dtype_from_name(name))
     with pytest.raises(UnsupportedLeafError, match=f"w/x.*{name}") as caught:
-        BACKEND.prepare(to_branches({"w": {"x": half(array, 0)}}), Share(0, 2))
+        BACKEND.prepare(to_branches({"w": {"x": half(array, 0)}}), ProcessInfo(0, 2))
     assert caught.value.leaf == "w/x"
 
 
 def test_a_users_text_is_never_taken_for_an_array() -> None:
     """Text that starts like Flax's references is refused in saves by several processes too."""
     with pytest.raises(UnsupportedLeafError, match="GDAPlaceholder"):
-        BACKEND.prepare(to_branches({"a": half(np.arange(4), 0), "t": TEXT + "a"}), Share(0, 2))
+        BACKEND.prepare(to_branches({"a": half(np.arange(4), 0), "t": TEXT + "a"}), ProcessInfo(0, 2))
 
 
 def test_an_array_of_another_process_alone_is_refused() -> None:
@@ -98,54 +98,54 @@ def test_an_array_of_another_process_alone_is_refused() -> None:
     array = half(np.arange(4), 0)
     array.sharding.device_set = array.sharding.device_set[1:]
     with pytest.raises(UnsupportedLeafError, match="a lies wholly on the devices of process 1"):
-        BACKEND.prepare(to_branches({"a": array}), Share(0, 2))
+        BACKEND.prepare(to_branches({"a": array}), ProcessInfo(0, 2))
 
 
 def test_spread_key_data(tmp_path: Path) -> None:
     """A PRNG key whose data is spread comes back as a key."""
     data = np.arange(8, dtype=np.uint32).reshape(4, 2)
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
     prepared = [
-        BACKEND.prepare(to_branches({"k": KeyData("threefry2x32", half(data, i))}), Share(i, 2)) for i in (0, 1)
+        BACKEND.prepare(to_branches({"k": KeyData("threefry2x32", half(data, i))}), ProcessInfo(i, 2)) for i in (0, 1)
     ]
-    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    BACKEND.begin_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
     for index in (0, 1):
-        BACKEND.write_share(temporary, prepared[index], OPTIONS, Share(index, 2))
-    BACKEND.end_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
-    files.publish(temporary, str(tmp_path / "c_1"))
+        BACKEND.write_process_part(temporary, prepared[index], OPTIONS, ProcessInfo(index, 2))
+    BACKEND.finish_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
+    atomic.publish(temporary, str(tmp_path / "c_1"))
     key = load(tmp_path / "c_1")[("k",)]
     assert (key.impl, key.data.tolist()) == ("threefry2x32", data.tolist())
 
 
 def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
     """The save fails, naming the array; and nothing has the checkpoint's name."""
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
-    prepared = BACKEND.prepare(to_branches({"a": {"b": half(np.arange(4), 0)}}), Share(0, 2))
-    BACKEND.begin_shared(temporary, prepared, OPTIONS, Share(0, 2))
-    BACKEND.write_share(temporary, prepared, OPTIONS, Share(0, 2))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+    prepared = BACKEND.prepare(to_branches({"a": {"b": half(np.arange(4), 0)}}), ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
+    BACKEND.write_process_part(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
     with pytest.raises(StorageError, match="1 of the chunks of a/b were not written"):
-        BACKEND.end_shared(temporary, prepared, OPTIONS, Share(0, 2))
-    files.forget(temporary)
+        BACKEND.finish_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
+    atomic.remove_temporary(temporary)
     assert names(tmp_path) == []
 
 
 def test_processes_with_different_trees_are_told(tmp_path: Path) -> None:
     """An array of another shape or dtype in another process is an error there that tells both."""
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
-    prepared = [BACKEND.prepare(to_branches({"a": half(np.arange(4 + 2 * i), i)}), Share(i, 2)) for i in (0, 1)]
-    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+    prepared = [BACKEND.prepare(to_branches({"a": half(np.arange(4 + 2 * i), i)}), ProcessInfo(i, 2)) for i in (0, 1)]
+    BACKEND.begin_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
     with pytest.raises(StorageError, match=r"a is saved as int64\(4,\) by process 0 and int64\(6,\) by this one"):
-        BACKEND.write_share(temporary, prepared[1], OPTIONS, Share(1, 2))
+        BACKEND.write_process_part(temporary, prepared[1], OPTIONS, ProcessInfo(1, 2))
 
 
 def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
     """TensorStore's own errors do not come through, and the array is named."""
-    temporary = files.temporary_path(str(tmp_path / "c_1"))
-    prepared = BACKEND.prepare(to_branches({"x": half(np.arange(4), 0), "y": half(np.arange(4), 0)}), Share(0, 2))
-    BACKEND.begin_shared(temporary, prepared, OPTIONS, Share(0, 2))
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+    prepared = BACKEND.prepare(to_branches({"x": half(np.arange(4), 0), "y": half(np.arange(4), 0)}), ProcessInfo(0, 2))
+    BACKEND.begin_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
     os.unlink(f"{temporary}_gda/y/.zarray")
     with pytest.raises(StorageError, match="writing y failed") as caught:
-        BACKEND.write_share(temporary, prepared, OPTIONS, Share(0, 2))
+        BACKEND.write_process_part(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
     assert caught.value.__cause__ is not None
 
 
@@ -221,11 +221,11 @@ def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
     """Who publishes last has the name, whole; the other's arrays are gone."""
     path = tmp_path / "c_1"
     save(path, {"a": Spread(np.full(4, 1))})
-    temporaries = [files.temporary_path(str(path)) for _ in range(2)]
+    temporaries = [atomic.temporary_path(str(path)) for _ in range(2)]
     for n, temporary in enumerate(temporaries):
         write(temporary, {"a": Spread(np.full(4, n + 2))})
     for n, temporary in enumerate(temporaries):
-        files.publish(temporary, str(path))
+        atomic.publish(temporary, str(path))
         assert load(path)[("a",)].tolist() == [n + 2] * 4
         assert len(names(f"{path}_gda")) == 1
     assert names(tmp_path) == ["c_1", "c_1_gda"]
@@ -234,13 +234,13 @@ def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
 def test_two_savers_of_one_new_checkpoint(tmp_path: Path) -> None:
     """The second is told, and the first one's checkpoint stays whole."""
     path = tmp_path / "c_1"
-    temporaries = [files.temporary_path(str(path)) for _ in range(2)]
+    temporaries = [atomic.temporary_path(str(path)) for _ in range(2)]
     for n, temporary in enumerate(temporaries):
         write(temporary, {"a": Spread(np.full(4, n))})
-    files.publish(temporaries[0], str(path))
+    atomic.publish(temporaries[0], str(path))
     with pytest.raises(StorageError, match="another"):
-        files.publish(temporaries[1], str(path))
-    files.forget(temporaries[1])
+        atomic.publish(temporaries[1], str(path))
+    atomic.remove_temporary(temporaries[1])
     assert load(path)[("a",)].tolist() == [0] * 4
     assert names(tmp_path) == ["c_1", "c_1_gda"]
 
@@ -255,7 +255,7 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
     path = tmp_path / "c_1"
     if not first:
         save(path, {"a": Spread(np.full(4, 1))})
-    temporary = files.temporary_path(str(path))
+    temporary = atomic.temporary_path(str(path))
     write(temporary, {"a": Spread(np.full(4, 2))})
 
     def refuse(*_: Any) -> None:
@@ -266,8 +266,8 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
         if not links:
             patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
         with pytest.raises((StorageError, KeyboardInterrupt)):
-            files.publish(temporary, str(path))
-    files.forget(temporary)
+            atomic.publish(temporary, str(path))
+    atomic.remove_temporary(temporary)
     assert names(tmp_path) == ([] if first else ["c_1", "c_1_gda"])
     if not first:
         assert load(path)[("a",)].tolist() == [1] * 4

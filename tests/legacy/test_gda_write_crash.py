@@ -12,9 +12,9 @@ from tests.support.saves import run_python
 KILLS = """
 import os, shutil, signal, sys, traceback
 import numpy as np, tensorstore
-from flax_ckpt_compat import retention
-from flax_ckpt_compat._core import files
-from flax_ckpt_compat._listing import Place
+from flax_ckpt_compat._save import retention
+from flax_ckpt_compat._core.local import atomic as files
+from flax_ckpt_compat._discovery.listing import Place
 from flax_ckpt_compat.legacy import BACKEND
 from tests.support.spread import OPTIONS, Spread, load, save
 from tests.support.trees import to_branches

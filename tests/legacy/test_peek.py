@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 from flax import serialization
-from flax_ckpt_compat.legacy.peek import last_key
 from flax_ckpt_compat.legacy.reader import MsgpackReader
+from flax_ckpt_compat.legacy.window import last_key
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

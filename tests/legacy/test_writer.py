@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, markers, writer
+from flax_ckpt_compat.legacy import BACKEND, format, write
 from hypothesis import given, settings
 
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -82,7 +82,7 @@ def test_containers_are_maps(scratch, container):
 @pytest.mark.parametrize("limit", [1, 10, 64, 100])
 def test_chunks_equal_flax(save, load, monkeypatch, shape, dtype, limit):
     """Arrays over the limit are split like Flax's, nested or bare, and come back whole."""
-    monkeypatch.setattr(markers, "MAX_CHUNK_SIZE", limit)
+    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
     monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", limit)
     array = np.asarray(fill(shape, np.dtype(dtype), 1), order="F")
     for tree in (array, {"a": {"b": array}, "c": 1}):
@@ -107,7 +107,7 @@ def test_prng_key(save, load):
     data = np.asarray(jax.random.key_data(key))
     path = save({"k": KeyData("threefry2x32", jax.random.key_data(key))})
     stored = flax.serialization.msgpack_restore(path.read_bytes())["k"]
-    assert stored[markers.KEY_IMPL] == "threefry2x32"
+    assert stored[format.KEY_IMPL] == "threefry2x32"
     np.testing.assert_array_equal(stored["data"], data)
     assert fingerprint(load(path)) == fingerprint({"k": KeyData("threefry2x32", data)})
 
@@ -115,12 +115,12 @@ def test_prng_key(save, load):
 def test_deep_tree(scratch):
     """The deepest tree that is accepted can be written and read."""
     path, plain, branches = scratch(), 7, 7
-    for _ in range(markers.MAX_DEPTH - 1):
+    for _ in range(format.MAX_DEPTH - 1):
         plain, branches = {"a": plain}, Branch({"a": branches})
     BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions())
     assert path.read_bytes() == msgpack.packb(plain)
     ((names, leaf),) = iter_leaves(BACKEND.open(str(path)).tree)
-    assert (len(names), leaf.read()) == (markers.MAX_DEPTH - 1, 7)
+    assert (len(names), leaf.read()) == (format.MAX_DEPTH - 1, 7)
 
 
 def test_short_writes(save, load, monkeypatch):
@@ -133,9 +133,9 @@ def test_short_writes(save, load, monkeypatch):
 
 def test_batches(save, monkeypatch):
     """Arrays that cross the ends of batches, and more pieces than one call takes, come out whole."""
-    monkeypatch.setattr(writer, "_BATCH", 4096)
-    monkeypatch.setattr(writer, "_COPY_BELOW", 16)
-    monkeypatch.setattr(writer, "_MAX_PIECES", 7)
+    monkeypatch.setattr(write, "_BATCH", 4096)
+    monkeypatch.setattr(write, "_COPY_BELOW", 16)
+    monkeypatch.setattr(write, "_MAX_PIECES", 7)
     tree = {str(n): np.arange(n * 37 % 3000, dtype=np.uint16) for n in range(300)} | {"text": "y" * 9000}
     assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
 

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 import flax_ckpt_compat
-from flax_ckpt_compat import background, checkpoints, config
+from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save import async_saves
 from tests.multiprocess.jobs import barrier, check_shards, names, small, use
 
 
@@ -147,7 +148,7 @@ def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
         raise StorageError("trouble of process 1 alone")
 
     if jax.process_index() == 1:
-        background.start(manager, folder, refuse)
+        async_saves.start(manager, folder, refuse)
     try:
         with config.override(coordination_timeout=20.0):
             checkpoints.save_checkpoint_multiprocess(folder, small(1), 1, async_manager=manager)
@@ -160,17 +161,17 @@ def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
 def _writing(orbax: bool, first: Any) -> Iterator[None]:
     """Calls something before this process writes its share."""
     backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    kind, own = type(backend), type(backend).write_share
+    kind, own = type(backend), type(backend).write_process_part
 
-    def write_share(*args: Any) -> None:
+    def write_process_part(*args: Any) -> None:
         first()
         own(*args)
 
-    kind.write_share = write_share
+    kind.write_process_part = write_process_part
     try:
         yield
     finally:
-        kind.write_share = own
+        kind.write_process_part = own
 
 
 def _remove(path: str) -> None:

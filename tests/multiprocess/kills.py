@@ -154,9 +154,9 @@ def _end(outcomes: list[Outcome], victim: int, outside: bool) -> str:
             assert "leader task" in outcome.log, outcome.log
             ends.add("jax ended them, naming process 0's coordinator")
         else:
-            assert "AbsentProcessesError" in outcome.kinds, outcome
+            assert "ProcessTimeoutError" in outcome.kinds, outcome
             assert f"process {victim} of" in outcome.error or (victim == 0 and "process 0," in outcome.error), outcome
-            ends.add("AbsentProcessesError naming it")
+            ends.add("ProcessTimeoutError naming it")
     return " and ".join(sorted(ends))
 
 

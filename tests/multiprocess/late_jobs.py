@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_ckpt_compat import checkpoints, config, state, transforms
+from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._trees import state_dict
 from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
 
 WHOLE = count((24, 4), np.float32)
@@ -46,7 +47,7 @@ def _routed(orbax: bool) -> Any:
 @contextmanager
 def _late(orbax: bool, wait: Callable[[], None]) -> Iterator[None]:
     """Calls this when all is open that the values of the arrays are going to be written to."""
-    name = "flax_ckpt_compat.orbax_backend.database" if orbax else "flax_ckpt_compat.legacy.shared"
+    name = "flax_ckpt_compat.orbax_backend.database" if orbax else "flax_ckpt_compat.legacy.gda_write"
     module: Any = importlib.import_module(name)
     holder, attribute = (module.Database, "begin_commit") if orbax else (module, "_open")
     own = getattr(holder, attribute)
@@ -75,19 +76,19 @@ def save_without_descriptors(folder: str, orbax: bool, step: int) -> str:
     """Saves where process 0 has no file descriptor left once it has begun; the error."""
     use(orbax)
     kind: Any = type(_routed(orbax))
-    own, limits = kind.begin_shared, resource.getrlimit(resource.RLIMIT_NOFILE)
+    own, limits = kind.begin_multiprocess, resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def begin_shared(*args: Any) -> None:
+    def begin_multiprocess(*args: Any) -> None:
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         own(*args)
 
-    kind.begin_shared = begin_shared
+    kind.begin_multiprocess = begin_multiprocess
     try:
         return _error(save_small, folder, orbax, step, None, 5)
     finally:
-        kind.begin_shared = own
+        kind.begin_multiprocess = own
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
@@ -204,7 +205,7 @@ def _put_some(values: Any, sharding: Any) -> Any:
     places = sharding.addressable_devices_indices_map(values.shape).items()
     shards = [jax.device_put(values[index], device) for device, index in places]
     if not shards:
-        return state.without_shards(values.shape, values.dtype, sharding)
+        return state_dict.without_shards(values.shape, values.dtype, sharding)
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards)
 
 

@@ -13,8 +13,8 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core import files
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import atomic
 from tests.multiprocess.jobs import VALUES, barrier, check_shards, mesh, names, put, use
 
 # What real Flax can hold of `VALUES`, in both of its formats.
@@ -149,12 +149,12 @@ def overwrite_through(folder: str, times: int, background: bool) -> None:
 def fail_to_publish(folder: str) -> tuple[str, str]:
     """Replaces a step through an async checkpointer where process 0 cannot publish; what the wait for it raises."""
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    own: Any = files.publish
+    own: Any = atomic.publish
 
     def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("no renaming in this test")
 
-    files.publish = refuse
+    atomic.publish = refuse
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -166,5 +166,5 @@ def fail_to_publish(folder: str) -> tuple[str, str]:
         return type(error).__name__, str(error)
     finally:
         barrier("failed")
-        files.publish = own
+        atomic.publish = own
     return "", ""

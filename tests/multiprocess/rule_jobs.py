@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat._discovery.formats import backend_for
 from tests.multiprocess.jobs import large, mesh, names, put, restore_small, small, use
 
 
@@ -95,21 +95,21 @@ def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tu
     """
     use(orbax)
     backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    kind, own = type(backend), type(backend).end_shared
+    kind, own = type(backend), type(backend).finish_multiprocess
 
-    def end_shared(*args: Any) -> None:
+    def finish_multiprocess(*args: Any) -> None:
         own(*args)
         Path(folder, f"other_{job}").touch()
         deadline = time.monotonic() + 20
         while sum(name.startswith("other_") for name in names(folder)) < jobs and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    kind.end_shared = end_shared
+    kind.finish_multiprocess = finish_multiprocess
     error = ""
     try:
         checkpoints.save_checkpoint_multiprocess(folder, small(len(job)), 1)
     except Exception as raised:
         error = type(raised).__name__
     finally:
-        kind.end_shared = own
+        kind.finish_multiprocess = own
     return error, restore_small(folder)

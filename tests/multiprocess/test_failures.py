@@ -22,7 +22,7 @@ def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, abs
     here = [index for index in range(count) if index not in absent]
     outcomes = team.run(jobs.save_small, str(tmp_path), orbax, 2, None, WAIT, only=here, timeout=20)
     for index in here:
-        assert outcomes[index].kinds[:2] == ("AbsentProcessesError", "TeamError")
+        assert outcomes[index].kinds[:2] == ("ProcessTimeoutError", "MultiprocessSaveError")
         assert f"process {', '.join(map(str, absent))} of {count} did not come" in outcomes[index].error
         assert "'begin'" in outcomes[index].error
         assert "coordination_timeout" in outcomes[index].error
@@ -36,7 +36,7 @@ def test_whoever_comes_too_late_hears_it_too(orbax: bool, tmp_path: Path) -> Non
     team = team_of(4)
     waited = team.run(jobs.save_small, str(tmp_path), orbax, 1, None, WAIT, only=[0, 1, 3], timeout=20)
     late = team.run(jobs.save_small, str(tmp_path), orbax, 1, None, WAIT, only=[2], timeout=20)[2]
-    assert late.kinds[0] == "AbsentProcessesError"
+    assert late.kinds[0] == "ProcessTimeoutError"
     assert late.error == waited[0].error
     assert late.seconds < WAIT + SLACK
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
@@ -50,7 +50,7 @@ def test_a_leaf_that_one_process_cannot_save(orbax: bool, tmp_path: Path, failin
         team_of(4).run(rule_jobs.save_with, str(tmp_path), orbax, changes, 30.0, timeout=25)
     ):
         own = index == failing or failing == 0
-        assert outcome.kinds[0] == ("UnsupportedLeafError" if own else "TeamError"), outcome
+        assert outcome.kinds[0] == ("UnsupportedLeafError" if own else "MultiprocessSaveError"), outcome
         assert "unknown" in outcome.error
         assert own or "process 1 failed" in outcome.error
         assert outcome.seconds < SLACK

@@ -115,7 +115,7 @@ def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any
     """All processes fail within the bound and name the process and the difference; nothing is saved."""
     other = {"orbax": not orbax} if "orbax" in other else other
     for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, [SAME, other], 0.5, timeout=20):
-        assert outcome.kinds[0] == "TeamError"
+        assert outcome.kinds[0] == "MultiprocessSaveError"
         assert "process 1 saves" in outcome.error
         assert all(text in outcome.error for text in told), outcome.error
         assert outcome.seconds < 4
@@ -131,7 +131,7 @@ def test_trees_that_differ(orbax: bool, tmp_path: Path, holder: int) -> None:
     changes = [more, SAME] if holder == 0 else [SAME, more]
     name = "orbax" if orbax else "msgpack"
     for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, changes, timeout=20):
-        assert outcome.kinds[0] == "TeamError", outcome
+        assert outcome.kinds[0] == "MultiprocessSaveError", outcome
         assert f"process 1 saves {name} with overwrite=False and {1 + holder} arrays" in outcome.error
     assert jobs.names(str(tmp_path)) == []
 

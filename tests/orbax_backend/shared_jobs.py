@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat._core.backend import LeafHandle, Part, Share, WriteOptions
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of
 from tests.support.orbax_trees import BACKEND, branches, handles
 
@@ -106,15 +106,15 @@ def _copied(array: jax.Array) -> HostCopy:
 
 def save(path: str, node: Any, compression: str | None = None, *, end: bool = True) -> None:
     """All processes write a neutral tree with ours; without ``end`` nobody merges."""
-    share, options = Share(jax.process_index(), jax.process_count()), WriteOptions(compression)
+    share, options = ProcessInfo(jax.process_index(), jax.process_count()), WriteOptions(compression)
     prepared = BACKEND.prepare(node, share)
     if share.index == 0:
-        BACKEND.begin_shared(path, prepared, options, share)
+        BACKEND.begin_multiprocess(path, prepared, options, share)
     multihost_utils.sync_global_devices("begun")
-    BACKEND.write_share(path, prepared, options, share)
+    BACKEND.write_process_part(path, prepared, options, share)
     multihost_utils.sync_global_devices("written")
     if share.index == 0 and end:
-        BACKEND.end_shared(path, prepared, options, share)
+        BACKEND.finish_multiprocess(path, prepared, options, share)
     multihost_utils.sync_global_devices("ended")
 
 
@@ -150,9 +150,9 @@ def save_then_cut(path: str, shape: tuple[int, int]) -> str:
 
 
 def _end(path: str, node: Any) -> str:
-    share = Share(0, jax.process_count())
+    share = ProcessInfo(0, jax.process_count())
     try:
-        BACKEND.end_shared(path, BACKEND.prepare(node, share), WriteOptions(), share)
+        BACKEND.finish_multiprocess(path, BACKEND.prepare(node, share), WriteOptions(), share)
     except Exception as error:
         return f"{type(error).__name__}: {error} leaf={getattr(error, 'leaf', None)}"
     return "saved"
@@ -173,11 +173,11 @@ def save_different(path: str, shape: tuple[int, int], name: str) -> str:
 
 
 def write_elsewhere(path: str, shape: tuple[int, int]) -> str:
-    """What `write_share` raises where process 0 made no directory."""
-    share = Share(jax.process_index(), jax.process_count())
+    """What `write_process_part` raises where process 0 made no directory."""
+    share = ProcessInfo(jax.process_index(), jax.process_count())
     try:
         prepared = BACKEND.prepare(branches(arrays(mesh_of(shape))), share)
-        BACKEND.write_share(path, prepared, WriteOptions(), share)
+        BACKEND.write_process_part(path, prepared, WriteOptions(), share)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "written"
@@ -259,12 +259,12 @@ def check_ours(path: str, shape: tuple[int, int], names: list[str]) -> dict[str,
     """
     mesh, specs, expected, found = mesh_of(shape), SPECS | OUR_SPECS, values(), handles(path)
     wrong: dict[str, Any] = {}
-    asked: list[tuple[str, LeafHandle | Part, tuple[slice, ...]]] = []
+    asked: list[tuple[str, LeafHandle | ArraySlice, tuple[slice, ...]]] = []
     for name in names:
         sharding = NamedSharding(mesh, specs[name])
         indices = sharding.addressable_devices_indices_map(expected[name].shape).values()
         boxes = {str(box): box for box in (box_of(index, expected[name].shape) for index in indices)}
-        asked += [(name, Part(found[name], box), box) for box in boxes.values()]
+        asked += [(name, ArraySlice(found[name], box), box) for box in boxes.values()]
     parts, read = _counted(lambda: found[names[0]].reader.read([part for _, part, _ in asked]))
     for (name, _, box), part in zip(asked, parts, strict=True):
         wanted = np.array(expected[name][box], order="C")

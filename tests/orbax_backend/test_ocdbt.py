@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import btree, codecs, index
-from flax_ckpt_compat.orbax_backend.btree import BTree
-from flax_ckpt_compat.orbax_backend.places import Extent
+from flax_ckpt_compat.orbax_backend import codecs, key_index, ocdbt_btree
+from flax_ckpt_compat.orbax_backend.ocdbt_btree import BTree
+from flax_ckpt_compat.orbax_backend.stored_values import ByteRange
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from tests.support import ocdbt_files as made
@@ -61,7 +61,7 @@ def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_byt
         values[f"late {number}".encode()] = b"x" * number
     assert _values(tmp_path) == values
     found = BTree(str(tmp_path)).entries()
-    assert any(isinstance(value, Extent) for value in found.values())
+    assert any(isinstance(value, ByteRange) for value in found.values())
 
 
 @pytest.mark.parametrize("fill", [b"\0", None], ids=["zeros", "random"])
@@ -206,7 +206,7 @@ def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, wher
 def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) -> None:
     """Its driver reads what only it can: the values are found, not where they lie."""
     _database(tmp_path, VALUES, manifest_kind="numbered")
-    found = index.open_index(str(tmp_path), use_ocdbt=True)
+    found = key_index.open_index(str(tmp_path), use_ocdbt=True)
     assert {key: found.get(key.decode()) for key in VALUES} == VALUES
     assert found.get("absent") is None
 
@@ -256,5 +256,5 @@ def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path)
         asked.append(file)
         return os.path.join(path, file)
 
-    assert btree.BTree("s3://bucket/absent", locate).entries() == VALUES
+    assert ocdbt_btree.BTree("s3://bucket/absent", locate).entries() == VALUES
     assert set(asked) == {"manifest.ocdbt", "d/x"}

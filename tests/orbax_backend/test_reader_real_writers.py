@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import BACKEND
-from flax_ckpt_compat.orbax_backend.btree import BTree
 from flax_ckpt_compat.orbax_backend.codecs import UndecodableError
+from flax_ckpt_compat.orbax_backend.ocdbt_btree import BTree
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData

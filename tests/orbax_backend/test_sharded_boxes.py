@@ -14,7 +14,7 @@ import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.backend import LeafHandle, Part
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from tests.support.orbax_trees import handles, save
 from tests.support.profiles import examples
@@ -60,7 +60,7 @@ def test_boxes_are_what_numpy_slices(
     shape, chunks, boxes = case
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
     handle = stored_by_tensorstore(tmp_path_factory.mktemp("boxes") / "c", values, chunks, codec)
-    whole, *found = handle.reader.read([handle, *(Part(handle, box) for box in boxes)])
+    whole, *found = handle.reader.read([handle, *(ArraySlice(handle, box) for box in boxes)])
     assert np.array_equal(whole, values)
     for box, part in zip(boxes, found, strict=True):
         assert part.dtype == values.dtype
@@ -83,7 +83,7 @@ def test_large_boxes(tmp_path: Path, codec: str, chunks: list[int]) -> None:
     rows = [(slice(start, start + 1500), slice(0, 700)) for start in (0, 1500)]
     block = [(slice(5, 2500), slice(17, 640))]
     for boxes in (columns, columns[:1], rows, block, columns + rows + block):
-        for box, part in zip(boxes, handle.reader.read([Part(handle, box) for box in boxes]), strict=True):
+        for box, part in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
             assert np.array_equal(part, values[box])
 
 
@@ -114,7 +114,7 @@ def test_rows_read_their_own_bytes_only(tmp_path: Path, chunks: list[int], bytes
     values = np.random.default_rng(1).random((800, 1024)).astype(np.float32)
     handle = stored_by_tensorstore(tmp_path / "c", values, chunks, "raw")
     bytes_read()
-    (part,) = handle.reader.read([Part(handle, (slice(300, 400), slice(0, 1024)))])
+    (part,) = handle.reader.read([ArraySlice(handle, (slice(300, 400), slice(0, 1024)))])
     assert bytes_read() == values.nbytes // 8
     assert np.array_equal(part, values[300:400])
 
@@ -124,7 +124,7 @@ def test_long_pieces_of_rows_read_their_own_bytes_only(tmp_path: Path, bytes_rea
     values = np.random.default_rng(1).random((64, 4096))
     handle = stored_by_tensorstore(tmp_path / "c", values, [64, 4096], "raw")
     bytes_read()
-    (part,) = handle.reader.read([Part(handle, (slice(0, 64), slice(2048, 4096)))])
+    (part,) = handle.reader.read([ArraySlice(handle, (slice(0, 64), slice(2048, 4096)))])
     assert bytes_read() == values.nbytes // 2
     assert np.array_equal(part, values[:, 2048:])
 
@@ -135,7 +135,7 @@ def test_columns_of_one_chunk_are_read_once_together(tmp_path: Path, bytes_read:
     handle = stored_by_tensorstore(tmp_path / "c", values, [512, 64], "raw")
     bytes_read()
     boxes = [(slice(0, 512), slice(start, start + 8)) for start in range(0, 64, 8)]
-    for box, part in zip(boxes, handle.reader.read([Part(handle, box) for box in boxes]), strict=True):
+    for box, part in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
         assert np.array_equal(part, values[box])
     assert bytes_read() == values.nbytes
 
@@ -146,10 +146,10 @@ def test_a_lost_chunk_matters_where_it_is_wanted(tmp_path: Path, codec: str) -> 
     values = np.arange(80.0).reshape(8, 10)
     handle = stored_by_tensorstore(tmp_path / "c", values, [2, 10], codec)
     (tmp_path / "c" / "a" / "1.0").unlink()
-    (part,) = handle.reader.read([Part(handle, (slice(4, 8), slice(0, 10)))])
+    (part,) = handle.reader.read([ArraySlice(handle, (slice(4, 8), slice(0, 10)))])
     assert np.array_equal(part, values[4:])
     with pytest.raises(CorruptCheckpointError, match=r"1\.0.*missing"):
-        handle.reader.read([Part(handle, (slice(3, 5), slice(0, 10)))])
+        handle.reader.read([ArraySlice(handle, (slice(3, 5), slice(0, 10)))])
 
 
 @pytest.mark.parametrize("dtype", ["datetime64[s]", "U5", "float8_e4m3", "longdouble"])
@@ -160,6 +160,6 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     values = np.arange(24).reshape(4, 6).astype(kind)
     handle = handles(save(tmp_path / "c", {"a": values}))["a"]
-    (part,) = handle.reader.read([Part(handle, (slice(1, 3), slice(2, 6)))])
+    (part,) = handle.reader.read([ArraySlice(handle, (slice(1, 3), slice(2, 6)))])
     assert part.dtype == kind
     assert np.array_equal(part, values[1:3, 2:6])

@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat._core.backend import Share, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from tests.orbax_backend import shared_jobs as jobs
 from tests.support.orbax_trees import BACKEND, branches, load
 from tests.support.team import team_of
@@ -51,7 +51,7 @@ def test_a_data_file_that_got_lost_is_told(tmp_path: Path) -> None:
 def test_other_dtypes_in_another_process_are_told(tmp_path: Path, name: str) -> None:
     """A chunk of int32 would fit into an array of float32 as if nothing were wrong."""
     found = team_of(2).call(jobs.save_different, str(tmp_path / "c"), MESH, name)
-    assert found[0].startswith("TeamError")
+    assert found[0].startswith("MultiprocessSaveError")
     assert "process 1" in found[0]
     assert not (tmp_path / "c" / "commit_success.txt").exists()
 
@@ -91,9 +91,9 @@ def test_process_0_may_have_all(tmp_path: Path, tree: dict[str, Any]) -> None:
 
 def test_a_team_of_one(tmp_path: Path) -> None:
     """One process may take the same way."""
-    path, share, tree = str(tmp_path / "c"), Share(0, 1), {"a": np.arange(5.0), "s": "text"}
+    path, share, tree = str(tmp_path / "c"), ProcessInfo(0, 1), {"a": np.arange(5.0), "s": "text"}
     prepared = BACKEND.prepare(branches(tree), share)
-    BACKEND.begin_shared(path, prepared, WriteOptions(), share)
-    BACKEND.write_share(path, prepared, WriteOptions(), share)
-    BACKEND.end_shared(path, prepared, WriteOptions(), share)
+    BACKEND.begin_multiprocess(path, prepared, WriteOptions(), share)
+    BACKEND.write_process_part(path, prepared, WriteOptions(), share)
+    BACKEND.finish_multiprocess(path, prepared, WriteOptions(), share)
     assert str(load(path)) == str(tree)

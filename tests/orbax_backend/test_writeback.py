@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import writeback
+from flax_ckpt_compat.orbax_backend import database
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(offset, length) of everything that the kernel was told."""
     ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(writeback, "start_writeback", lambda _, offset, length: ranges.append((offset, length)))
+    monkeypatch.setattr(database, "start_writeback", lambda _, offset, length: ranges.append((offset, length)))
     return ranges
 
 
@@ -33,10 +33,10 @@ def test_what_the_future_gives_comes_out(tmp_path: Path, error: Exception | None
     thread.start()
     try:
         if error is None:
-            writeback.Writeback(str(tmp_path / "not there")).until_done(future)
+            database.Writeback(str(tmp_path / "not there")).until_done(future)
         else:
             with pytest.raises(type(error), match=str(error)):
-                writeback.Writeback(str(tmp_path / "not there")).until_done(future)
+                database.Writeback(str(tmp_path / "not there")).until_done(future)
     finally:
         thread.join()
 
@@ -59,7 +59,7 @@ def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int
 
     thread = threading.Thread(target=grow)
     thread.start()
-    writeback.Writeback(str(tmp_path)).until_done(future)
+    database.Writeback(str(tmp_path)).until_done(future)
     thread.join()
     ends = [0, *(offset + length for offset, length in told)]
     assert [offset for offset, _ in told] == ends[:-1]

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, plan_restore, restore, rules, state
+from flax_ckpt_compat import checkpoints, plan_restore, restore, rules
 from flax_ckpt_compat._core.tree import iter_leaves
+from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import CheckpointError
 from flax_ckpt_compat.transforms import Transform
 from tests.random_cases.trees import NAMES, comparable, pairs
@@ -66,8 +67,8 @@ def check(pair: tuple[Any, Any], options: dict[str, Any], flag: bool) -> None:
 
 def _compare(plan: Any, restored: Any, target: Any) -> None:
     """What came is what was planned, leaf by leaf, for the leaves that are still where the target has them."""
-    found = {"/".join(path): leaf for path, leaf in iter_leaves(state.describe(restored))}
-    wanted = {"/".join(path): leaf for path, leaf in iter_leaves(state.describe(target))}
+    found = {"/".join(path): leaf for path, leaf in iter_leaves(state_dict.describe(restored))}
+    wanted = {"/".join(path): leaf for path, leaf in iter_leaves(state_dict.describe(target))}
     for leaf in plan.leaves:
         value = found.get(leaf.path)
         if leaf.shape is not None and leaf.origin != "target" and value is not None:

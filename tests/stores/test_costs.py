@@ -11,7 +11,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import store_uploads
+from flax_ckpt_compat._core.object_store import uploads
 from tests.support.s3 import Bucket
 from tests.support.saves import run_python
 
@@ -19,7 +19,8 @@ MIB = 2**20
 
 UPLOAD = """
 import sys, threading, time
-from flax_ckpt_compat._core import store_uploads, stores
+from flax_ckpt_compat._core.object_store import uploads as store_uploads
+from flax_ckpt_compat._core.object_store import client as stores
 
 def heap():
     with open("/proc/self/status") as lines:
@@ -86,14 +87,14 @@ def test_a_file_of_more_than_stores_take(nbytes: int, refused: bool, tmp_path: P
             file.truncate(nbytes)
     for name, remedy in (("file", "save in Orbax's format"), ("folder", "sharding of smaller")):
         with pytest.raises(errors.StorageError, match=remedy) if refused else nullcontext():
-            store_uploads.check_sizes(str(tmp_path / name), "s3://bucket/run/c")
+            uploads.check_sizes(str(tmp_path / name), "s3://bucket/run/c")
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_what_is_too_large_replaces_nothing(format: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint that was to be replaced is there as before; nothing was sent."""
     url = flax_ckpt_compat.save(f"{bucket.url}/run/c", {"a": 1}, format=format)
-    monkeypatch.setattr(store_uploads, "MAX_OBJECT", MIB)
+    monkeypatch.setattr(uploads, "MAX_OBJECT", MIB)
     before = bucket.keys("run/")
     with pytest.raises(errors.StorageError, match="more than the 1048576 that stores take at once"):
         flax_ckpt_compat.save(url, {"a": np.ones(2 * MIB, np.uint8)}, format=format, overwrite=True)

@@ -13,7 +13,7 @@ from flax_ckpt_compat.orbax_backend import sources
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core import store_errors
+from flax_ckpt_compat._core.object_store import store_errors
 from flax_ckpt_compat.errors import CorruptCheckpointError, StorageError
 from tests.support import s3
 from tests.support.orbax_trees import load

@@ -15,7 +15,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat._core.backend import Part
+from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat.errors import CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.support import corpus, s3
 from tests.support.orbax_trees import change_metadata, handles, load, on_host
@@ -140,7 +140,7 @@ def test_a_part_reads_that_part(bucket: Bucket, tmp_path: Path) -> None:
     leaf = handles(bucket.upload(tmp_path / "c", "run/checkpoint_1"))["a"]
     bucket.proxy.log.clear()
     for box in ((slice(900, 910), slice(0, 500)), (slice(3, 40), slice(100, 107))):
-        (found,) = leaf.reader.read([Part(leaf, box)])
+        (found,) = leaf.reader.read([ArraySlice(leaf, box)])
         assert np.array_equal(found, array[box])
     assert sum(asked.sent for asked in bucket.proxy.log) < 50 * 500 * 8 + 2000
 

@@ -17,7 +17,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import store_commits, store_views
+from flax_ckpt_compat._core.object_store import commit, views
 from tests.multiprocess import jobs, store_jobs
 from tests.stores.test_rules_crash import kill_at
 from tests.support import s3
@@ -152,7 +152,7 @@ def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket,
                 pass
         found = check(root, 3, 9)
         aged(any_bucket, folder)
-        store_commits.reclaim(root)
+        commit.remove_stale(root)
         assert check(root, found) == found
         assert not [key for key in any_bucket.keys(folder) if "_begun" in key or "_next" in key]
         assert f"{folder}/commit_success.txt" in any_bucket.keys(folder)
@@ -184,7 +184,7 @@ def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None
             bucket.delete(f"run{number}/checkpoint_3/commit_success.txt")
         assert ours.available_steps(root) == [3]
         with bucket.proxy.failing(from_change(number)), pytest.raises(errors.StorageError):
-            store_commits.discard(f"{root}/checkpoint_3")
+            commit.discard(f"{root}/checkpoint_3")
         there = bool(ours.available_steps(root))
         assert there == (number < (2 if "_next" in sign else 3))
         flax_ckpt_compat.save(root, state(4), step=3, format="orbax", overwrite=True)
@@ -221,16 +221,16 @@ def test_views() -> None:
     data = "d/" + "a" * 32
     old = ["_METADATA", "commit_success.txt", data, "state/_METADATA"]
     new = [f"{one}/_METADATA", f"{one}/manifest.ocdbt"]
-    assert store_views.visible([*old, *new]) == old
+    assert views.visible([*old, *new]) == old
     committed = [*new, f"{one}/commit_success.txt"]
-    assert store_views.visible([*old, *committed]) == old
+    assert views.visible([*old, *committed]) == old
     without = [name for name in old if name != "commit_success.txt"]
-    assert store_views.visible([*without, *new]) == sorted(without)
+    assert views.visible([*without, *new]) == sorted(without)
     expected = ["_METADATA", "commit_success.txt", data, "manifest.ocdbt"]
-    assert store_views.visible([*without, *committed, f"{two}/_METADATA"]) == expected
-    assert store_views.current([*without, *committed, f"{two}/commit_success.txt"]) == two
-    assert store_views.physical(f"run/c/{one}/{data}") == f"run/c/{data}"
-    assert store_views.physical(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
-    assert store_views.physical(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
+    assert views.visible([*without, *committed, f"{two}/_METADATA"]) == expected
+    assert views.current([*without, *committed, f"{two}/commit_success.txt"]) == two
+    assert views.physical(f"run/c/{one}/{data}") == f"run/c/{data}"
+    assert views.physical(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
+    assert views.physical(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
         f"run/c/ocdbt.process_0.{'1' * 32}/{data}"
     )

@@ -13,7 +13,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import store_turns, store_uploads, stores
+from flax_ckpt_compat._core.object_store import client, lease, uploads
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
 
@@ -112,11 +112,11 @@ def test_just_the_version_that_was_seen_is_replaced(bucket: Bucket, tmp_path: Pa
         (tmp_path / name).write_bytes(b"ours")
     for name in names[:3]:
         bucket.put(f"run/{name}", b"old")
-    seen = store_uploads.versions(f"{bucket.url}/run", names)
+    seen = uploads.versions(f"{bucket.url}/run", names)
     bucket.delete("run/removed")
     for name in ("replaced", "appeared"):
         bucket.put(f"run/{name}", b"another's")
-    taken = store_uploads.upload(str(tmp_path), f"{bucket.url}/run", names, seen)
+    taken = uploads.upload(str(tmp_path), f"{bucket.url}/run", names, seen)
     assert sorted(taken) == ["appeared", "removed", "replaced"]
     found = {key.removeprefix("run/"): bucket.get(key) for key in bucket.keys("run/")}
     assert found == {"same": b"ours", "new": b"ours", "replaced": b"another's", "appeared": b"another's"}
@@ -129,7 +129,7 @@ def test_only_where_there_is_nothing(content: bytes, there: bytes | None, bucket
     if there is not None:
         bucket.put("key", there)
     (tmp_path / "file").write_bytes(content)
-    written = store_uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+    written = uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
     assert written == (not there or there == content)
     assert bucket.get("key") == (content if written else there)
 
@@ -145,7 +145,7 @@ def test_an_object_that_comes_between_looking_and_writing(content: bytes, bucket
         return ""
 
     with bucket.proxy.failing(rule):
-        assert not store_uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+        assert not uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
     assert bucket.get("key") == b"other"
 
 
@@ -155,7 +155,7 @@ def test_ones_own_write_is_no_other_writers(content: bytes, fault: str, bucket: 
     """A repeated request finds what the first one did, whose answer was lost; stores without conditions just write."""
     (tmp_path / "file").write_bytes(content)
     with bucket.proxy.failing(at_first(lambda method, path: method == "PUT", fault)):
-        assert store_uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+        assert uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
     assert bucket.get("key") == content
 
 
@@ -185,12 +185,12 @@ def test_a_commit_of_which_the_answer_is_lost(format: Any, bucket: Bucket) -> No
 def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
     """Who commits after another has begun waits for what that one does, and tells its loss."""
     url = f"{bucket.url}/run/checkpoint_1"
-    first = store_turns.Turn(url)
-    stores.write(f"{url}/a", b"1")
-    second = store_turns.Turn(url)
+    first = lease.WriteLease(url)
+    client.write(f"{url}/a", b"1")
+    second = lease.WriteLease(url)
     timer = threading.Timer(0.5, second.clear)
     timer.start()
-    with pytest.raises(store_turns.LostTurnError, match="another process"):
+    with pytest.raises(lease.ConcurrentWriteError, match="another process"):
         first.commit(["a"])
     timer.join()
     assert bucket.keys("run/") == [f"run/checkpoint_1/{second.mark}"]
@@ -199,8 +199,8 @@ def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
 def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
     """Who began while another committed, and may not replace it, gives up; the one that committed succeeds."""
     url = f"{bucket.url}/run/checkpoint_1"
-    first = store_turns.Turn(url)
-    second = store_turns.Turn(url)
+    first = lease.WriteLease(url)
+    second = lease.WriteLease(url)
     lost: list[Exception] = []
 
     def give_way() -> None:

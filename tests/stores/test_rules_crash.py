@@ -14,7 +14,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import store_uploads
+from flax_ckpt_compat._core.object_store import uploads
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python, tree
 
@@ -185,7 +185,7 @@ def test_a_program_that_ends_while_it_saves(bucket: Bucket, format: str) -> None
 def test_two_writers_of_one_step(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that finds that another has begun the same step does not commit, and says why."""
     url = f"{bucket.url}/run/checkpoint_1"
-    upload, met = store_uploads.upload, []
+    upload, met = uploads.upload, []
 
     def meet(*arguments: Any) -> list[str]:
         taken = upload(*arguments)
@@ -194,7 +194,7 @@ def test_two_writers_of_one_step(bucket: Bucket, monkeypatch: pytest.MonkeyPatch
             flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
         return taken
 
-    monkeypatch.setattr(store_uploads, "upload", meet)
+    monkeypatch.setattr(uploads, "upload", meet)
     with pytest.raises(errors.StorageError, match="another process"):
         flax_ckpt_compat.save(url, tree(1), format="orbax")
     assert flax_ckpt_compat.restore(url)["n"] == 2

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import paths, store_errors, store_specs, store_uploads, stores
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.object_store import client, specs, store_errors, uploads
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
 
@@ -28,10 +29,10 @@ def test_listing_is_that_of_boto3(bucket: Bucket) -> None:
     """Folders hold what begins with their name and a slash, and nothing of names that are longer or in between."""
     for key in KEYS:
         bucket.put(key, b"x")
-    assert stores.keys(bucket.url) == sorted(KEYS) == sorted(bucket.keys())
+    assert client.keys(bucket.url) == sorted(KEYS) == sorted(bucket.keys())
     for folder in ("a", "a/b", "b", "c", "a0"):
         expected = [key.removeprefix(f"{folder}/") for key in KEYS if key.startswith(f"{folder}/")]
-        assert stores.keys(f"{bucket.url}/{folder}") == sorted(expected)
+        assert client.keys(f"{bucket.url}/{folder}") == sorted(expected)
     assert paths.listdir(f"{bucket.url}/a") == ["b", "ü"]
     assert [paths.isdir(f"{bucket.url}/{key}") for key in ("a", "a0", "b", "")] == [True, False, True, True]
     assert [paths.isfile(f"{bucket.url}/{key}") for key in ("a0", "c", "b", "none")] == [True, True, False, False]
@@ -50,8 +51,8 @@ def test_a_folder_that_a_console_made_is_no_object(bucket: Bucket) -> None:
 def test_long_listings_are_whole(bucket: Bucket) -> None:
     """More keys than a store gives at once (1,000) are all there."""
     expected = [f"{number:04}" for number in range(1_003)]
-    stores.in_parallel(lambda name: stores.write(f"{bucket.url}/many/{name}", b""), expected)
-    assert stores.keys(f"{bucket.url}/many") == expected
+    client.in_parallel(lambda name: client.write(f"{bucket.url}/many/{name}", b""), expected)
+    assert client.keys(f"{bucket.url}/many") == expected
 
 
 @given(content=st.binary(max_size=200), bounds=st.tuples(st.integers(0, 220), st.integers(0, 220)))
@@ -60,10 +61,10 @@ def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tu
     """Size and any range are those of the content, whether or not the store tells the size when it refuses."""
     bucket.put("object", content)
     url = f"{bucket.url}/object"
-    assert stores.read(url) == content
-    assert stores.size(url) == stores._probed_size(url) == len(content)
-    assert stores.read_range(url, *bounds) == content[slice(*bounds)]
-    assert stores.Object(url).read(*bounds) == content[slice(*bounds)]
+    assert client.read(url) == content
+    assert client.size(url) == client._probed_size(url) == len(content)
+    assert client.read_range(url, *bounds) == content[slice(*bounds)]
+    assert client.Object(url).read(*bounds) == content[slice(*bounds)]
 
 
 def test_a_directory_is_uploaded_as_it_is(bucket: Bucket, tmp_path: Path) -> None:
@@ -78,8 +79,8 @@ def test_a_directory_is_uploaded_as_it_is(bucket: Bucket, tmp_path: Path) -> Non
     for name, content in contents.items():
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_bytes(content)
-    names = [name for name in store_uploads.names_in(str(tmp_path / "from")) if name != "last"]
-    assert store_uploads.upload(str(tmp_path / "from"), f"{bucket.url}/x", names, {"a": stores.NO_OBJECT}) == []
+    names = [name for name in uploads.names_in(str(tmp_path / "from")) if name != "last"]
+    assert uploads.upload(str(tmp_path / "from"), f"{bucket.url}/x", names, {"a": client.NO_OBJECT}) == []
     bucket.download("x", tmp_path / "to")
     found = {name: (tmp_path / "to" / name).read_bytes() for name in ("a", "d/e/f", "d/empty", "d/large")}
     assert bucket.keys("x/") == ["x/a", "x/d/e/f", "x/d/empty", "x/d/large"]
@@ -251,8 +252,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     few = {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"}
     context = ts.Context({"s3_request_retries": few, "gcs_request_retries": few})
-    store_specs._open.cache_clear()
-    monkeypatch.setattr(store_specs, "context", lambda: context)
+    specs._open.cache_clear()
+    monkeypatch.setattr(specs, "context", lambda: context)
     monkeypatch.setattr(store_errors, "_PATIENCE", 0.3)
     monkeypatch.setattr(store_errors, "_ATTEMPTS", 2)
 
@@ -280,20 +281,20 @@ def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bucket, key, and the endpoint and region of the AWS tools' variables; gs:// is TensorStore's gcs driver."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
-    assert stores.spec(paths.absolute("gs://bucket/a//b/")) == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
-    assert stores.spec("gs://bucket/a/") == stores.spec("gs://bucket/a")
-    assert stores.spec("s3://bucket") == {"driver": "s3", "bucket": "bucket"}
+    assert client.spec(paths.absolute("gs://bucket/a//b/")) == {"driver": "gcs", "bucket": "bucket", "path": "a/b/"}
+    assert client.spec("gs://bucket/a/") == client.spec("gs://bucket/a")
+    assert client.spec("s3://bucket") == {"driver": "s3", "bucket": "bucket"}
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-3")
-    assert stores.spec(paths.absolute("S3://bucket/./a")) == {
+    assert client.spec(paths.absolute("S3://bucket/./a")) == {
         "driver": "s3", "bucket": "bucket", "path": "a/", "aws_region": "eu-west-3"
     }  # fmt: skip
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:9000/")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two:9000/")
-    assert stores.spec("s3://bucket/a")["endpoint"] == "http://two:9000"
+    assert client.spec("s3://bucket/a")["endpoint"] == "http://two:9000"
     import tensorstore as ts
 
     for url in ("s3://bucket/a", "gs://bucket/a"):
-        assert ts.KvStore.Spec(stores.spec(url)).path == "a/"
+        assert ts.KvStore.Spec(client.spec(url)).path == "a/"
 
 
 @pytest.mark.parametrize(
@@ -301,8 +302,8 @@ def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_in_google_storage_the_commit_file_decides(names: set[str]) -> None:
     """There Orbax itself writes without renaming; a copy by hand is told how to become complete."""
-    from flax_ckpt_compat._core import store_commits
+    from flax_ckpt_compat._core.object_store import commit
 
-    why = store_commits.why_unfinished("gs://bucket/run/checkpoint_1", names)
+    why = commit.why_unfinished("gs://bucket/run/checkpoint_1", names)
     assert (why is None) == ("commit_success.txt" in names)
     assert why is None or "add an empty object" in why

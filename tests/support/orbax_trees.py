@@ -11,7 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import Format, LeafHandle, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, iter_leaves
-from flax_ckpt_compat._routing import backend_for
+from flax_ckpt_compat._discovery.formats import backend_for
 
 BACKEND = backend_for(Format.ORBAX)
 

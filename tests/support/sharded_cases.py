@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._core.backend import Part
+from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ShapeMismatchError
 from flax_ckpt_compat._core.tree import box_of
 from tests.support.orbax_trees import handles
@@ -324,7 +324,9 @@ def parts_of_msgpack(folder: Path) -> None:
     reader = BACKEND.open(save(folder, {"a": array, "b": np.int8(3)}))
     handle = reader.tree.children["a"]
     boxes = [(slice(8, 16), slice(0, 48), slice(0, 5)), (slice(1, 60), slice(3, 9), slice(0, 5)), (slice(4, 4),) * 3]
-    whole, scalar, *found = reader.read([handle, reader.tree.children["b"], *(Part(handle, box) for box in boxes)])
+    whole, scalar, *found = reader.read(
+        [handle, reader.tree.children["b"], *(ArraySlice(handle, box) for box in boxes)]
+    )
     assert np.array_equal(whole, array)
     assert scalar == 3
     for box, part in zip(boxes, found, strict=True):
@@ -341,7 +343,7 @@ def one_device_reads_its_share(folder: Path) -> None:
     handle = handles(path)["a"]
     index = box_of(spec.devices_indices_map(array.shape)[jax.devices()[3]], array.shape)
     with counted() as count:
-        (part,) = handle.reader.read([Part(handle, index)])
+        (part,) = handle.reader.read([ArraySlice(handle, index)])
     assert count() == array.nbytes // 8
     assert np.array_equal(part, np.asarray(array)[index])
     for target in (P("x"), P("y"), P(None, "y"), P("x", "y")):

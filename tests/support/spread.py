@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from flax_ckpt_compat.legacy import BACKEND
 
-from flax_ckpt_compat._core import files
-from flax_ckpt_compat._core.backend import Share, WriteOptions
+from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.tree import HostCopy, Shard, iter_leaves
 from tests.support.trees import to_branches
 
@@ -50,18 +50,18 @@ def _of_process(tree: Any, process: int) -> Any:
 
 def write(temporary: str, tree: Any) -> None:
     """Writes what two processes save together, up to its publishing."""
-    prepared = [BACKEND.prepare(to_branches(_of_process(tree, index)), Share(index, 2)) for index in (0, 1)]
-    BACKEND.begin_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+    prepared = [BACKEND.prepare(to_branches(_of_process(tree, index)), ProcessInfo(index, 2)) for index in (0, 1)]
+    BACKEND.begin_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
     for index in (1, 0):
-        BACKEND.write_share(temporary, prepared[index], OPTIONS, Share(index, 2))
-    BACKEND.end_shared(temporary, prepared[0], OPTIONS, Share(0, 2))
+        BACKEND.write_process_part(temporary, prepared[index], OPTIONS, ProcessInfo(index, 2))
+    BACKEND.finish_multiprocess(temporary, prepared[0], OPTIONS, ProcessInfo(0, 2))
 
 
 def save(path: Any, tree: Any) -> None:
     """Saves as two processes."""
-    temporary = files.temporary_path(str(path))
+    temporary = atomic.temporary_path(str(path))
     write(temporary, tree)
-    files.publish(temporary, str(path))
+    atomic.publish(temporary, str(path))
 
 
 def load(path: Any) -> dict[tuple[str, ...], Any]:

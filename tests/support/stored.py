@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat import leaves
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind, Part
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves
+from flax_ckpt_compat._trees import leaf_sources
 
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 
@@ -45,7 +45,7 @@ class Memory:
         """Copies of the values."""
         found = []
         for one in handles:
-            value = one.cut(one.handle.where) if isinstance(one, Part) else one.where
+            value = one.cut(one.handle.locator) if isinstance(one, ArraySlice) else one.locator
             self.bytes_read += getattr(value, "nbytes", 0)
             found.append(value.copy() if isinstance(value, np.ndarray) else value)
         return found
@@ -63,9 +63,9 @@ def value_of(leaf: Any) -> Any:
     """The value of a leaf; of a computed one the function's inputs are read-only, and shape and dtype must be true."""
     if isinstance(leaf, LeafHandle):
         return leaf.read()
-    if isinstance(leaf, Part):
+    if isinstance(leaf, ArraySlice):
         return leaf.handle.reader.read([leaf])[0]
-    if not isinstance(leaf, leaves.Computed):
+    if not isinstance(leaf, leaf_sources.Derived):
         return leaf
     inputs = [value_of(one) for one in leaf.inputs]
     for value in inputs:

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 from flax import struct
 
-from flax_ckpt_compat import leaves, state
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
-from flax_ckpt_compat.suggesting import Suggestion, suggest
+from flax_ckpt_compat._suggest import Suggestion, suggest
+from flax_ckpt_compat._trees import leaf_sources, state_dict
 
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 
@@ -99,7 +99,7 @@ OPTIMIZERS: dict[str, Any] = {
 class Made:
     """A state and where each layer's variables are in it."""
 
-    state: Any
+    state_dict: Any
     places: dict[str, Path]
 
 
@@ -121,13 +121,13 @@ def as_stored(tree: Any) -> Node:
             return None
         array = hasattr(leaf, "shape")
         shape = tuple(leaf.shape) if array else ()
-        if state.is_prng_key(leaf):
+        if state_dict.is_prng_key(leaf):
             return LeafHandle(path, LeafKind.PRNG_KEY, (*shape, 2), np.dtype("uint32"), 0, "", _NoReader(), None)
         dtype = np.dtype(leaf.dtype) if array else None
         kind = LeafKind.ARRAY if array else _KINDS[type(leaf)]
         return LeafHandle(path, kind, shape, dtype, 0, "/".join(path), _NoReader(), None)
 
-    return _plain(map_leaves(handle, state.describe(tree)))
+    return _plain(map_leaves(handle, state_dict.describe(tree)))
 
 
 def _plain(node: Node) -> Node:
@@ -151,7 +151,7 @@ class _NoReader:
 
 def proposed(old: Any, new: Any) -> tuple[Suggestion | None, dict[str, str | None]]:
     """The suggestion for a pair of states, and what each leaf of the target would get by it: see `gets`."""
-    stored, target = as_stored(old), state.describe(new)
+    stored, target = as_stored(old), state_dict.describe(new)
     suggestion = suggest(stored, target)
     return suggestion, gets(stored, target, suggestion)
 
@@ -166,7 +166,7 @@ def gets(stored: Node, target: Node, suggestion: Suggestion | None) -> dict[str,
     for path, leaf in iter_leaves(target):
         if isinstance(leaf, Branch) or leaf is None or path not in there:
             continue
-        sources = leaves.handles_of(there[path])
+        sources = leaf_sources.handles_of(there[path])
         found["/".join(path)] = "+".join("/".join(one.path) for one in sources) or None
     return found
 
@@ -176,10 +176,10 @@ def truth(old: Made, new: Made, *, same_moments: bool = True) -> dict[str, str |
 
     A leaf of another shape than the stored one stays as the target has it.
     """
-    stored = {path: _shape(leaf) for path, leaf in iter_leaves(state.describe(old.state))}
+    stored = {path: _shape(leaf) for path, leaf in iter_leaves(state_dict.describe(old.state))}
     origin = {new.places[uid]: place for uid, place in old.places.items() if uid in new.places}
     found: dict[str, str | None] = {}
-    for path, leaf in iter_leaves(state.describe(new.state)):
+    for path, leaf in iter_leaves(state_dict.describe(new.state)):
         if isinstance(leaf, Branch):
             continue
         source = _source(path, origin, old.state, new.state, same_moments)
@@ -197,9 +197,9 @@ def _source(path: Path, origin: dict[Path, Path], old: Any, new: Any, same_momen
         return path
     if path[0] != "opt_state":
         return _moved(path, 1, origin)
-    ours = _nodes(state.describe(new)).get(_fields(path, new))
+    ours = _nodes(state_dict.describe(new)).get(_fields(path, new))
     node = next((end for end in range(len(path)) if path[:end] == ours), None)
-    theirs = _nodes(state.describe(old)).get(_fields(path, new))
+    theirs = _nodes(state_dict.describe(old)).get(_fields(path, new))
     if node is None or theirs is None or not same_moments:
         return None
     moved = _moved(path, node + 1, origin) if len(path) > node + 1 else path
@@ -226,7 +226,7 @@ def _nodes(tree: Node, path: Path = ()) -> dict[frozenset[str], Path]:
 
 
 def _fields(path: Path, tree: Any) -> frozenset[str]:
-    node: Any = state.describe(tree)
+    node: Any = state_dict.describe(tree)
     best: frozenset[str] = frozenset()
     for name in path:
         if isinstance(node, Branch) and node.children.keys() & {"count", "mu", "trace", "nu"}:

@@ -1,0 +1,1 @@
+"""Publish, sync and map files of a local file system."""

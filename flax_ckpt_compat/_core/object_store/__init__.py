@@ -1,0 +1,1 @@
+"""Read, upload and commit objects of ``s3://`` and ``gs://``."""

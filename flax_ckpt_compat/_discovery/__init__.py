@@ -1,0 +1,1 @@
+"""Find checkpoints: formats, steps, items, and which one a caller means."""

@@ -1,0 +1,296 @@
+"""Path → what is there, from marker names and first bytes alone; decodes nothing, imports no backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._discovery.foreign_folders import folder_looks_like, foreign_remedy
+
+# Any one of these makes a directory an Orbax pytree; the first two are also what Flax itself looks for.
+_TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
+_AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
+_ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+_FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
+_PARTS = ("_sharding", "_strings.json", "array_metadatas")  # what else a tree consists of
+_DATA_FILE = re.compile(r"[0-9a-f]{32}")  # in the folder "d" of an OCDBT database
+_RANDOM_KEYS = ("jax_random_key", "np_random_key")  # the tree inside an item of Orbax's random key handlers
+_ARRAY_METADATA = (".zarray", "zarr.json")
+_JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
+# What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
+USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
+_STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
+_NO_ITEMS = {"descriptor"}  # directories of internal releases of Orbax that hold nothing of the user's
+_CHUNK = re.compile(r"\d+(\.\d+)*")  # of a zarr array of version 2
+_FIRST_BYTES = 512
+ABSENT = "it does not exist"  # what is missing where nothing is there at all
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """One tree of a checkpoint.
+
+    Attributes:
+        format: how it is stored; None for a plain JSON item.
+        path: the file, or the directory of that tree alone.
+    """
+
+    format: Format | None
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What a path holds.
+
+    Attributes:
+        path: the checkpoint.
+        items: name → tree; a checkpoint that is one tree has the single item ''.
+        unknown: names of directories beside the items that are none.
+    """
+
+    path: str
+    items: dict[str, Item]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def trees(self) -> dict[str, Item]:
+        """The items that are pytrees."""
+        return {name: item for name, item in self.items.items() if item.format is not None}
+
+
+def what_is_missing(path: str) -> str | None:
+    """Why a checkpoint is certainly not complete, from cheap signs; None where none of them speaks against it."""
+    try:
+        if not paths.isdir(path):
+            return "the file is empty" if paths.is_empty(path) else None
+        names = set(paths.listdir(path))
+    except FileNotFoundError:
+        return ABSENT
+    if not names:
+        return "the directory is empty"
+    return _what_is_missing_in(path, names)
+
+
+def _what_is_missing_in(path: str, names: set[str]) -> str | None:
+    if paths.is_url(path) and (why := commit.why_unfinished(path, names)):
+        return why
+    unfinished = sorted(name for name in names if steps.ORBAX_TEMPORARY in name)
+    if unfinished:
+        return f"the directory still holds {unfinished[0]}, which Orbax had not finished"
+    if _is_tree(path, names):
+        unmerged = any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names
+        if unmerged and not _is_never_merged(path, names):
+            return "manifest.ocdbt is missing: the writers' databases were never merged"
+        if _ITEMS_MARKERS[0] in names and not names & {"_METADATA", _AGGREGATE}:
+            return "_METADATA is missing"
+        return None
+    if _items(path, names) or _json_file(path, names):
+        return None
+    if _lost_its_tree(path, names):
+        structure = f"no _METADATA and no msgpack file '{_AGGREGATE}', which say where they belong"
+        return f"there are arrays, but {structure}, nor the .zarray of a single one"
+    if names.issuperset(_FINISHED):
+        return None
+    return "none of _METADATA, manifest.ocdbt or item directories is in it"
+
+
+def is_orbax_directory(path: str) -> bool:
+    """True where the path itself is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
+    if not paths.isdir(path):
+        return False
+    names = _names_in(path)
+    if _is_tree(path, names) or _json_file(path, names):
+        return True
+    items = _items(path, names)
+    named = names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS, *_RANDOM_KEYS))
+    return bool(items and (named or _only_orbax_has(items))) or _lost_its_tree(path, names)
+
+
+def _only_orbax_has(items: dict[str, Item]) -> bool:
+    """True for a tree beside a JSON or key item: before 0.5.11 nothing else marked a composite of any names."""
+    kinds = {os.path.basename(item.path) in _RANDOM_KEYS or item.format for item in items.values()}
+    return True in kinds or kinds == {None, Format.ORBAX}
+
+
+def is_doubtful(path: str) -> bool:
+    """True where nothing that only Orbax writes makes a directory look like its own: a common name alone does."""
+    return not _names_in(path).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
+
+
+def is_unfinished(path: str) -> bool:
+    """True for a directory that is one checkpoint of which Orbax wrote no more than the beginning.
+
+    Temporaries of whole checkpoints do not count: they lie in directories of checkpoints.
+    """
+    begun = tuple(item + steps.ORBAX_TEMPORARY for item in USUAL_ITEMS)
+    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in _names_in(path))
+
+
+def is_step_of_manager(path: str) -> bool:
+    """Return whether it is a complete step of an Orbax CheckpointManager: a directory of items."""
+    # A flat directory may be a checkpoint of any prefix.
+    return paths.isdir(path) and not _is_tree(path, _names_in(path)) and what_is_missing(path) is None
+
+
+def is_step_by_name(path: str) -> bool:
+    """Return whether a directory holds items and is named like a step; Orbax before 0.5.11 marked it no further."""
+    if not _STEP_DIRECTORY.fullmatch(os.path.basename(path)) or not paths.isdir(path):
+        return False
+    return bool(_items(path, _names_in(path)))
+
+
+def foreign_look(path: str) -> str | None:
+    """Return what a directory without any sign of Orbax, or of our own writing, looks like; None for all else."""
+    return folder_looks_like(path) if paths.isdir(path) and not _looks_begun(path) else None
+
+
+def detect(path: str) -> Found:
+    """What kind of checkpoint this existing path is.
+
+    Raises:
+        IncompleteCheckpointError: it was begun and not finished; the message says what is missing.
+        UnrecognizedFormatError: a directory without anything of a checkpoint. Any file may be msgpack: what a
+            file that does not decode looks like is told by `_looks.looks_like`.
+    """
+    missing = what_is_missing(path)
+    if missing == ABSENT:
+        raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+    look = foreign_look(path) if missing else None
+    if look:
+        raise UnrecognizedFormatError(
+            f"{path} is not a checkpoint of Flax or Orbax: it looks like {look}. {foreign_remedy(path)}", path=path
+        )
+    if missing:
+        raise IncompleteCheckpointError(
+            f"{path} is not a complete checkpoint: {missing}. It was never finished, or files were lost in copying; "
+            "restore another step, or delete it.",
+            path=path,
+        )
+    if paths.isdir(path):
+        names = set(paths.listdir(path))
+        if _is_tree(path, names):
+            return Found(path, {"": Item(Format.ORBAX, paths.content_root(path))})
+        note = _json_file(path, names)
+        items = {"": Item(None, note)} if note else _items(path, names)
+        if not items:
+            raise UnrecognizedFormatError(
+                f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; "
+                "restore it with the orbax_checkpointer that wrote it.",
+                path=path,
+            )
+        unknown = sorted(name for name in names - items.keys() - _NO_ITEMS if paths.isdir(os.path.join(path, name)))
+        return Found(path, items, tuple(unknown))
+    return Found(path, {"": Item(Format.MSGPACK, path)})
+
+
+def _looks_begun(path: str) -> bool:
+    """True for an empty directory, and for one with a sign of Orbax or of our writing, also one level down."""
+    names = set(paths.listdir(path))
+    children = [os.path.join(path, name) for name in names]
+    return not names or _has_sign(path, names) or any(_has_sign(child, _names_in(child)) for child in children)
+
+
+def _has_sign(path: str, names: set[str]) -> bool:
+    # commit_success.txt is also what is left of a checkpoint in a store whose removal is on its way.
+    if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_its_tree(path, names):
+        return True
+    return any(steps.ORBAX_TEMPORARY in name or commit.is_mark(name) for name in names)
+
+
+def _names_in(path: str) -> set[str]:
+    try:
+        return set(paths.listdir(path)) if paths.isdir(path) else set()
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+        return set()
+
+
+def _is_tree(path: str, names: set[str]) -> bool:
+    if names.intersection(_TREE_MARKERS):
+        return True
+    child = os.path.join(path, _AGGREGATE)
+    # Orbax's handler of single arrays calls its array by the same name.
+    return _AGGREGATE in names and (_holds_msgpack_tree(child) or _is_array(child))
+
+
+def _is_array(path: str) -> bool:
+    return any(paths.isfile(os.path.join(path, name)) for name in _ARRAY_METADATA)
+
+
+def _is_never_merged(path: str, names: set[str]) -> bool:
+    """True for what Orbax 0.4.3 to 0.4.7 wrote without OCDBT: one process' database, and empty folders of arrays."""
+    folders = [name for name in names if paths.isdir(os.path.join(path, name))]
+    databases = [name for name in folders if name.startswith("ocdbt.process_")]
+    finished = names.issuperset(("_METADATA", _AGGREGATE)) and not names & {_ITEMS_MARKERS[0], "d"}
+    return finished and len(databases) == 1 and len(folders) > 1
+
+
+def _lost_its_tree(path: str, names: set[str]) -> bool:
+    """True for the parts of a tree, or folders of single arrays, without the file that says what belongs where."""
+    if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
+        return True
+    data = os.path.join(path, "d")
+    if "d" in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, _names_in(data))):
+        return True
+    chunks = os.path.join(path, _AGGREGATE)  # of an array item that lost the metadata of its one array
+    if _AGGREGATE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, _names_in(chunks))):
+        return True
+    # Beside other files, a folder of a single array is somebody's data set.
+    folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
+    return all(map(paths.isdir, folders)) and any(map(_is_array, folders))
+
+
+def _json_file(path: str, names: set[str]) -> str | None:
+    """The one file of a JSON item that was saved as a checkpoint of its own."""
+    rest = names.difference(_FINISHED)
+    file = os.path.join(path, *rest)
+    return file if len(rest) == 1 and rest.intersection(_JSON_FILES) and paths.isfile(file) else None
+
+
+def _holds_msgpack_tree(path: str) -> bool:
+    """True for a file that starts as Orbax's aggregate file does: a map, an array, or the text of a placeholder."""
+    if not paths.isfile(path):
+        return False
+    first = _read_first(path)
+    return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
+
+
+def _is_checkpoint_itself(name: str, inside: set[str], noted: bool) -> bool:
+    """True for a directory that is no item, but a checkpoint of some prefix in a directory of checkpoints.
+
+    Since 0.5.11 a whole checkpoint has a note of its own, and its items have none. Before, a name that ends in a
+    step has to tell, unless the directory around it is noted to be a checkpoint.
+    """
+    return _ITEMS_MARKERS[0] in inside or (not noted and steps.ends_in_step(name))
+
+
+def _items(path: str, names: set[str]) -> dict[str, Item]:
+    """The named items of a CheckpointManager step or an Orbax v1 directory."""
+    items = {}
+    noted = bool(names.intersection(_ITEMS_MARKERS))
+    for name in sorted(names):
+        child = os.path.join(path, name)
+        if not paths.isdir(child):
+            continue
+        inside = _names_in(child)
+        if _is_checkpoint_itself(name, inside, noted):
+            continue
+        keys = sorted(inside.intersection(_RANDOM_KEYS))
+        if _is_tree(child, inside):
+            items[name] = Item(Format.ORBAX, child)
+        elif keys:
+            items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
+        elif len(inside - {"commit_success.txt"}) == 1 and inside.intersection(_JSON_FILES):
+            items[name] = Item(None, os.path.join(child, *inside.intersection(_JSON_FILES)))
+    return items
+
+
+def _read_first(path: str) -> bytes:
+    with atomic.translated(path):
+        return paths.read(path, _FIRST_BYTES)

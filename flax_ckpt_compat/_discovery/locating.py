@@ -1,0 +1,256 @@
+"""Which checkpoint a caller means, and reading it although others write, rotate and replace checkpoints meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DtypeMismatchError,
+    IncompleteCheckpointError,
+    KindMismatchError,
+    MissingLeavesError,
+    ShapeMismatchError,
+    StorageError,
+    TransformError,
+    UnrecognizedFormatError,
+)
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._discovery import absence, detect, listing, lookups, notices
+from flax_ckpt_compat._discovery.absence import Absence
+from flax_ckpt_compat._discovery.directory import Directory, list_again_while_it_changes
+
+_Result = TypeVar("_Result")
+# Each round takes a checkpoint that was removed or replaced while it was read: a reader slower than the writer's
+# retention has to say so in the end.
+_ROUNDS = 10
+# What is judged after a whole checkpoint was opened, whatever has become of it since.
+_JUDGEMENTS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
+_AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint that a caller means.
+
+    Attributes:
+        path: absolute path, or URL.
+        named: the caller named it, by its step or its own path; else it is the latest.
+    """
+
+    path: str
+    named: bool
+
+
+class ReplacedError(CheckpointError):
+    """Another checkpoint has had this path since reading began."""
+
+
+def find(ckpt_dir: str, step: Any, prefix: str) -> Choice | Absence:
+    """Return the checkpoint that a caller means, or why there is none.
+
+    Raises:
+        CheckpointNotFoundError: an explicit step that does not exist.
+    """
+    where = listing.checkpoint_dir(ckpt_dir, prefix)
+    root = paths.absolute(ckpt_dir)
+    if step is not None:
+        with paths.listing_cache(root):
+            return Choice(_step_path(root, where, steps.step_text(step), prefix), True)
+    return list_again_while_it_changes(root, lambda last: _find(root, where, prefix, last))
+
+
+def _find(root: str, where: listing.CheckpointDir, prefix: str, last: bool) -> Choice | Absence:
+    if not _exists(root):
+        return absence.of_directory(root)
+    # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
+    # wherever the directory has no marker that only Orbax writes.
+    if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.is_doubtful(root)):
+        return Choice(root, True)
+    latest = lookups.latest_of(Directory(where, tolerant=last))
+    if latest is not None:
+        return Choice(latest.path, False)
+    if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
+        return Choice(root, True)
+    return absence.of_checkpoints(where, prefix)
+
+
+def _exists(path: str) -> bool:
+    """Whether it is there, once what a dead writer set aside is back in its place."""
+    if paths.lexists(path):
+        return True
+    if paths.is_url(path):
+        return False
+    parent = os.path.dirname(path)
+    try:
+        names = os.listdir(parent)
+    except OSError:  # it is not there either, or nobody may list it: the path is just not there
+        return False
+    atomic.restore_set_aside(parent, names)
+    return paths.lexists(path)
+
+
+def _step_path(root: str, where: listing.CheckpointDir, text: str, prefix: str) -> str:
+    path = where.path(where.prefix + text)
+    if _exists(path):
+        return path
+    number = steps.parse_step(text)
+    found = None if number is None else lookups.find_step(where, number)
+    if found is not None:
+        return found.path
+    there = [entry.text for entry in lookups.available(where)]
+    known = f"the steps there are: {', '.join(there)}" if there else absence.of_checkpoints(where, prefix).why
+    if not there and _is_checkpoint_itself(root):
+        known = f"{root} is itself a checkpoint; leave out step="
+    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
+
+
+def _is_checkpoint_itself(root: str) -> bool:
+    is_orbax = paths.isdir(root) and detect.is_orbax_directory(root) and not detect.is_doubtful(root)
+    return is_orbax or paths.isfile(root)
+
+
+def read_found(
+    ckpt_dir: str,
+    step: Any,
+    prefix: str,
+    read: Callable[[str], _Result],
+    otherwise: Callable[[], _Result] | None = None,
+    doing: str = "restore",
+) -> _Result:
+    """Find the checkpoint that a caller means and read it; once more if it was removed or replaced meanwhile.
+
+    Args:
+        ckpt_dir: a directory of checkpoints, or one checkpoint.
+        step: which checkpoint of the directory; None is the latest, and the new latest once that was removed.
+        prefix: as the caller wrote it.
+        read: reads the checkpoint of a path, and `check_same`s it where it read several files.
+        otherwise: gives the result where there is nothing, unless the setting ``must_exist`` says to raise; if None,
+            that always raises.
+        doing: completes "nothing to …".
+
+    Raises:
+        CheckpointNotFoundError: there is none; or the one that was named was removed while it was read.
+    """
+    removed: tuple[str, Exception] | None = None
+    for _ in range(_ROUNDS):
+        found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
+        if isinstance(found, Absence):
+            return _nothing(ckpt_dir, prefix, found, otherwise, doing)
+        notices.tell_once(_subject(ckpt_dir, prefix), None)
+        before = identity(found.path)
+        try:
+            return read(found.path)
+        except _JUDGEMENTS:
+            raise
+        except Exception as error:
+            if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
+                raise
+            if found.named and not is_there(found.path):
+                raise removed_error(found.path) from error
+            removed = found.path, error
+    assert removed is not None
+    path, cause = removed
+    message = f"{path} was removed or replaced while it was read, as were {_ROUNDS - 1} before it"
+    raise CheckpointNotFoundError(f"{message}; keep more checkpoints (keep=), or save less often", path=path) from cause
+
+
+def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> Choice:
+    found = find(ckpt_dir, step, prefix)
+    if isinstance(found, Absence):
+        # Not the untouched target: a program that gets it trains on from initial parameters.
+        raise CheckpointNotFoundError(
+            f"{path} was removed while it was read, and there is no other: {found.why}", path=path
+        ) from cause
+    return found
+
+
+def _nothing(
+    ckpt_dir: str, prefix: str, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
+) -> _Result:
+    if otherwise is None or config.current().must_exist:
+        raise CheckpointNotFoundError(f"nothing to {doing}: {found.why}", path=paths.absolute(ckpt_dir))
+    message = f"Nothing to restore: {found.why}; the target is returned unchanged"
+    notices.tell_once(_subject(ckpt_dir, prefix), message, found.level)
+    return otherwise()
+
+
+def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:
+    return paths.absolute(ckpt_dir), prefix, "absent"
+
+
+def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callable[[], Choice | Absence]) -> bool:
+    """Return whether an error may come of another program that removed or replaced the checkpoint."""
+    if not is_there(found.path) or identity(found.path) != before:
+        return True
+    if found.named:
+        # Other programs remove a directory file by file, which shows once it was opened as complete.
+        if not isinstance(error, _AS_FOUND) and listing.what_is_missing(found.path) is not None:
+            raise removed_error(found.path) from error
+        return False
+    try:
+        now = find_now()
+    except CheckpointError:
+        return False
+    return isinstance(now, Absence) or now.path != found.path
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """Return what tells one local file or directory from another at the same path; None in stores."""
+    if paths.is_url(path):
+        return None
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def check_same(path: str, before: tuple[int, int] | None) -> None:
+    """Raise if another directory has had this path since: what was read may be of both.
+
+    Raises:
+        ReplacedError: it was replaced.
+    """
+    now = identity(path)
+    if now != before and None not in (now, before) and os.path.isdir(path):
+        raise ReplacedError(f"{path} was replaced while it was read", path=path)
+
+
+def is_there(path: str) -> bool:
+    """Return whether there is anything of this name now, also where that cannot be told."""
+    try:
+        return paths.lexists(path)
+    except StorageError:
+        return True
+
+
+def removed_error(path: str) -> CheckpointNotFoundError:
+    """Return the error for a checkpoint that was named and went away."""
+    return CheckpointNotFoundError(
+        f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)", path=path
+    )
+
+
+@contextmanager
+def telling_removal(path: str) -> Iterator[None]:
+    """Turn the errors of reading a checkpoint that is gone by now into the one that says so.
+
+    Raises:
+        CheckpointNotFoundError: it was removed.
+    """
+    try:
+        yield
+    except _JUDGEMENTS:
+        raise
+    except Exception as error:
+        if is_there(path):
+            raise
+        raise removed_error(path) from error

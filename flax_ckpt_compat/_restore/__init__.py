@@ -1,0 +1,1 @@
+"""Restore a checkpoint: locate, open, plan, read, place, rebuild."""

@@ -1,0 +1,153 @@
+"""Restores through checkpointer objects of real Orbax that callers pass in.
+
+Never imports orbax: whoever passes such an object has imported it already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core import backend
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CheckpointerError
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._save.checkpointer_adapter import described
+from flax_ckpt_compat._trees import state_dict
+
+_TYPES = {
+    LeafKind.BOOL: bool,
+    LeafKind.INT: int,
+    LeafKind.FLOAT: float,
+    LeafKind.COMPLEX: complex,
+    LeafKind.STR: str,
+    LeafKind.BYTES: bytes,
+    LeafKind.PRNG_KEY: KeyData,
+}
+_EXAMPLES = {LeafKind.BOOL: False, LeafKind.INT: 0, LeafKind.FLOAT: 0.0}
+_ABSENT = object()
+
+
+class Reader:
+    """Reads a checkpoint through the caller's checkpointer; what is in it, our own metadata reader tells.
+
+    Orbax's handlers leave out leaves that they have no example for, and give numpy scalars as Python numbers. What is
+    not of the type that was stored is read by our own reader.
+    """
+
+    format = Format.ORBAX
+
+    def __init__(self, checkpointer: Any, path: str, tree: Node, own: backend.Reader | None = None):
+        """Prepare to read.
+
+        Args:
+            checkpointer: of real Orbax.
+            path: of the checkpoint.
+            tree: of its leaf handles.
+            own: our reader of the same checkpoint; None where we have none.
+        """
+        self._checkpointer, self.path, self.tree, self._own = checkpointer, path, tree, own
+
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
+        """Return the values of these handles of the tree, or parts of them, in their order; arrays in host memory."""
+        restored = _restored(self._checkpointer, self.path, self._arguments())
+        paths = {id(leaf): path for path, leaf in iter_leaves(self.tree)}
+        whole = [one.handle if isinstance(one, ArraySlice) else one for one in handles]
+        values = [_in_memory(_at(restored, paths[id(handle)]), handle) for handle in whole]
+        if self._own is not None:
+            wrong = [number for number, value in enumerate(values) if not _is_as_stored(value, whole[number])]
+            for number, value in zip(wrong, self._own.read([whole[number] for number in wrong]), strict=True):
+                values[number] = value
+        return [
+            one.cut(value) if isinstance(one, ArraySlice) else value for one, value in zip(handles, values, strict=True)
+        ]
+
+    def _arguments(self) -> Mapping[str, Any]:
+        """Return what makes the known handlers read arrays to the host, whatever devices they were saved from."""
+        handler = type(getattr(self._checkpointer, "handler", None)).__mro__
+        names = {kind.__name__ for kind in handler}
+        if "PyTreeCheckpointHandler" in names:
+            return {"restore_args": _plain(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
+        if "StandardCheckpointHandler" in names:
+            examples = _plain(map_leaves(lambda _, leaf: _example(leaf), self.tree))
+            return {"target" if _takes_target(self._checkpointer) else "item": examples}
+        return {}
+
+
+def restore_raw(checkpointer: Any, path: str) -> Any:
+    """Return whatever the checkpointer makes of a directory that our own reader does not know."""
+    return _restored(checkpointer, path, {})
+
+
+def _restored(checkpointer: Any, path: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return checkpointer.restore(path, **arguments)
+    except Exception as error:  # handlers raise anything, and say little about the file
+        raise CheckpointerError(
+            f"{path}: the given orbax_checkpointer ({described(checkpointer)}) cannot restore it: {error}; "
+            f"give the one that wrote it, or leave orbax_checkpointer out: what Orbax wrote is read without it",
+            path=path,
+        ) from error
+
+
+def _takes_target(checkpointer: Any) -> bool:
+    """Whether ``restore`` itself takes a target; a plain ``Checkpointer`` passes an item on to its handler."""
+    return "target" in inspect.signature(type(checkpointer).restore).parameters
+
+
+def _restore_args(leaf: Any) -> Any:
+    orbax: Any = sys.modules["orbax.checkpoint"]
+    kind = leaf.kind if isinstance(leaf, LeafHandle) else None
+    if kind is LeafKind.ARRAY:
+        return orbax.RestoreArgs(restore_type=np.ndarray)
+    if kind is LeafKind.PRNG_KEY:  # restores as a jax.Array only, and by default where it was saved
+        return orbax.ArrayRestoreArgs(sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+    return orbax.RestoreArgs()
+
+
+def _example(leaf: Any) -> Any:
+    """Return something of the leaf's type, of no size in memory, for handlers that want an example."""
+    if not isinstance(leaf, LeafHandle):
+        return leaf
+    if leaf.kind is LeafKind.ARRAY:
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return _EXAMPLES.get(leaf.kind)
+
+
+def _in_memory(value: Any, handle: LeafHandle) -> Any:
+    """Return the value as our own readers give it: arrays that the caller may write to, keys taken apart."""
+    if state_dict.is_prng_key(value):
+        return state_dict.key_apart(value)
+    if handle.kind is not LeafKind.ARRAY or value is None or value is _ABSENT:
+        return value
+    array = np.asarray(value)
+    return array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
+
+
+def _is_as_stored(value: Any, handle: LeafHandle) -> bool:
+    if handle.kind is LeafKind.ARRAY:
+        return isinstance(value, np.ndarray)
+    if handle.kind is LeafKind.NUMPY_SCALAR:
+        return isinstance(value, np.generic) and value.dtype == handle.dtype
+    return type(value) is _TYPES.get(handle.kind)
+
+
+def _plain(node: Node) -> Any:
+    if not isinstance(node, Branch):
+        return node
+    children = {name: _plain(child) for name, child in node.children.items()}
+    return list(children.values()) if node.container.is_sequence else children
+
+
+def _at(tree: Any, path: Path) -> Any:
+    try:
+        for name in path:
+            tree = tree[int(name)] if isinstance(tree, (list, tuple)) else tree[name]
+    except (LookupError, TypeError, ValueError):
+        return _ABSENT
+    return tree

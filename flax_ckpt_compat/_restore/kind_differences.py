@@ -1,0 +1,216 @@
+"""Compare the kind of a stored leaf with the kind of the target's leaf: array, typed key, number, text, bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.folding import Row, shown
+from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.tree import Branch, Path, show_path
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Derived
+
+PYTHON_NUMBERS = frozenset({LeafKind.BOOL, LeafKind.INT, LeafKind.FLOAT, LeafKind.COMPLEX})
+
+
+class TargetKind(enum.Enum):
+    """What a leaf of the target asks for."""
+
+    ARRAY = "array"
+    KEY = "typed PRNG key"
+    NUMBER = "number"
+    TEXT = "text"
+    BYTES = "bytes"
+    OTHER = "not a leaf"
+
+
+_FITTING = {
+    TargetKind.ARRAY: frozenset({LeafKind.ARRAY, LeafKind.NUMPY_SCALAR}),
+    TargetKind.KEY: frozenset({LeafKind.PRNG_KEY}),
+    TargetKind.NUMBER: frozenset({*PYTHON_NUMBERS, LeafKind.NUMPY_SCALAR}),
+    TargetKind.TEXT: frozenset({LeafKind.STR}),
+    TargetKind.BYTES: frozenset({LeafKind.BYTES}),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KindDifference:
+    """A leaf, or a sequence, of the target that the checkpoint has as something else.
+
+    Attributes:
+        path: key path in the target.
+        stored: what the checkpoint has, in a few words.
+        wanted: what the target has, in a few words.
+        hint: what to do about it, or empty.
+        is_leaf: the target has an array, a number, text or bytes there.
+    """
+
+    path: Path
+    stored: str
+    wanted: str
+    hint: str = ""
+    is_leaf: bool = True
+
+    @property
+    def what(self) -> str:
+        """Return the two in one phrase."""
+        return f"stored {self.stored}, target {self.wanted}"
+
+
+def target_kind(leaf: Any) -> TargetKind:
+    """Return what a leaf of the target asks for; it is not None."""
+    if isinstance(leaf, np.generic | bool | int | float | complex) and not isinstance(leaf, np.str_ | np.bytes_):
+        return TargetKind.NUMBER
+    if isinstance(leaf, np.ndarray):
+        return TargetKind.ARRAY
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return TargetKind.KEY if state_dict.is_prng_key(leaf) else TargetKind.ARRAY
+    if isinstance(leaf, str):
+        return TargetKind.TEXT
+    if isinstance(leaf, bytes):
+        return TargetKind.BYTES
+    # Descriptions of arrays by other libraries, such as Orbax's metadata.
+    is_described = isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype")
+    return TargetKind.ARRAY if is_described else TargetKind.OTHER
+
+
+def becomes_array(target: Any, cast: bool) -> bool:
+    """Return whether a stored number is restored as an array, for a target's leaf of the kind ARRAY."""
+    return isinstance(target, jax.ShapeDtypeStruct) or cast
+
+
+def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | None:
+    """Return how a stored node differs in kind from the target's leaf, or None.
+
+    Args:
+        path: key path in the target.
+        stored: leaf handle, `Derived`, branch or None.
+        target: the target's leaf; None takes anything.
+        cast: the setting ``dtype="target"``, which makes arrays of numbers.
+    """
+    if target is None or (isinstance(stored, Derived) and stored.shape is None):
+        return None
+    wanted = target_kind(target)
+    if wanted is not TargetKind.OTHER and _fits(stored, target, wanted, cast):
+        return None
+    hint = ("" if path else _root_hint(target)) or _hint(stored, target)
+    is_leaf = wanted is not TargetKind.OTHER
+    return KindDifference(path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf)
+
+
+def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
+    """Return the difference of a stored sequence that has more entries than the target's."""
+    hint = "Entries that the target lacks would be dropped; extend the sequence, or drop them with rules.drop."
+    return KindDifference(path, f"a sequence of {stored} entries", f"a sequence of {target}", hint)
+
+
+def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
+    if isinstance(stored, Derived):
+        return wanted in (TargetKind.ARRAY, TargetKind.NUMBER)
+    if not isinstance(stored, LeafHandle):
+        return False
+    kinds = {stored.kind, *stored.possible_kinds}
+    if kinds & _FITTING[wanted]:
+        return True
+    if wanted is TargetKind.ARRAY and stored.kind is LeafKind.PRNG_KEY:
+        return bool(target.dtype == stored.dtype)  # the data of keys, of the same shape
+    if wanted is TargetKind.NUMBER:
+        return stored.kind is LeafKind.ARRAY and stored.shape == ()
+    return wanted is TargetKind.ARRAY and stored.kind in PYTHON_NUMBERS and becomes_array(target, cast)
+
+
+def _show_stored(stored: Any) -> str:
+    if stored is None:
+        return "None"
+    if isinstance(stored, Branch):
+        return f"a subtree of {len(stored.children)} entries" if stored.children else "an empty subtree"
+    if isinstance(stored, Derived):
+        return f"an array {stored.shape} {stored.dtype}"
+    if stored.kind is LeafKind.ARRAY:
+        return f"an array {stored.shape} {stored.dtype}"
+    names = {LeafKind.STR: "text", LeafKind.BYTES: "bytes", LeafKind.PRNG_KEY: "a typed PRNG key"}
+    return names.get(stored.kind, f"a number ({stored.kind.value})")
+
+
+def _show_target(target: Any, wanted: TargetKind) -> str:
+    if wanted is TargetKind.ARRAY:
+        return f"an array {tuple(target.shape)} {target.dtype}"
+    if wanted is TargetKind.OTHER:
+        return _article(target.__name__ if isinstance(target, type) else type(target).__name__, target)
+    article = "a " if wanted in (TargetKind.KEY, TargetKind.NUMBER) else ""
+    return f"{article}{wanted.value}"
+
+
+def _article(name: str, target: Any) -> str:
+    return f"the class {name}" if isinstance(target, type) else f"an object of type {name}"
+
+
+def _root_hint(target: Any) -> str:
+    if isinstance(target, str):
+        return "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
+    return ""
+
+
+def _hint(stored: Any, target: Any) -> str:
+    if isinstance(target, jax.sharding.PartitionSpec | jax.sharding.Sharding):
+        return (
+            "A sharding is given with the array that it is for: jax.ShapeDtypeStruct(shape, dtype, "
+            "sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...)))."
+        )
+    if _is_instance(target, "flax.nnx", "Module"):
+        return "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
+    if _is_instance(target, "flax.linen", "Module"):
+        return "Pass the variables that module.init returns, or jax.eval_shape(module.init, ...)."
+    if isinstance(target, type) or callable(target):
+        return "Pass a tree of arrays, such as what the class or function makes, or jax.eval_shape(function)."
+    return _key_hint(stored, target)
+
+
+def _key_hint(stored: Any, target: Any) -> str:
+    if isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct) and isinstance(stored, LeafHandle):
+        if stored.kind is LeafKind.PRNG_KEY and not state_dict.is_prng_key(target):
+            return "Give a typed key (jax.random.key) as the target's leaf, and take jax.random.key_data of the result."
+        if stored.kind is LeafKind.ARRAY and state_dict.is_prng_key(target):
+            return "Give jax.random.key_data(key) as the target's leaf, and jax.random.wrap_key_data the result."
+    return ""
+
+
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    """Return whether it is an instance of a class of a module that may not be loaded."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+def module_difference(tree: Any) -> KindDifference | None:
+    """Return the difference for a target that is an ``nnx.Module`` or optimizer, which is not a tree of leaves."""
+    for name in ("Module", "Optimizer"):
+        if _is_instance(tree, "flax.nnx", name):
+            hint = "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
+            return KindDifference((), "a tree", f"an object of type {type(tree).__name__}, an nnx.{name}", hint)
+    return None
+
+
+def explain(differences: Sequence[KindDifference], source: str, *, refused: bool) -> str:
+    """Return the message for leaves of another kind: folded, and what to do."""
+    count = len(differences)
+    first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
+    lines = [first + (":" if refused else "; what is stored is returned:")]
+    rows, more = shown([Row((show_path(one.path),), (one.what,)) for one in differences])
+    lines += [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in rows]
+    lines += [f"  and {more} more"] if more else []
+    lines += _hints(differences)
+    if refused:
+        lines.append("To get what is stored all the same, set kind_mismatch='warn', or restore without a target.")
+    return "\n".join(lines)
+
+
+def _hints(differences: Sequence[KindDifference]) -> Iterator[str]:
+    yield from dict.fromkeys(difference.hint for difference in differences if difference.hint)

@@ -1,0 +1,161 @@
+"""Messages about leaves that are missing or of another shape, with the remedies, the safest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flax_ckpt_compat._core.folding import MAX_SHOWN, Row, fold, one_line, shown
+from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.similar import Names
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path, topmost
+from flax_ckpt_compat._restore.matching import Match, ShapeDifference
+from flax_ckpt_compat._trees import state_dict
+
+_MAX_STORED = 200
+_MAX_TOPS = 4
+_RENAMED = (
+    "If they were saved under other names, map these with flax_ckpt_compat.rules, such as rules.rename('old', 'new'); "
+    "flax_ckpt_compat.plan_restore shows what comes of it."
+)
+
+
+def missing_leaves(match: Match, stored: Node, source: str) -> str:
+    """Return what is missing, folded, each with the nearest stored names; without remedies."""
+    lines = [f"{source} lacks {len(match.missing)} of the leaves that the target asks for:"]
+    rows, more = shown([Row((show_path(path),), ("empty",) * (path in match.empty)) for path in match.missing])
+    names = Names(_names_of(stored))
+    any_near = False
+    for row in rows:
+        near = names.nearest(row.names[0])
+        any_near = any_near or bool(near)
+        told = f"   (stored: {', '.join(near)})" if near else ""
+        line = f"  {row.names[0]}{told}{'   (empty: holds no values)' if row.detail else ''}{row.note}"
+        lines.append(printable(line, one_line=True))
+    if more:
+        lines.append(
+            f"  and {more} more; the error's attribute missing and flax_ckpt_compat.plan_restore name them all"
+        )
+    if not any_near:
+        lines.append(_top_level(stored))
+    return "\n".join(lines)
+
+
+def _names_of(stored: Node) -> list[str]:
+    names = [show_path(path) for path, _ in iter_leaves(stored)]
+    return names if len(names) <= _MAX_STORED else [row.names[0] for row in fold(Row((name,)) for name in names)]
+
+
+def _top_level(stored: Node) -> str:
+    if not isinstance(stored, Branch):
+        return "The checkpoint is a single value, without names."
+    if not stored.children:
+        return "The checkpoint holds no names at all."
+    return f"None of the stored names is similar. At the top level the checkpoint holds: {one_line(stored.children)}"
+
+
+def missing_remedies(match: Match, target: Node, suggestion: str) -> str:
+    """Return what to do about missing leaves.
+
+    Args:
+        match: the outcome.
+        target: the target's neutral tree.
+        suggestion: rules that map the checkpoint to the target; empty if none are clear.
+    """
+    # Where most of it is missing, this is another model, and nothing to keep part by part.
+    is_little = 2 * len(match.missing) < sum(1 for _ in iter_leaves(target))
+    rule = _from_target(target, match.missing) if is_little else ""
+    named = f"name these leaves, orbax_transforms=[{rule}], or " if rule else ""
+    return (
+        f"{suggestion or _RENAMED}\nOnly where the target's own values are wanted, {named}"
+        "pass orbax_transforms={} to restore_checkpoint or missing_leaves='keep' to restore, or set "
+        "flax_ckpt_compat.config.update(missing_leaves='keep')."
+    )
+
+
+def _from_target(target: Node, paths: Iterable[Path]) -> str:
+    """Return the rule that leaves some leaves to the target; empty where it would take many paths."""
+    tops = [show_path(path) for path in topmost(target, set(paths))]
+    return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
+
+
+def other_shapes(
+    shapes: Sequence[ShapeDifference], source: str, target: Node, *, arrays: int, refused: bool, suggestion: str = ""
+) -> str:
+    """Return which shapes differ, folded, and what to do.
+
+    Args:
+        shapes: what differs.
+        source: path of the checkpoint.
+        target: the target's neutral tree.
+        arrays: how many stored arrays the target asks for.
+        refused: whether this is an error; else the stored arrays are returned.
+        suggestion: rules that map the checkpoint to the target; empty if none are clear.
+    """
+    keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(_at(target, path))}
+    rows, more = shown(
+        [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes], MAX_SHOWN
+    )
+    lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
+    lines[0] += ":" if refused else "; they are returned as stored:"
+    lines += [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in rows]
+    lines += [f"  and {more} more; flax_ckpt_compat.plan_restore names them all"] if more else []
+    known = _replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else "")
+    lines.append(known or _changed(shapes, target, arrays))
+    lines += [suggestion] if suggestion else []
+    if refused:
+        lines.append(
+            "To get the stored arrays all the same, set flax_ckpt_compat.config.update(shape_mismatch='warn')."
+        )
+    return "\n".join(lines)
+
+
+_KEYS = (
+    "The checkpoint holds raw keys where the target has typed ones: give the target jax.random.key_data(key), and wrap "
+    "what is restored with jax.random.wrap_key_data."
+)
+
+
+def _difference(was: tuple[int, ...], want: tuple[int, ...], is_key: bool) -> str:
+    return f"stored {was}, target {want}" if not is_key else f"stored raw data {was}, target typed keys of shape {want}"
+
+
+def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    """Return whether a stored shape can be that of the data of keys: one axis more, of two or four numbers."""
+    return len(was) == len(want) + 1 and was[-1] in (2, 4)
+
+
+def _at(node: Node, path: Path) -> Any:
+    for name in path:
+        node = node.children.get(name) if isinstance(node, Branch) else None
+    return node
+
+
+def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
+    """Return what to do where all arrays on one side have one more leading axis of one length, as pmap wants it."""
+    if len(shapes) < arrays:
+        return ""
+    axes = {want[:1] for _, was, want in shapes if want[1:] == was}
+    if len(axes) == 1 and all(len(want) == len(was) + 1 and want[1:] == was for _, was, want in shapes):
+        return (
+            f"Every array of the target has a leading axis of {axes.pop()[0]} that the stored one lacks, as from "
+            "flax.jax_utils.replicate: restore into flax.jax_utils.unreplicate(target), and replicate afterwards."
+        )
+    axes = {was[:1] for _, was, want in shapes if was[1:] == want}
+    if len(axes) == 1 and all(len(was) == len(want) + 1 and was[1:] == want for _, was, want in shapes):
+        return (
+            f"Every stored array has a leading axis of {axes.pop()[0]} that the target's lacks, as of a state saved "
+            "without flax.jax_utils.unreplicate: restore with shape_mismatch='warn', and unreplicate what comes."
+        )
+    return ""
+
+
+def _changed(shapes: Sequence[ShapeDifference], target: Node, arrays: int) -> str:
+    line = "If the target should be the model that was saved, correct the model's configuration."
+    if len(shapes) >= arrays:
+        return line
+    rule = _from_target(target, [path for path, _, _ in shapes]) or "rules.from_target"
+    return (
+        f"{line} If these parts are new on purpose, such as a head, {rule} keeps the target's own values; "
+        "rules.pad, cut and reshape change stored ones."
+    )

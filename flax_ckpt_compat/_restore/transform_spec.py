@@ -1,0 +1,275 @@
+"""What callers pass as transforms: rules, applied to the checkpoint's tree, or Orbax's, asked leaf by leaf."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CheckpointError, TransformError
+from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.similar import Names
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._restore.matching import Choose
+from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, FromTarget
+from flax_ckpt_compat._trees.old_namedtuples import modernize
+from flax_ckpt_compat.rules import Rule
+from flax_ckpt_compat.transforms import restore_args
+from flax_ckpt_compat.transforms._resolve import (
+    AbsentSourceError,
+    Call,
+    Keep,
+    Transforms,
+    call_multi_value_fn,
+    call_value_fn,
+)
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+class TransformSpec:
+    """The ``transforms`` of one call.
+
+    Attributes:
+        rules: ready-made rules, in order.
+        is_orbaxs: Orbax's semantics hold, as wherever transforms were given, ``{}`` included: None in the target stays
+            None, and a stored None counts as missing.
+        lenient: what the checkpoint lacks is the target's. So it is in Orbax; rules, or no rules, are strict.
+    """
+
+    def __init__(self, given: Any, *, default_to_original: bool = True, strict: bool = False):
+        """Takes apart what the caller gave.
+
+        Args:
+            given: None, a rule, a list or tuple of rules, or a pytree of transforms (ours or Orbax's).
+            default_to_original: what no transform matches comes from the checkpoint; else from the target.
+            strict: what the checkpoint lacks is an error, whatever was given.
+
+        Raises:
+            TransformError: it is neither.
+        """
+        self.rules = _rules(given)
+        # A list that a program made, and that came out empty, asks for no change: the restore is as strict as without.
+        self.orbax_semantics = (
+            given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
+        )
+        self.lenient = self.orbax_semantics and not strict
+        self._transforms = Transforms(given if self.orbax_semantics else None)
+        self._default_to_original = default_to_original
+        self._is_asked = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
+
+    def through_rules(self, tree: Node, target: Node, path: str) -> Node:
+        """The checkpoint's tree after all rules.
+
+        Args:
+            tree: of leaf handles.
+            target: the target's neutral tree, or None.
+            path: of the checkpoint, for messages.
+
+        Raises:
+            TransformError, NameCollisionError: a rule that does not fit.
+        """
+        if self.rules:
+            tree = modernize(tree, target)
+        for rule in self.rules:
+            try:
+                tree = rule.apply(tree, target)
+            except CheckpointError as error:
+                raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
+        return tree
+
+    def chooser(self, tree: Node) -> Choose | None:
+        """What each target leaf gets, or None where there is nothing to ask."""
+        return _Chooser(tree, self._transforms, self._default_to_original) if self._is_asked else None
+
+    def explain_idle(self, target: Node, tree: Node) -> str:
+        """Return which transforms have keys that match no leaf of the target, most likely misspelt; empty if none.
+
+        Args:
+            target: the target's neutral tree.
+            tree: of the checkpoint.
+        """
+        if not self._transforms:  # as in most restores, whose leaves need no joined names then
+            return ""
+        wanted = ["/".join(path) for path, _ in iter_leaves(target)]
+        idle = self._transforms.unmatched(wanted)
+        if not idle:
+            return ""
+        message = f"transforms whose keys match no leaf of the target do nothing: {one_line(idle)}"
+        turned = self._transforms.reversed_one(["/".join(path) for path, _ in iter_leaves(tree)], frozenset(wanted))
+        if turned is None:
+            return message
+        old, new = turned
+        return (
+            f"{message}; keys are names of the target and original_key is the stored one, so {old!r} looks reversed: "
+            f"write {{{new!r}: Transform(original_key={old!r})}}"
+        )
+
+    def warn_without_target(self) -> None:
+        """Says that transforms do nothing without a target, as in Flax."""
+        if self._is_asked:
+            _log.warning("orbax_transforms say what becomes of a target's leaves; without a target they do nothing")
+
+
+def _rules(given: Any) -> tuple[Rule, ...]:
+    if isinstance(given, Rule):
+        return (given,)
+    found = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    if isinstance(given, Iterator) or any(
+        inspect.isfunction(one) or (isinstance(given, Mapping) and isinstance(one, Rule)) for one in found
+    ):
+        raise TransformError(
+            "rules are given as a list of calls, such as [rules.rename('Dense_0', 'encoder'), rules.drop('extra')]; "
+            f"found {given!r:.100}"
+        )
+    if not isinstance(given, Sequence) or isinstance(given, str) or not any(isinstance(one, Rule) for one in given):
+        return ()
+    for one in given:
+        if not isinstance(one, Rule):
+            raise TransformError(
+                f"rules and other transforms cannot be mixed: found {one!r:.100} in a list of rules; pass either a "
+                "list of rules, or a dict of Transforms"
+            )
+    return tuple(given)
+
+
+class _Chooser:
+    """Resolves Orbax's transforms against one checkpoint; called with a target's key path and leaf."""
+
+    def __init__(self, tree: Node, given: Transforms, default_to_original: bool):
+        self._tree, self._given, self._default_to_original = tree, given, default_to_original
+        self._leaves: dict[Path, LeafHandle | Derived] = {
+            path: leaf for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Derived)
+        }
+        self._paths: dict[str, list[Path]] = {}
+        for path in self._leaves:
+            self._paths.setdefault("/".join(path), []).append(path)
+        self._inputs: dict[int, dict[Path, FromCheckpoint]] = {}
+
+    def __call__(self, path: Path, leaf: Any) -> FromCheckpoint | FromTarget | None:
+        key = "/".join(path)
+        outcome = self._resolve(key)
+        if isinstance(outcome, Call):
+            return FromCheckpoint(self._called(key, outcome.transform, leaf), leaf)
+        if isinstance(outcome, Keep):
+            # Where it is in neither, the match itself notes that.
+            return FromTarget(leaf, "as the transforms say") if outcome.known else None
+        if outcome.transform is None and outcome.source == key:
+            return None
+        stored = self._leaf(outcome.source)
+        if outcome.transform is None or outcome.transform.value_fn is None:
+            return FromCheckpoint(stored, leaf)
+        function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
+        one = stored if isinstance(stored, Derived) else FromCheckpoint(stored, _fitting(leaf, stored))
+        return FromCheckpoint(Derived((one,), function, None, None, "value_fn"), leaf)
+
+    def _resolve(self, key: str) -> Any:
+        try:
+            return self._given.resolve(key, self._has, self._default_to_original)
+        except AbsentSourceError as error:
+            source = "/".join(error.source) if isinstance(error.source, tuple) else error.source
+            raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error
+
+    def _like(self, name: str) -> str:
+        near = Names(list(self._paths)).nearest(name)
+        return f"; stored names like it: {', '.join(near)}" if near else ""
+
+    def _has(self, source: str | Path) -> bool:
+        return source in self._leaves if isinstance(source, tuple) else source in self._paths
+
+    def _leaf(self, source: str | Path) -> LeafHandle | Derived:
+        if isinstance(source, tuple):
+            return self._leaves[source]
+        paths = self._paths[source]
+        if len(paths) > 1:
+            raise TransformError(
+                f"{source!r} means {len(paths)} stored leaves, {' and '.join(map(repr, paths))}; give original_key as "
+                "a tuple of names",
+                leaf=source,
+            )
+        return self._leaves[paths[0]]
+
+    def _called(self, key: str, transform: Any, leaf: Any) -> Derived:
+        """A multi_value_fn, with the stored leaves that it says it needs."""
+        if id(transform) not in self._inputs:
+            self._inputs[id(transform)] = self._inputs_of(key, transform)
+        inputs = self._inputs[id(transform)]
+        args = restore_args(leaf)
+
+        def function(*values: Any) -> Any:
+            tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
+            with _noted(key):
+                return call_multi_value_fn(transform, key, tree, args)
+
+        return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
+
+    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Any]:
+        wanted = getattr(transform, "multi_value_fn_input_args", None)
+        if wanted is None:
+            raise TransformError(
+                f"{key}: a multi_value_fn has to say which stored leaves it needs; use RestoreTransform with "
+                "multi_value_fn_input_args, a dict of their names (or regular expressions) to RestoreArgs or None",
+                leaf=key,
+            )
+        found: dict[Path, Any] = {}
+        idle = dict.fromkeys(wanted)
+        for path, leaf in self._leaves.items():
+            matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
+            for pattern in matching:
+                idle.pop(pattern, None)
+            if matching:
+                args = wanted[matching[0]]
+                found[path] = leaf if isinstance(leaf, Derived) else FromCheckpoint(leaf, _example(leaf, args))
+        for pattern in idle:
+            raise TransformError(
+                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key
+            )
+        return found
+
+
+def _call_value_fn(transform: Any, key: str, args: Any, value: Any) -> Any:
+    with _noted(key):
+        return call_value_fn(transform, value, args)
+
+
+@contextlib.contextmanager
+def _noted(key: str) -> Iterator[None]:
+    """Says which leaf it was if a function of the caller fails; the error stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by the function that transforms {key}")
+        raise
+
+
+def _fitting(leaf: Any, handle: LeafHandle) -> Any:
+    """The target's leaf if what the function takes can be placed like what it gives, else None."""
+    sharding = getattr(leaf, "sharding", None)
+    is_spread = sharding is not None and not sharding.is_fully_replicated
+    return None if is_spread and tuple(leaf.shape) != handle.shape else leaf
+
+
+def _example(handle: LeafHandle, args: Any) -> Any:
+    """An abstract array that asks for what RestoreArgs ask for, or None."""
+    dtype, sharding = getattr(args, "dtype", None), getattr(args, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        on_device = getattr(args, "restore_type", None) is jax.Array
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if on_device else None
+    if handle.kind is not LeafKind.ARRAY or (dtype is None and sharding is None):
+        return None
+    return jax.ShapeDtypeStruct(handle.shape, handle.dtype if dtype is None else dtype, sharding=sharding)
+
+
+def _with_values(tree: Node, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Nested dicts and lists, as Orbax shows them, with handles for the leaves that were not asked for."""
+    if not isinstance(tree, Branch):
+        return values.get(path, tree)
+    children = {name: _with_values(child, values, (*path, name)) for name, child in tree.children.items()}
+    return list(children.values()) if tree.container.is_sequence else children

@@ -1,0 +1,1 @@
+"""Save a checkpoint: validate, snapshot, write, publish, retain."""

@@ -1,0 +1,1 @@
+"""Convert user pytrees to and from the neutral tree."""

@@ -1,0 +1,127 @@
+"""Leaves on their way from a checkpoint to a target: stored, computed from stored ones, or left to the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.tree import iter_leaves
+
+
+class Own(enum.Enum):
+    """The leaf of a tree of sources that says: here the target keeps its own value."""
+
+    TARGET = "from the target"
+
+
+@dataclasses.dataclass(slots=True, eq=False)  # not frozen, which makes it thrice as slow to make
+class FromCheckpoint:
+    """A target leaf that comes from the checkpoint.
+
+    Attributes:
+        node: a leaf handle, a `Derived`, None, or a whole branch where the target asks for whatever is there.
+        target: the target's leaf, which says how to place and cast; None says nothing.
+        cast: cast arrays to the target's dtype, whatever the settings say.
+    """
+
+    node: Any
+    target: Any
+    cast: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FromTarget:
+    """A target leaf that keeps the target's value.
+
+    Attributes:
+        value: the target's leaf.
+        why: the reason, in a few words.
+    """
+
+    value: Any
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Derived:
+    """A leaf that is computed from stored ones when it is asked for.
+
+    Attributes:
+        inputs: `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python);
+            or `FromCheckpoint`s, whose values are placed and cast as their targets say, for functions of the user.
+        function: takes the inputs' values in their order and must not write to them.
+        shape: of the result; None where only the function knows.
+        dtype: of the result; None where only the function knows.
+        how: what is done, in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
+    """
+
+    inputs: tuple[LeafHandle | ArraySlice | Derived | FromCheckpoint, ...]
+    function: Callable[..., Any]
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any] | None
+    how: str
+
+    @property
+    def handles(self) -> list[LeafHandle]:
+        """The stored leaves that it needs, or needs a part of, each once, in the order of the inputs."""
+        found: dict[int, LeafHandle] = {}
+        for one in self.inputs:
+            for handle in handles_of(one):
+                found.setdefault(id(handle), handle)
+        return list(found.values())
+
+
+def handles_of(source: Any) -> list[LeafHandle]:
+    """The stored leaves behind a leaf, or one input, of a tree of sources; none behind None and `Own`."""
+    if isinstance(source, LeafHandle):
+        return [source]
+    if isinstance(source, ArraySlice):
+        return [source.handle]
+    if isinstance(source, FromCheckpoint):
+        return handles_of(source.node)
+    return source.handles if isinstance(source, Derived) else []
+
+
+def is_array(leaf: Any) -> bool:
+    """True for a stored array or numpy scalar, and for a computed leaf whose shape and dtype are known."""
+    if isinstance(leaf, LeafHandle):
+        return leaf.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and leaf.dtype is not None
+    return isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None
+
+
+def needs(source: Any) -> dict[Any, int]:
+    """What has to be read for a source: something that is the same for the same bytes → their number, in memory.
+
+    Args:
+        source: `FromCheckpoint`, `FromTarget`, a leaf of a tree of sources, or an input.
+    """
+    if isinstance(source, FromCheckpoint):
+        return {key: size for _, leaf in iter_leaves(source.node) for key, size in needs(leaf).items()}
+    if isinstance(source, LeafHandle):
+        return {id(source): source.nbytes}
+    if isinstance(source, ArraySlice):
+        sides = tuple((side.start, side.stop) for side in source.index)
+        elements = math.prod(stop - start for start, stop in sides)
+        return {(id(source.handle), sides): source.handle.nbytes * elements // max(math.prod(source.handle.shape), 1)}
+    if isinstance(source, Derived):
+        return {key: size for one in source.inputs for key, size in needs(one).items()}
+    return {}
+
+
+def box(leaf: Any, index: tuple[slice, ...]) -> ArraySlice | Derived:
+    """A box of an array leaf (see `is_array`), of which nothing else is read where the leaf is stored.
+
+    Args:
+        leaf: the array.
+        index: start and stop on every axis, without steps.
+    """
+    if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY:
+        return ArraySlice(leaf, index)
+    shape = tuple(side.stop - side.start for side in index)
+    return Derived((leaf,), lambda value: value[index], shape, leaf.dtype, "a part")

@@ -1,0 +1,273 @@
+"""User trees ⇄ the neutral tree: what Flax's state dicts are to Flax, plus what they lose.
+
+The structure is that of ``flax.serialization.to_state_dict``; on top of it we remember which branches were
+lists, tuples and int-keyed dicts, and go into registered pytrees that Flax's own serialization refuses
+(OrderedDict, ``nnx.State``, user classes), by their JAX key paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import core, serialization
+
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, show_path
+from flax_ckpt_compat._trees import old_namedtuples
+
+_LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
+# Types of leaves that were met; asking whether something is one of jax's arrays takes longest.
+_LEAF_TYPES: set[type] = {type(None)}
+# Up to jax 0.4.30, key_impl gives these short names as text, and wrap_key_data does not know them.
+_IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
+
+
+class TargetTree:
+    """A user's tree and all that a restore has to know of it, from one look at its state dict.
+
+    Attributes:
+        tree: the user's tree.
+        node: its neutral tree, the leaves untouched.
+    """
+
+    def __init__(self, tree: Any):
+        """Looks at the tree.
+
+        Raises:
+            UnsupportedLeafError: two children of one node have the same name.
+        """
+        self.tree = tree
+        self._state = _state_dict(tree)
+        self._foreign: list[Path] = []
+        self._misread: list[Path] = []
+        self.node = _describe(tree, self._state, (), self._foreign, self._misread)
+
+    def custom_serialized_paths(self) -> set[Path]:
+        """Key paths of the nodes whose type was registered with Flax by somebody else.
+
+        Such a type may read older states in its own way.
+        """
+        found: set[Path] = set()
+        # Types of leaves without rules of their own, which almost all nodes are of.
+        plain: set[type] = set()
+
+        def look(original: Any, state: Any, path: Path) -> None:
+            if _has_own_rules(original):
+                found.add(path)
+                return
+            entries = _entries(original, state, path)
+            if entries is None:
+                plain.add(type(original))
+                return
+            for name, child, value in entries:
+                if value is not child or type(child) not in plain:
+                    look(child, value, (*path, name))
+
+        look(self.tree, self._state, ())
+        return found
+
+    def rebuild(self, state: Any) -> Any:
+        """The user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
+        # Most trees have no pytrees that Flax does not go into.
+        unexpanded = _unexpand(self._state, state) if self._foreign else state
+        for path in self._misread:  # the inner ones come first
+            unexpanded = old_namedtuples.as_old(unexpanded, path)
+        return serialization.from_state_dict(self.tree, unexpanded)
+
+
+def describe(target: Any) -> Node:
+    """The neutral tree of a user's tree, its leaves untouched.
+
+    Raises:
+        UnsupportedLeafError: two children of one node have the same name.
+    """
+    return _describe(target, _state_dict(target), (), [], [])
+
+
+def _has_own_rules(node: Any) -> bool:
+    plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
+    return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)
+
+
+def rebuild(target: Any, state: Any) -> Any:
+    """The user's tree with the leaves of ``state``: nested dicts with the structure of `describe`."""
+    return TargetTree(target).rebuild(state)
+
+
+def _state_dict(target: Any) -> Any:
+    try:
+        return serialization.to_state_dict(target)
+    except (ValueError, AssertionError) as error:
+        # Up to flax 0.10.2 at least, keys of a FrozenDict that are not text fail an assertion.
+        raise UnsupportedLeafError(f"the tree has no state dict: {error}") from error
+
+
+def _describe(original: Any, state: Any, path: Path, foreign: list[Path], misread: list[Path]) -> Node:
+    """The neutral tree; notes the key paths of pytrees that Flax does not go into, and of namedtuples it misreads."""
+    entries = _entries(original, state, path)
+    if entries is None:
+        return state
+    children = {
+        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name), foreign, misread)
+        for name, child, value in entries
+    }
+    if type(state) is not dict:
+        foreign.append(path)
+        container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
+        return Branch(children, container, _int_keys(state, children))
+    branch = Branch(children, _container(original, children), _int_keys(original, children))
+    if branch.container is Container.NAMEDTUPLE and old_namedtuples.is_misread(branch):
+        misread.append(path)
+    return branch
+
+
+def _is_leaf(state: Any) -> bool:
+    """Whether a state is a leaf for certain; asks jax once for each type."""
+    if type(state) in _LEAF_TYPES:
+        return True
+    if state is not None and not isinstance(state, _LEAVES):
+        return False
+    _LEAF_TYPES.add(type(state))
+    return True
+
+
+def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, Any]] | None:
+    """(name, the user's own child, its state) of a node; None for a leaf."""
+    if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
+        return zip(state, _originals(original, state), state.values(), strict=True)
+    if _is_leaf(state) or not _is_node(state):
+        return None
+    entries = _one_level(state)
+    children = [child for _, child in entries]
+    return zip(_child_names(entries, path), children, map(_state_dict, children), strict=True)
+
+
+def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
+    """The user's own objects behind the entries of a state dict, or the entries themselves where there are none."""
+    if isinstance(original, (dict, core.FrozenDict)) and len(original) == len(state):
+        return original.values()
+    if isinstance(original, (list, tuple)) and len(original) == len(state):
+        return original
+    if hasattr(type(original), "_flax_dataclass"):
+        return [getattr(original, name, value) for name, value in state.items()]
+    return state.values()
+
+
+def _container(original: Any, children: Mapping[str, Node]) -> Container:
+    # Whoever overrides the serialization of a type may name its state as they like, so the names are looked at.
+    names = list(children)
+    if isinstance(original, tuple) and names == list(getattr(original, "_fields", ())):
+        return Container.NAMEDTUPLE if hasattr(original, "_fields") else Container.TUPLE
+    if isinstance(original, (list, tuple)) and names == [str(index) for index in range(len(original))]:
+        return Container.LIST if isinstance(original, list) else Container.TUPLE
+    return Container.DICT
+
+
+def _int_keys(original: Any, children: Mapping[str, Node]) -> frozenset[str]:
+    if not isinstance(original, Mapping):
+        return frozenset()
+    return frozenset(str(key) for key in original if type(key) is int and str(key) in children)
+
+
+def _is_node(value: Any) -> bool:
+    return not jax.tree_util.all_leaves([value])
+
+
+def _one_level(node: Any) -> list[tuple[Any, Any]]:
+    """(JAX key path of length one, child) of a registered pytree."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda value: value is not node)
+    return entries
+
+
+def _is_sequence(entries: list[tuple[Any, Any]]) -> bool:
+    kinds = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+    return bool(entries) and all(isinstance(keys[0], kinds) for keys, _ in entries)
+
+
+def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
+    names = [str(_key_name(keys[0])) for keys, _ in entries]
+    if len(set(names)) != len(names):
+        twice = one_line(name for name, count in Counter(names).items() if count > 1)
+        raise UnsupportedLeafError(
+            f"cannot save {show_path(path)}: several of its keys are, as text, {twice}; rename them",
+            leaf=show_path(path),
+        )
+    return names
+
+
+def _key_name(key: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
+
+
+def _unexpand(original_state: Any, state: Any) -> Any:
+    """Puts registered pytrees back together, below and above which Flax's own rules hold."""
+    if type(original_state) is dict:
+        if not isinstance(state, dict) or original_state.keys() != state.keys():
+            return state
+        return {
+            name: state[name] if type(value) in _LEAF_TYPES else _unexpand(value, state[name])
+            for name, value in original_state.items()
+        }
+    if _is_leaf(original_state) or not _is_node(original_state):
+        return state
+    entries = _one_level(original_state)
+    names = _child_names(entries, ())
+    if not isinstance(state, dict) or set(names) != state.keys():
+        return state
+    structure = jax.tree_util.tree_structure(original_state, is_leaf=lambda value: value is not original_state)
+    children = [rebuild(child, state[name]) for name, (_, child) in zip(names, entries, strict=True)]
+    return jax.tree_util.tree_unflatten(structure, children)
+
+
+def is_prng_key(leaf: Any) -> bool:
+    """True for typed PRNG key arrays (and abstract ones), false for raw uint32 keys."""
+    arrays = (jax.Array, jax.ShapeDtypeStruct)
+    # No key's dtype is one of numpy's, and asking jax takes longer than all the rest of restoring a small leaf.
+    is_special = isinstance(leaf, arrays) and not isinstance(leaf.dtype, np.dtype)
+    return is_special and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_apart(leaf: Any) -> Any:
+    """The data of a typed PRNG key array and the name of its implementation; any other leaf as it is."""
+    if not is_prng_key(leaf):
+        return leaf
+    name = str(jax.random.key_impl(leaf))
+    return KeyData(_IMPLEMENTATIONS.get(name, name), jax.random.key_data(leaf))
+
+
+def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
+    """The typed PRNG key array of its data, placed as ``sharding`` says, or by default."""
+    # Explicitly put, for callers who forbid implicit transfers.
+    keys: jax.Array = jax.random.wrap_key_data(jax.device_put(key.data), impl=key.impl)
+    if sharding is None or sharding.is_fully_addressable:
+        return keys if sharding is None else cast(jax.Array, jax.device_put(keys, sharding))
+    if not sharding.addressable_devices:
+        return without_shards(keys.shape, keys.dtype, sharding)
+    return jax.make_array_from_callback(keys.shape, sharding, lambda index: keys[index])
+
+
+def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    """Return this process's side of an array that lies on devices of other processes alone."""
+    try:
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    except TypeError:  # up to jax 0.5 its dtype is that of the shards, and no other function makes one without
+        from jax._src import array, core
+
+        return array.ArrayImpl(core.ShapedArray(shape, dtype), sharding, [], committed=True)
+
+
+def has_implementation(name: str) -> bool:
+    """Whether this jax has the PRNG implementation of that name."""
+    try:
+        jax.eval_shape(lambda: jax.random.key(0, impl=name))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Look into checkpoints and plans without restoring them."""

@@ -1,0 +1,212 @@
+"""A checkpoint opened to look into and to read parts of: what `open_checkpoint` gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from flax_ckpt_compat._core import similar, steps
+from flax_ckpt_compat._core.backend import Format, LeafHandle
+from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
+from flax_ckpt_compat._core.folding import Row, shown
+from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._discovery import listing, locating, opening
+from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._restore import placement
+from flax_ckpt_compat._trees import depth
+from flax_ckpt_compat._view import metadata
+
+# ``a/b/0``, or ``("a", "b", 0)`` where a name itself contains a slash.
+LeafPath = str | tuple[str | int, ...]
+_MANAGED_STEP = re.compile(r"(?:.*_)?(\d+)")
+
+
+@depth.limited("opened")
+def open_checkpoint(
+    path: str | os.PathLike[str], step: int | float | str | None = None, prefix: str = "checkpoint_"
+) -> Checkpoint:
+    """Opens a checkpoint of any format without reading array data; close it, or use it in a ``with`` statement.
+
+    Args:
+        path: a directory of checkpoints, or one checkpoint.
+        step: which checkpoint of the directory; None takes the latest complete one.
+        prefix: literal text before the step in the checkpoints' names.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be opened.
+        StorageError: the file system refused.
+    """
+    ckpt_dir = os.fspath(path)
+    restore_pipeline.wait_for_pending_saves(ckpt_dir, prefix)
+
+    def open_one(path: str) -> Checkpoint:
+        before, opened = locating.identity(path), opening.Opened(path)
+        try:
+            checkpoint = Checkpoint(opened, _step_of(opened, listing.checkpoint_dir(ckpt_dir, prefix).prefix))
+            locating.check_same(path, before)
+        except BaseException:
+            opened.close()
+            raise
+        return checkpoint
+
+    return locating.read_found(ckpt_dir, step, prefix, open_one, doing="open")
+
+
+class Checkpoint:
+    """An open checkpoint. Its structure is known; values are read when they are asked for.
+
+    Attributes:
+        path: absolute path of the file or directory.
+        step: the number in its name, or None.
+        format: ``msgpack`` or ``orbax``.
+        tree: the stored tree: dicts, lists and tuples with a `LeafHandle` in the place of each leaf. A handle has
+            ``path``, ``kind``, ``shape``, ``dtype``, ``nbytes`` (in memory), ``sharding`` (Orbax's JSON text) and
+            ``name`` (what it is stored under). Several items: a dict of item name → tree.
+    """
+
+    def __init__(self, opened: opening.Opened, step: float | None):
+        self._opened = opened
+        self._root = self._whole()
+        self.path, self.step = opened.path, step
+        formats = {opened.reader(name).format for name in opened.parts}
+        self.format = (formats.pop() if len(formats) == 1 else Format.ORBAX).value
+        self.tree: Any = placement.as_stored(self._root)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        leaves = sum(1 for _ in self._handles())
+        return f"<Checkpoint {printable(self.path, one_line=True)} ({self.format}), step {self.step}, {leaves} leaves>"
+
+    def close(self) -> None:
+        """Closes its files; values read before stay valid."""
+        self._opened.close()
+
+    def leaves(self) -> dict[str, LeafHandle]:
+        """Every leaf by its key path, joined with ``/``; None and empty containers are no leaves.
+
+        Raises:
+            NameCollisionError: two leaves whose paths look the same, because a name contains ``/``.
+        """
+        found: dict[str, LeafHandle] = {}
+        for path, handle in self._handles():
+            shown = "/".join(path)
+            if shown in found:
+                raise NameCollisionError(
+                    f"{self.path}: two leaves are both written {shown!r}; use .tree, and tuples as paths",
+                    path=self.path,
+                    leaf=shown,
+                )
+            found[shown] = handle
+        return found
+
+    @property
+    def metadata(self) -> metadata.Metadata:
+        """What the checkpoint says about itself."""
+        return metadata.read_metadata(self._opened)
+
+    def read(self, paths: LeafPath | Iterable[LeafPath] | None = None) -> Any:
+        """All leaves, or some, in the form that ``restore_checkpoint(…, target=None)`` gives them.
+
+        Args:
+            paths: a path, or a list of them. A path is the text ``a/b/0`` or the tuple ``("a", "b", 0)``, of a leaf
+                or of a subtree. None reads everything.
+
+        Returns:
+            Nested dicts with the leaves that were asked for, each in its own place.
+
+        Raises:
+            MissingLeavesError: a path that the checkpoint does not have.
+            CheckpointNotFoundError: the checkpoint was removed since it was opened.
+            CorruptCheckpointError, StorageError: the values cannot be read.
+        """
+        root = self._root if paths is None else self._chosen([paths] if isinstance(paths, str | tuple) else paths)
+        trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
+        with locating.telling_removal(self.path):
+            return restore_pipeline.read_state(self._opened, trees)
+
+    def _whole(self) -> Node:
+        """The tree of all items."""
+        trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
+        whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
+        return map_leaves(_at, whole)
+
+    def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
+        return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
+
+    def _chosen(self, paths: Iterable[LeafPath]) -> Node:
+        choice = _Choice(paths)
+        root = choice.prune(self._root, ())
+        if choice.missing:
+            names = similar.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
+            rows, more = shown([Row((missing,)) for missing in choice.missing])
+            lines = []
+            for row in rows:
+                near = names.nearest(row.names[0])
+                lines.append(f"  {row.names[0]}{row.note}" + (f"   (stored: {', '.join(near)})" if near else ""))
+            lines += [f"  and {more} more"] if more else []
+            raise MissingLeavesError(
+                "\n".join([f"{self.path} has no leaf and no subtree of these paths:", *lines, "See .leaves()."]),
+                path=self.path,
+                missing=tuple(choice.missing),
+            )
+        return Branch({}) if root is _NOTHING else root
+
+
+_NOTHING = object()
+
+
+class _Choice:
+    """Key paths that were asked for, and those of them that were not found yet."""
+
+    def __init__(self, paths: Iterable[LeafPath]):
+        # A dict, to name what is missing in the order of asking.
+        self._wanted = dict.fromkeys(path if isinstance(path, str) else tuple(map(str, path)) for path in paths)
+        self._found: set[str | Path] = set()
+
+    @property
+    def missing(self) -> list[str]:
+        """Paths that no node has."""
+        left = [path for path in self._wanted if path not in self._found]
+        return [path if isinstance(path, str) else "/".join(path) for path in left]
+
+    def prune(self, node: Node, path: Path) -> Node:
+        """The part of a tree that was asked for."""
+        here = self._wanted.keys() & {path, "/".join(path)}
+        self._found |= here
+        if not isinstance(node, Branch):
+            return node if here else _NOTHING
+        pruned = {name: self.prune(child, (*path, name)) for name, child in node.children.items()}
+        if here:
+            return node
+        children = {name: child for name, child in pruned.items() if child is not _NOTHING}
+        if not children:
+            return _NOTHING
+        # With gaps it is no sequence any more; the indices stay, as keys.
+        container = node.container if len(children) == len(node.children) else Container.DICT
+        return Branch(children, container, node.int_keys & children.keys())
+
+
+def _at(path: Path, leaf: Any) -> Any:
+    """A leaf with its path in the whole checkpoint; its reader knows it by the path in its own item."""
+    is_elsewhere = isinstance(leaf, LeafHandle) and leaf.path != path
+    return dataclasses.replace(leaf, path=path) if is_elsewhere else leaf
+
+
+def _step_of(opened: opening.Opened, prefix: str) -> float | None:
+    name = os.path.basename(opened.path)
+    match = _MANAGED_STEP.fullmatch(name) if "" not in opened.items else None
+    step = steps.step_of(name, prefix)
+    return int(match[1]) if step is None and match else step

@@ -1,0 +1,83 @@
+"""What a checkpoint says about itself, beside its tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._discovery.opening import Opened
+
+_log = logging.getLogger("flax_ckpt_compat")
+# Of the step or of a flat directory: since Orbax 0.5.11, with more than the two times since 0.11 (measured).
+_STEP_FILE = "_CHECKPOINT_METADATA"
+_TREE_FILE = "_METADATA"
+_OURS = "flax_ckpt_compat"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a checkpoint says about itself; everything is None or empty where the format does not say it.
+
+    Attributes:
+        started: when its save began, in UTC.
+        committed: when its save ended, in UTC.
+        custom: what the caller of Orbax gave as ``custom_metadata`` of the checkpoint.
+        custom_of_trees: item name → ``custom_metadata`` of that tree alone; the item of a flat directory is ''.
+        items: names of the items; empty for a checkpoint that is one tree.
+        writer: ``flax_ckpt_compat`` where an Orbax directory is ours, else None: no release of Flax or of Orbax
+            writes its name or version down.
+    """
+
+    started: datetime.datetime | None
+    committed: datetime.datetime | None
+    custom: Mapping[str, Any]
+    custom_of_trees: Mapping[str, Any]
+    items: tuple[str, ...]
+    writer: str | None
+
+
+def read_metadata(opened: Opened) -> Metadata:
+    """Reads the notes of a checkpoint; a damaged note counts as absent, as for Orbax, with a logged warning."""
+    step = _object(os.path.join(opened.path, _STEP_FILE))
+    trees = {name: _object(os.path.join(item.path, _TREE_FILE)) for name, item in opened.trees.items()}
+    custom = {name: tree["custom_metadata"] for name, tree in trees.items() if tree.get("custom_metadata")}
+    ours = [name for name, value in custom.items() if isinstance(value, dict) and _OURS in value]
+    for name in ours:
+        custom[name] = {key: value for key, value in custom[name].items() if key != _OURS}
+    own = step.get("custom_metadata")
+    return Metadata(
+        started=_time(step.get("init_timestamp_nsecs")),
+        committed=_time(step.get("commit_timestamp_nsecs")),
+        custom=own if isinstance(own, dict) else {},
+        custom_of_trees={name: value for name, value in custom.items() if value},
+        items=tuple(name for name in opened.items if name),
+        writer=_OURS if ours else None,
+    )
+
+
+def _object(file: str) -> dict[str, Any]:
+    if not paths.isfile(file):
+        return {}
+    try:
+        with atomic.translated(file):
+            value = json.loads(paths.read(file))
+    except (ValueError, RecursionError) as error:
+        _log.warning("%s does not decode and is left out: %s", file, error)
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _time(nanoseconds: Any) -> datetime.datetime | None:
+    if type(nanoseconds) is not int:
+        return None
+    try:
+        return datetime.datetime.fromtimestamp(0, datetime.UTC) + datetime.timedelta(microseconds=nanoseconds // 1000)
+    except OverflowError:
+        return None

@@ -1,0 +1,252 @@
+"""Orbax's transformations: what becomes of the leaves of an old tree in a new one, and trees merged and intersected."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat.transforms._resolve import (
+    Call,
+    Keep,
+    Take,
+    Transforms,
+    call_multi_value_fn,
+    call_value_fn,
+    check,
+    named_leaves,
+)
+
+__all__ = [
+    "RestoreArgs",
+    "RestoreTransform",
+    "Transform",
+    "apply_transformations",
+    "intersect_trees",
+    "merge_trees",
+]
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+@dataclasses.dataclass
+class Transform:
+    r"""What the leaves of the target whose key path matches a regular expression get; the same as Orbax's.
+
+    The expression is the transform's own place in a pytree: ``{r"layer_(\d+)/(.*)": Transform(r"block_\1/\2")}``.
+    It has to match the whole key path, joined with ``/``. Nothing given: the stored leaf of the same name.
+
+    Attributes:
+        original_key: the stored leaf's key path, joined with ``/``, with ``\1`` for what a group matched; or a tuple
+            of names, taken literally.
+        use_fallback: the target keeps its own value (where ``default_to_original`` is False: takes the stored one).
+        value_fn: takes the stored value, gives the new one.
+        multi_value_fn: takes the target's key path, joined with ``/``, and the old tree, gives the value.
+    """
+
+    original_key: str | tuple[str | int, ...] | None = None
+    use_fallback: bool = False
+    value_fn: Callable[..., Any] | None = None
+    multi_value_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclasses.dataclass
+class RestoreTransform(Transform):
+    """A transform for restoring, whose functions take one argument more: the `RestoreArgs` of the target's leaf.
+
+    Attributes:
+        multi_value_fn_input_args: which stored leaves the multi_value_fn needs: key path or regular expression →
+            `RestoreArgs`, or None.
+    """
+
+    multi_value_fn_input_args: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreArgs:
+    """How a target wants one of its leaves.
+
+    Attributes:
+        restore_type: its type: ``np.ndarray``, ``jax.Array``, ``int``, …; None says nothing.
+        dtype: of an array or numpy scalar; None says nothing.
+        sharding: of a ``jax.Array``; None says nothing.
+        global_shape: of a ``jax.Array``; None says nothing.
+    """
+
+    restore_type: type | None = None
+    dtype: Any = None
+    sharding: Any = None
+    global_shape: tuple[int, ...] | None = None
+
+
+def restore_args(leaf: Any) -> RestoreArgs:
+    """How a target wants a leaf like this one.
+
+    Args:
+        leaf: the target's; a ``jax.ShapeDtypeStruct`` stands for a ``jax.Array``.
+    """
+    if leaf is None:
+        return RestoreArgs()
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return RestoreArgs(jax.Array, leaf.dtype, getattr(leaf, "sharding", None), tuple(leaf.shape))
+    if isinstance(leaf, np.ndarray):
+        return RestoreArgs(np.ndarray, leaf.dtype)
+    return RestoreArgs(type(leaf), leaf.dtype if isinstance(leaf, np.generic) else None)
+
+
+def apply_transformations(
+    original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool | None = True
+) -> Any:
+    """A tree with the structure of a new one and the values of an old one, as transforms say.
+
+    Where several transforms match a leaf, the last in the order of their sorted keys wins; only its function is called.
+
+    Args:
+        original_tree: the old pytree.
+        transformations: pytree of transforms (ours or Orbax's), whose keys are regular expressions over the new names.
+        new_tree: the new pytree; leaves that neither the transforms nor the old tree know keep their values.
+        default_to_original: leaves that no transform matches come from the old tree, and fallbacks from the new one;
+            if False, the other way round.
+
+    Returns:
+        A pytree; ``{}`` for a new tree without leaves, unless that is an object of its own.
+
+    Raises:
+        TransformError: a transform that makes no sense, or asks for what is not in the old tree.
+        NameCollisionError: a name, joined with ``/``, means two leaves.
+    """
+    leaves, structure = named_leaves(new_tree)
+    if not leaves and not new_tree:
+        return {}
+    original, prepared = _Original(original_tree), Transforms(transformations)
+    new = {"/".join(path): own for path, own in leaves}
+    if len(new) < len(leaves):
+        twice = next(name for name, count in Counter("/".join(path) for path, _ in leaves).items() if count > 1)
+        raise NameCollisionError(f"the new tree has two leaves {twice!r}: a key contains '/'; rename one", leaf=twice)
+    values, unknown = [], []
+    for key, own in new.items():
+        outcome = prepared.resolve(key, original.has, bool(default_to_original))
+        if isinstance(outcome, Keep):
+            values.append(own)
+            unknown.extend([] if outcome.known else [key])
+        else:
+            values.append(original.value(outcome, key, own))
+    if unknown:
+        _log.info("not in the original tree nor named by a transform, kept from the new tree: %s", one_line(unknown))
+    return jax.tree_util.tree_unflatten(structure, values)
+
+
+class _Original:
+    """The old tree, and its leaves by key path and by name joined with ``/``."""
+
+    def __init__(self, tree: Any):
+        self._tree = tree
+        self._leaves = dict(named_leaves(tree)[0])
+        self._paths: dict[str, list[Path]] = {}
+        for path in self._leaves:
+            self._paths.setdefault("/".join(path), []).append(path)
+
+    def has(self, source: str | Path) -> bool:
+        return source in self._leaves if isinstance(source, tuple) else source in self._paths
+
+    def value(self, outcome: Take | Call, key: str, own: Any) -> Any:
+        """The value of the leaf ``key``, whose value in the new tree is ``own``."""
+        if isinstance(outcome, Call):
+            return call_multi_value_fn(outcome.transform, key, self._tree, restore_args(own), in_memory=True)
+        value = self._leaf(outcome.source)
+        if outcome.transform is None or outcome.transform.value_fn is None:
+            return value
+        return call_value_fn(outcome.transform, value, restore_args(own))
+
+    def _leaf(self, source: str | Path) -> Any:
+        if isinstance(source, tuple):
+            return self._leaves[source]
+        paths = self._paths[source]
+        if len(paths) > 1:
+            raise NameCollisionError(
+                f"{source!r} means {len(paths)} leaves of the original tree, {' and '.join(map(repr, paths))}; give "
+                "original_key as a tuple of names",
+                leaf=source,
+            )
+        return self._leaves[paths[0]]
+
+
+def merge_trees(*trees: Any, target: Any = None) -> Any:
+    """All leaves of several trees; where they have the same name, that of the last tree.
+
+    Args:
+        trees: pytrees.
+        target: pytree with the structure that is wanted; what it does not ask for is dropped.
+
+    Returns:
+        A pytree like the target; without one, nested dicts whose keys are text, or the leaf if the trees are one.
+
+    Raises:
+        KeyError: the target asks for a leaf that no tree has.
+        TypeError: without a target: a name is a leaf and also leads to others.
+        TransformError: without a target: one tree is a bare leaf, another is not.
+    """
+    merged: dict[Path, Any] = {}
+    for tree in trees:
+        merged.update(named_leaves(tree)[0])
+    return _built(merged, target)
+
+
+def intersect_trees(*trees: Any, target: Any = None) -> Any:
+    """The leaves whose names are in all of several trees, with the values and in the order of the last one.
+
+    Args:
+        trees: pytrees, one at least.
+        target: pytree with the structure that is wanted; what it does not ask for is dropped.
+
+    Returns:
+        A pytree like the target; without one, nested dicts whose keys are text, or the leaf if the trees are one.
+
+    Raises:
+        KeyError: the target asks for a leaf that some tree lacks.
+        TypeError: no trees.
+    """
+    if not trees:
+        raise TypeError("intersect_trees needs at least one tree")
+    flat = [dict(named_leaves(tree)[0]) for tree in trees]
+    return _built({path: leaf for path, leaf in flat[-1].items() if all(path in one for one in flat)}, target)
+
+
+def _built(leaves: Mapping[Path, Any], target: Any) -> Any:
+    if target is None:
+        return _nested(leaves)
+    wanted, structure = named_leaves(target)
+    for path, _ in wanted:
+        if path not in leaves:
+            raise KeyError(f"{show_path(path)}: the target asks for this leaf, and the trees do not have it")
+    return jax.tree_util.tree_unflatten(structure, [leaves[path] for path, _ in wanted])
+
+
+def _nested(leaves: Mapping[Path, Any]) -> Any:
+    if () in leaves:
+        if len(leaves) > 1:
+            raise TransformError("a bare leaf cannot be merged with a tree that has names; give the leaf a name")
+        return leaves[()]
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node = root
+        for depth, name in enumerate(path[:-1], start=1):
+            if path[:depth] in leaves:
+                raise TypeError(
+                    f"{show_path(path[:depth])} is a leaf in one tree and leads to {show_path(path)} in another; "
+                    "rename one"
+                )
+            node = node.setdefault(name, {})
+        node[path[-1]] = leaf
+    return root

@@ -1,0 +1,311 @@
+"""What each target leaf gets from transforms: Orbax's semantics, over key paths joined with ``/`` and no values."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+import jax
+
+from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.template import filler
+from flax_ckpt_compat._core.tree import Path, show_path
+
+_FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """The leaf gets a stored one.
+
+    Attributes:
+        source: the stored leaf's key path joined with ``/``; as a tuple where the transform gave a tuple.
+        transform: whose value_fn, if it has one, is to be applied; None where no transform says anything.
+    """
+
+    source: str | Path
+    transform: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """The leaf gets what the transform's multi_value_fn returns."""
+
+    transform: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Keep:
+    """The leaf keeps the target's value.
+
+    Attributes:
+        known: False where neither a transform nor the checkpoint knows the leaf.
+    """
+
+    known: bool
+
+
+class AbsentSourceError(TransformError):
+    """A transform asks for a leaf that is not there.
+
+    Attributes:
+        source: what it asks for.
+    """
+
+    def __init__(self, message: str, *, leaf: str | None = None, source: str | Path = ""):
+        super().__init__(message, leaf=leaf)
+        self.source = source
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    key: str
+    pattern: re.Pattern[str]
+    transform: Any
+
+
+class Transforms:
+    """Transforms made ready: checked, flattened, compiled. Its truth value says whether there are any."""
+
+    def __init__(self, tree: Any):
+        """Takes a pytree of transforms, as `flat_transforms` does, and raises what it raises."""
+        flat = flat_transforms(tree)
+        self._entries = tuple(_Entry(key, _compiled(key), transform) for key, transform in flat.items())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def unmatched(self, keys: Sequence[str]) -> list[str]:
+        """The transforms' keys that match none of these."""
+        return [entry.key for entry in self._entries if not any(map(entry.pattern.fullmatch, keys))]
+
+    def reversed_one(self, stored: Sequence[str], wanted: Set[str]) -> tuple[str, str] | None:
+        """Return a stored name that a key matches, and the target's that its original_key gives, if there is one.
+
+        Such a transform says where a stored leaf goes; transforms say where the target's leaves come from.
+        """
+        for entry in self._entries:
+            for matched in filter(None, map(entry.pattern.fullmatch, stored)):
+                new = entry.transform.original_key and _source(entry, matched)
+                new = "/".join(new) if isinstance(new, tuple) else new
+                if new in wanted and matched.string not in wanted:
+                    return matched.string, new
+        return None
+
+    def resolve(
+        self, key: str, has: Callable[[str | Path], bool], default_to_original: bool = True
+    ) -> Take | Call | Keep:
+        """What one target leaf gets. Every transform that matches has its say, in order; the last one wins.
+
+        Args:
+            key: the target leaf's key path, joined with ``/``.
+            has: whether there is a stored leaf of a name: text joined with ``/``, or a tuple of names.
+            default_to_original: what no transform matches comes from the checkpoint, a fallback from the target;
+                if False, the other way round.
+
+        Raises:
+            TransformError: a matching transform asks for what is not there, even if a later one replaces it.
+        """
+        outcome: Take | Call | Keep | None = None
+        for entry in self._entries:
+            if matched := entry.pattern.fullmatch(key):
+                # A fallback to the target leaves alone what an earlier transform gave.
+                outcome = _of_one(entry, matched, has, default_to_original) or outcome or Keep(known=True)
+        if outcome is not None:
+            return outcome
+        if not has(key):
+            return Keep(known=False)
+        return Take(key) if default_to_original else Keep(known=True)
+
+
+def _of_one(
+    entry: _Entry, matched: re.Match[str], has: Callable[[str | Path], bool], default_to_original: bool
+) -> Take | Call | None:
+    transform, key = entry.transform, matched.string
+    if transform.use_fallback and default_to_original:
+        return None
+    if transform.multi_value_fn is not None:
+        return Call(transform)
+    source = _source(entry, matched)
+    if not has(source):
+        told = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
+        raise AbsentSourceError(
+            f"the transform {entry.key!r} takes {_shown(source)} for {show_path((key,) if key else ())}, but no such "
+            f"leaf is stored{told}; correct its original_key, or leave the transform out to keep the target's value",
+            leaf=key,
+            source=source,
+        )
+    return Take(source, transform)
+
+
+def _source(entry: _Entry, matched: re.Match[str]) -> str | Path:
+    original = entry.transform.original_key
+    if original is None:
+        return matched.string
+    if isinstance(original, tuple):
+        return tuple(map(str, original))
+    try:
+        return filler(matched.re, original)(matched)
+    except (re.error, IndexError) as error:
+        raise TransformError(
+            f"the transform {entry.key!r} has the original_key {original!r}, which cannot be filled in for "
+            f"{matched.string}: {error}; refer only to groups that the key has",
+            leaf=matched.string,
+        ) from error
+
+
+def _shown(source: str | Path) -> str:
+    return repr(source) if isinstance(source, tuple) or not source else source
+
+
+def flat_transforms(tree: Any) -> dict[str, Any]:
+    """The transforms of a pytree by their keys, joined with ``/``, in the order in which they apply.
+
+    Args:
+        tree: any pytree whose leaves are transforms, ours or Orbax's; dicts count in the order of their sorted keys.
+
+    Raises:
+        TransformError: a leaf that is no transform, or a transform that makes no sense.
+        NameCollisionError: two keys that are the same when joined.
+    """
+    flat: dict[str, Any] = {}
+    for path, transform in named_leaves(tree)[0]:
+        key = "/".join(path)
+        if not all(hasattr(transform, name) for name in _FIELDS) or isinstance(transform, type):
+            raise TransformError(
+                f"transforms: expected a Transform at {show_path(path)}, found {type(transform).__name__}: "
+                f"{transform!r:.100}; write flax_ckpt_compat.Transform(original_key=…) or the like",
+                leaf=key,
+            )
+        if key in flat:
+            raise NameCollisionError(f"transforms: two entries for {key!r}; leave one out", leaf=key)
+        check(transform, key)
+        flat[key] = transform
+    return flat
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(key)
+    except re.error as error:
+        raise TransformError(
+            f"transforms: the key {key!r} is no regular expression: {error}; escape what is meant literally with "
+            "re.escape",
+            leaf=key,
+        ) from error
+
+
+def check(transform: Any, key: str | None = None) -> None:
+    """Refuses combinations that make no sense.
+
+    Args:
+        transform: ours or Orbax's.
+        key: where it stands, for the message.
+
+    Raises:
+        TransformError: names the fields in question and says what to do.
+    """
+    given = [name for name in _FIELDS if getattr(transform, name) not in (None, False)]
+    place = type(transform).__name__ + ("" if key is None else f" at {key!r}")
+    if len(given) > 1 and given != ["original_key", "value_fn"]:
+        raise TransformError(
+            f"{place}: {' and '.join(given)} exclude each other; original_key may go with value_fn, use_fallback and "
+            "multi_value_fn stand alone",
+            leaf=key,
+        )
+    if getattr(transform, "multi_value_fn_input_args", None) is not None and given != ["multi_value_fn"]:
+        raise TransformError(
+            f"{place}: multi_value_fn_input_args says what a multi_value_fn needs, and there is none; add the "
+            "multi_value_fn or leave multi_value_fn_input_args out",
+            leaf=key,
+        )
+    original = transform.original_key
+    if not (original is None or isinstance(original, str) or _is_path(original)):
+        raise TransformError(
+            f"{place}: original_key has to be text or a tuple of names, found {original!r:.100}; join the names with /",
+            leaf=key,
+        )
+
+
+def _is_path(original: Any) -> bool:
+    return isinstance(original, tuple) and all(isinstance(name, str | int) for name in original)
+
+
+def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
+    """The leaves of a pytree with their names, in jax's order, and its structure; None is no leaf."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [(tuple(map(_name, keys)), leaf) for keys, leaf in leaves], structure
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def call_value_fn(transform: Any, value: Any, args: Any) -> Any:
+    """Calls a transform's value_fn.
+
+    Args:
+        transform: one that has it.
+        value: of its source.
+        args: `RestoreArgs` of the target leaf, for the function of a RestoreTransform that has to have them; real
+            Orbax never passes them, and a function written for that has to go on working.
+    """
+    function = transform.value_fn
+    takes = _is_for_restore(transform) and (_needs(function, 2) or _takes_any_number(function))
+    return function(value, args) if takes else function(value)
+
+
+def call_multi_value_fn(transform: Any, key: str, tree: Any, args: Any, *, in_memory: bool = False) -> Any:
+    """Calls a transform's multi_value_fn.
+
+    Args:
+        transform: one that has it.
+        key: the target leaf's, joined with ``/``.
+        tree: the original tree.
+        args: `RestoreArgs` of the target leaf, for the function of a RestoreTransform.
+        in_memory: Orbax's `apply_transformations`, as opposed to its restore, passes no RestoreArgs; then only a
+            function that has to have them gets them.
+    """
+    function = transform.multi_value_fn
+    takes = _is_for_restore(transform) and (_needs(function, 3) if in_memory else _can_take(function, 3))
+    return function(key, tree, args) if takes else function(key, tree)
+
+
+def _is_for_restore(transform: Any) -> bool:
+    return hasattr(transform, "multi_value_fn_input_args")
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter] | None:
+    try:
+        return inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+
+
+def _positional(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter for parameter in parameters if parameter.kind in kinds]
+
+
+def _needs(function: Callable[..., Any], count: int) -> bool:
+    """True for a function that cannot be called with fewer than ``count`` positional arguments."""
+    parameters = _parameters(function)
+    needed = [one for one in _positional(parameters or ()) if one.default is inspect.Parameter.empty]
+    return len(needed) >= count
+
+
+def _can_take(function: Callable[..., Any], count: int) -> bool:
+    """True for a function that can be called with ``count`` positional arguments, or that does not tell."""
+    parameters = _parameters(function)
+    return parameters is None or len(_positional(parameters)) >= count or _takes_any_number(function)
+
+
+def _takes_any_number(function: Callable[..., Any]) -> bool:
+    parameters = _parameters(function) or ()
+    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)

@@ -1,0 +1,93 @@
+"""Puts the leaves of a checkpoint together to the tree that its entries describe."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from flax_ckpt_compat._core.tree import Branch, Container, Path, show_path
+
+from .aggregate import Keys
+from .json_files import corrupt
+from .metadata import METADATA, SEQUENCE_KEY
+from .structure import LeafEntry, Structure
+from .type_annotations import Marks
+
+
+def build_tree(structure: Structure, leaves: list[Any]) -> Any:
+    """The tree of branches around the leaves.
+
+    Args:
+        structure: says where they belong.
+        leaves: one per entry of the structure, in its order.
+
+    Raises:
+        CorruptCheckpointError: the entries do not form a tree.
+    """
+    file = os.path.join(structure.path, METADATA)
+    if structure.is_single_array:
+        return leaves[0]
+    if len(leaves) == 1 and not structure.entries[0].keys:
+        return _with_mark(leaves[0], (), structure.marks)
+    root = Branch({})
+    kinds: dict[int, int] = {}
+    # The leaves of one branch mostly follow one another.
+    above: Keys | None = None
+    branch = root
+    for entry, leaf in zip(structure.entries, leaves, strict=True):
+        keys = entry.keys
+        if keys and keys[:-1] == above and keys[-1][0] not in branch.children and keys[-1][1] == kinds[id(branch)]:
+            branch.children[keys[-1][0]] = leaf
+        else:
+            branch, above = _insert(root, entry, leaf, kinds, file), keys[:-1]
+    _finish(root, (), kinds, structure.marks, file)
+    return root
+
+
+def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], file: str) -> Branch:
+    """Puts in a leaf and the branches above it, and returns the one that it is in."""
+    node: Any = root
+    shown = show_path(entry.path)
+    for depth, (name, kind) in enumerate(entry.keys):
+        if not isinstance(node, Branch) or kinds.setdefault(id(node), kind) != kind:
+            raise corrupt(file, f"the leaf {shown!r} contradicts the entries before it")
+        if depth + 1 == len(entry.keys):
+            if name in node.children:
+                raise corrupt(file, f"the leaf {shown!r} is listed twice, or is a leaf and a branch at once")
+            node.children[name] = leaf
+            return node
+        node = node.children.setdefault(name, Branch({}))
+    raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
+
+
+def _finish(branch: Branch, path: Path, kinds: dict[int, int], marks: Marks | None, file: str) -> None:
+    """Orders sequences and puts in what the marks say."""
+    if kinds.get(id(branch)) == SEQUENCE_KEY:
+        expected = [str(index) for index in range(len(branch.children))]
+        if set(branch.children) != set(expected):
+            raise corrupt(
+                file,
+                f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}, "
+                f"expected 0 to {len(expected) - 1}",
+            )
+        branch.children = {index: branch.children[index] for index in expected}
+        branch.container = Container.LIST
+    for name, child in branch.children.items():
+        if isinstance(child, Branch) and child.children:
+            _finish(child, (*path, name), kinds, marks, file)
+        elif child is None or isinstance(child, Branch):  # what has no values is all that marks tell more about
+            branch.children[name] = _with_mark(child, (*path, name), marks)
+    _with_mark(branch, path, marks)
+
+
+def _with_mark(node: Any, path: Path, marks: Marks | None) -> Any:
+    mark = marks.containers.get(path) if marks else None
+    if mark is None:
+        return node
+    if node is None and mark.container is Container.NAMEDTUPLE:
+        return Branch({}, Container.NAMEDTUPLE)
+    if isinstance(node, Branch):
+        if node.container.is_sequence == mark.container.is_sequence:
+            node.container = mark.container
+        node.int_keys = mark.int_keys & frozenset(node.children)
+    return node

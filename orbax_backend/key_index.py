@@ -1,0 +1,220 @@
+"""Where the values of a checkpoint's keys lie: the keys of an OCDBT database, or files of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import tensorstore as ts
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from flax_ckpt_compat._core.object_store import client
+
+from .codecs import UndecodableError
+from .ocdbt_btree import MANIFEST as MANIFEST
+from .ocdbt_btree import BTree
+from .sources import directory_spec, new_context, read_range, wait
+from .stored_values import ByteRange as ByteRange
+from .stored_values import Index as Index
+from .stored_values import OpaqueValue as OpaqueValue
+from .stored_values import Place as Place
+from .stored_values import refuse_escape
+from .stored_values import stays_inside as stays_inside
+
+_MAX_METADATA_BYTES = 1 << 20
+
+
+def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None = None) -> Index:
+    """Open the index of a checkpoint's directory.
+
+    Args:
+        path: of the directory.
+        use_ocdbt: it has a database.
+        locate: of `BTree`, where the files of the database are not all in the directory.
+
+    Raises:
+        CorruptCheckpointError: the database does not decode.
+    """
+    if not use_ocdbt:
+        return Objects(path) if paths.is_url(path) else Files(path)
+    if locate is None and not paths.isfile(os.path.join(path, MANIFEST)):
+        raise _without_manifest(path)
+    try:
+        return _Known(path, BTree(path, locate).entries())
+    except UndecodableError as error:
+        if locate is not None:
+            raise _undecodable(path, error) from error
+        return _Listed(path)
+    except (CorruptCheckpointError, StorageError):
+        raise
+    except OSError as error:
+        raise _undecodable(path, error) from error
+
+
+def holds_array(path: str) -> bool:
+    """Whether the database in ``path`` has an array called ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
+    index = open_index(path, use_ocdbt=True)
+    return any(index.find(f"checkpoint/{name}") is not None for name in (".zarray", "zarr.json"))
+
+
+def process_databases(path: str) -> list[str]:
+    """The databases of single processes, which the last act of a save merges into one."""
+    names = paths.listdir(path) if paths.isdir(path) else []
+    return [name for name in names if name.startswith("ocdbt.process_")]
+
+
+def _without_manifest(path: str) -> CheckpointError:
+    if process_databases(path):
+        return IncompleteCheckpointError(
+            f"{path}: the file {MANIFEST} is missing though the databases of single processes are there; "
+            f"the save was not finished, or the file was lost: restore it from a copy",
+            path=path,
+        )
+    return CorruptCheckpointError(
+        f"{path}: the file {MANIFEST} is missing, without which no array can be found; restore it from a copy",
+        path=path,
+    )
+
+
+def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
+    """How TensorStore opens the database in ``path``, at the keys that start with ``prefix``."""
+    return {"driver": "ocdbt", "base": directory_spec(path), "path": prefix}
+
+
+class _Known:
+    """Every key of an OCDBT database, known from its B-tree."""
+
+    def __init__(self, path: str, entries: dict[bytes, bytes | ByteRange]) -> None:
+        self._path = path
+        self._entries = entries
+
+    def find(self, key: str) -> Place | None:
+        return self._entries.get(key.encode())
+
+    def get(self, key: str) -> bytes | None:
+        place = self._entries.get(key.encode())
+        return _read_small(self._path, place) if isinstance(place, ByteRange) else place
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        return ocdbt_spec(self._path, prefix)
+
+
+class _Listed:
+    """An OCDBT database that only TensorStore's own driver reads, which does not tell where values lie."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._store = wait(path, ts.KvStore.open(ocdbt_spec(path, ""), context=new_context(path, 0)))
+            self._keys = frozenset(wait(path, self._store.list()))
+        except StorageError:
+            raise
+        except (ValueError, OSError) as error:
+            raise _undecodable(path, error) from error
+
+    def find(self, key: str) -> Place | None:
+        return OpaqueValue() if key.encode() in self._keys else None
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            there = key.encode() in self._keys
+            return bytes(wait(self._path, self._store.read(key)).value) if there else None
+        except StorageError:
+            raise
+        except (ValueError, OSError) as error:
+            raise _undecodable(self._path, error) from error
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        return ocdbt_spec(self._path, prefix)
+
+
+def _read_small(path: str, extent: ByteRange) -> bytes:
+    """The bytes of the metadata of an array."""
+    full = os.path.join(path, extent.file)
+    try:
+        data = read_range(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{full}: the file is missing, to which the array database refers; restore it from a copy", path=full
+        ) from error
+    if len(data) != extent.length:
+        raise CorruptCheckpointError(
+            f"{full}: {extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}; "
+            f"restore the file from a copy",
+            path=full,
+        )
+    return data
+
+
+def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: its array database ({MANIFEST} and d/) does not decode: {error}; restore the files from a copy",
+        path=path,
+    )
+
+
+_METADATA = (".zarray", "zarr.json")
+
+
+class Files:
+    """Files of a local directory."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def find(self, key: str) -> Place | None:
+        """See `Index.find`."""
+        file = self._file(key)
+        return ByteRange(key, 0, os.path.getsize(file)) if os.path.isfile(file) else None
+
+    def get(self, key: str) -> bytes | None:
+        """See `Index.get`."""
+        try:
+            with open(self._file(key), "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """See `Index.kvstore`."""
+        return paths.local_kvstore(self._file(prefix))
+
+    def _file(self, key: str) -> str:
+        refuse_escape(key, self._path)
+        return os.path.join(self._path, key)
+
+
+class Objects:
+    """Objects of a store, listed once; those that describe arrays are read at once too, side by side."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._keys = frozenset(client.keys(url))
+        self._metadata: dict[str, bytes] = {}
+        client.in_parallel(self._keep, [key for key in self._keys if key.rpartition("/")[2] in _METADATA])
+
+    def _keep(self, key: str) -> None:
+        self._metadata[key] = client.read(f"{self._url}/{key}")
+
+    def find(self, key: str) -> Place | None:
+        """See `Index.find`; a size would cost one request for each object."""
+        refuse_escape(key, self._url)
+        return OpaqueValue() if key in self._keys else None
+
+    def get(self, key: str) -> bytes | None:
+        """See `Index.get`."""
+        if key in self._metadata:
+            return self._metadata[key]
+        return client.read(f"{self._url}/{key}") if self.find(key) is not None else None
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """See `Index.kvstore`."""
+        refuse_escape(prefix, self._url)
+        return directory_spec(f"{self._url}/{prefix}")

@@ -1,0 +1,262 @@
+"""A save by several processes: each writes a database of its own, and process 0 makes one of all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
+from flax_ckpt_compat._core.object_store import client, multiprocess, uploads
+from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
+from flax_ckpt_compat._core.tree import box_of, show_path
+
+from . import metadata
+from .database import Database, locator, storage_errors
+from .encode import STRING, Stored
+from .files import make_directory, sync_directory, write_file
+from .files import storage_errors as file_errors
+from .grid import Shape
+from .jobs import Job
+from .key_index import MANIFEST, ByteRange, Index, open_index
+from .plan import Plan
+from .sharding import ShardingTexts
+from .sources import sizes_of
+from .stored_names import key_prefix
+from .writer import begin_arrays, compressor, end_arrays, finish, sync_database, write_array_metadatas, write_tree
+from .zarr import parse_array_metadata
+
+# In the directory of a process's database until the end: what it took the tree for, written when all else is.
+_ENDED = "ended"
+
+
+def begin(path: str, plan: Plan, options: WriteOptions) -> None:
+    """Process 0 makes the directories; see `flax_ckpt_compat._core.backend.Backend.begin_shared`.
+
+    Raises:
+        SettingError: an unknown compression.
+        StorageError: the file system refused.
+    """
+    compressor(options.compression)
+    make_directory(path)
+    if metadata.has_jax_arrays(plan):
+        make_directory(os.path.join(path, metadata.ARRAY_METADATAS))
+
+
+def write(
+    path: str, plan: Plan, options: WriteOptions, share: ProcessInfo, shares: MultiprocessUpload | None = None
+) -> None:
+    """Writes this process's shards, and in process 0 all that is not spread.
+
+    Args:
+        path: of the directory that all see, or, with ``shares``, of a local one of this process's own.
+        plan: this process's.
+        options: see `WriteOptions`.
+        share: this process's.
+        shares: of a save to a store, to which the database goes then.
+
+    Raises:
+        StorageError: the file system, or the store, refused, or it is not the one that process 0 sees.
+    """
+    leads = share.index == 0
+    if shares is not None and not leads:
+        begin(path, plan, options)
+    if not os.path.isdir(path):
+        raise StorageError(
+            f"process {share.index} does not find {path}, which process 0 made: all processes must save to one "
+            f"directory that they share, on a network file system or an object store",
+            path=path,
+        )
+    used, own = compressor(options.compression), _database_of(path, share.index, shares)
+    make_directory(own)
+    arrays = [(name, stored) for name, stored in metadata.arrays(plan) if leads or stored.spread]
+    database = begin_arrays(own, arrays, used, leads)
+    try:
+        # In a store one list for all does: every process's is the same.
+        if leads or shares is None:
+            write_array_metadatas(path, plan, used is not None, share.index)
+        if leads:
+            write_tree(path, plan)
+    finally:
+        end_arrays(own, database)
+    write_file(os.path.join(own, _ENDED), _digest(plan).encode())
+    sync_directory(own)
+    if shares is not None:
+        sent = [os.path.relpath(os.path.join(own, name), path) for name in uploads.names_in(own)]
+        multiprocess.upload(shares, path, sent, os.path.relpath(os.path.join(own, _ENDED), path))
+
+
+def end(path: str, plan: Plan, share: ProcessInfo, shares: MultiprocessUpload | None = None) -> None:
+    """Process 0 makes one checkpoint of all shares, once it has seen that nothing is missing.
+
+    Args:
+        path: as for `write`; what all processes have in common is then in it.
+        plan: this process's.
+        share: this process's.
+        shares: of a save to a store.
+
+    Raises:
+        MultiprocessSaveError: a process wrote something else than this one.
+        StorageError: a part of a share is missing, or the file system, or the store, refused.
+    """
+    digest, base = _digest(plan), path if shares is None else shares.url
+    databases = [_database_of(base, process, shares) for process in range(share.count)]
+    client.in_parallel(lambda number: _check_ended(base, int(number), databases[int(number)], digest), _numbers(share))
+    if metadata.arrays(plan):
+        _merge(path, databases, shares)
+        _check(path, plan, shares)
+    client.in_parallel(_forget_ended, databases if shares is None else [*databases, _database_of(path, 0, shares)])
+    finish(path, plan)
+
+
+def _merge(path: str, databases: list[str], shares: MultiprocessUpload | None) -> None:
+    """Writes a database with references to the values of all others; no value is read."""
+    with storage_errors(path):
+        top = Database(path, None if shares is None else shares.folder)
+        # A process that holds the first replica of nothing has written nothing.
+        there = _manifests(databases, shares)
+        top.take_over([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
+        top.begin_commit()
+        top.end_commit()
+    sync_database(path)
+
+
+def _manifests(databases: list[str], shares: MultiprocessUpload | None) -> set[str]:
+    if shares is not None:
+        return set(shares.written())
+    files = (os.path.join(own, MANIFEST) for own in databases)
+    return {os.path.join(*file.split(os.sep)[-2:]) for file in files if os.path.exists(file)}
+
+
+def _check(path: str, plan: Plan, shares: MultiprocessUpload | None) -> None:
+    if shares is None:
+        index, known = open_index(path, use_ocdbt=True), dict[str, int]()
+        check_complete(path, plan, index, lambda file: _size(path, file, known))
+        return
+    index = open_index(shares.url, use_ocdbt=True, locate=locator(path, shares.folder))
+    files = [key for key in shares.written() if not key.endswith((MANIFEST, _ENDED))]
+    found = sizes_of([f"{shares.folder}/{key}" for key in files])
+    sizes = {key: size for key, size in zip(files, found, strict=True) if isinstance(size, int)}
+    check_complete(shares.url, plan, index, lambda file: sizes.get(file, -1))
+
+
+def _size(path: str, file: str, sizes: dict[str, int]) -> int:
+    if file not in sizes:
+        full = os.path.join(path, file)
+        sizes[file] = os.path.getsize(full) if os.path.isfile(full) else -1
+    return sizes[file]
+
+
+def _numbers(share: ProcessInfo) -> list[str]:
+    return [str(process) for process in range(share.count)]
+
+
+def _database_of(path: str, process: int, shares: MultiprocessUpload | None) -> str:
+    return os.path.join(path, f"ocdbt.process_{process}{'' if shares is None else shares.tag}")
+
+
+def _digest(plan: Plan) -> str:
+    """What has to be the same in all processes, for their shards to fit together."""
+    texts, numbers = ShardingTexts(), dict[str | None, int]()
+    spread = []
+    for name, stored in metadata.arrays(plan):
+        if stored.spread:
+            # The text has the ids of all devices, and few arrays differ in it.
+            number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
+            spread.append((name, stored.dtype.name, stored.shape, stored.part, str(stored.mark), number))
+    return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
+
+
+def _check_ended(path: str, process: int, database: str, digest: str) -> None:
+    file = os.path.join(database, _ENDED)
+    try:
+        with file_errors(file, "read"):
+            found = paths.read(file).decode("ascii", "replace")
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
+        where = "directory that they share" if os.path.isabs(path) else "URL of one store"
+        raise StorageError(
+            f"{path}: the share of process {process} is missing (it should have written {file}); all processes must "
+            f"save to one {where}. Nothing was saved",
+            path=path,
+            errno=error.errno,
+        ) from error
+    if found != digest:
+        raise MultiprocessSaveError(
+            f"{path}: the arrays that process {process} spreads have other names, shapes, dtypes or shardings than "
+            f"those of process 0; call save_checkpoint_multiprocess with the same tree in all processes. Nothing was "
+            f"saved",
+            path=path,
+        )
+
+
+def _forget_ended(database: str) -> None:
+    file = os.path.join(database, _ENDED)
+    if paths.is_url(file):
+        client.delete(file)
+        return
+    with file_errors(file, "removed"):
+        os.remove(file)
+
+
+Size = Callable[[str], int]
+
+
+def check_complete(shown: str, plan: Plan, index: Index, size: Size) -> None:
+    """Raises if a chunk of a planned array is not where the index says.
+
+    Args:
+        shown: the checkpoint's path, for messages.
+        plan: of process 0.
+        index: of the merged database.
+        size: file, relative to the checkpoint → bytes in it, and -1 where there is none.
+
+    Raises:
+        StorageError: names the leaf and whose chunk it is.
+    """
+    for entry in plan.entries:
+        if entry.stored is None or entry.stored.value_type == STRING:
+            continue
+        leaf = show_path(tuple(name for name, _ in entry.keys))
+        _check_array(shown, index, entry.name, entry.stored, leaf, size)
+
+
+def _check_array(path: str, index: Index, name: str, stored: Stored, leaf: str, size: Size) -> None:
+    prefix = key_prefix(name)
+    text = index.get(prefix + ".zarray")
+    if text is None:
+        raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
+    info = parse_array_metadata(text, zarr3=False)
+    for cell, _ in Job(name, info, ()).cells():
+        place = index.find(prefix + info.chunk_key(cell))
+        if place is None:
+            raise _incomplete(path, leaf, f"{_whose(stored, cell, info.chunks)} is missing")
+        if isinstance(place, ByteRange) and place.offset + place.length > size(place.file):
+            whose = _whose(stored, cell, info.chunks)
+            raise _incomplete(path, leaf, f"{whose} should be in {place.file}, which is missing or too short")
+
+
+def _incomplete(path: str, shown: str, what: str) -> StorageError:
+    error = StorageError(
+        f"{path}: the leaf {shown!r} is not complete: {what}. All processes must save to one directory that they "
+        f"share, and nothing else may change it. Nothing was saved",
+        path=path,
+    )
+    error.leaf = shown
+    return error
+
+
+def _whose(stored: Stored, cell: Shape, chunks: Shape) -> str:
+    """A chunk and the process that holds the first replica of it."""
+    at = [number * length for number, length in zip(cell, chunks, strict=True)]
+    devices = stored.sharding.devices_indices_map(stored.shape) if stored.spread else {}
+    holders = (
+        device.process_index
+        for device, index in devices.items()
+        if all(side.start <= start < side.stop for side, start in zip(box_of(index, stored.shape), at, strict=True))
+    )
+    return f"the chunk {list(cell)} of process {next(holders, 0)}"

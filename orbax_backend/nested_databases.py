@@ -1,0 +1,105 @@
+"""Databases below the checkpoint's own directory.
+
+Releases 0.1 to 0.4.1 made one for every key with a ``/`` (measured): they took the name of an array for a path, so
+that the array ``a/b`` is the array ``b`` of a database in the directory ``a``.
+
+Releases 0.4.3 to 0.4.7, told not to use OCDBT, wrote the database of the process all the same and never merged it,
+beside an empty directory for every array; they could not read that back themselves (0.4.4, measured).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from flax_ckpt_compat._core import paths
+
+from .aggregate import AGGREGATE
+from .key_index import MANIFEST, ByteRange, Index, Place, open_index, process_databases, stays_inside
+from .metadata import METADATA
+
+
+def unmerged_database(path: str, names: Iterable[str]) -> str | None:
+    """The directory of the only database of a finished checkpoint that has none of its own, or None.
+
+    Args:
+        path: of the checkpoint.
+        names: of its leaves.
+    """
+    if paths.isfile(os.path.join(path, MANIFEST)):
+        return None
+    processes = process_databases(path)
+    finished = all(paths.isfile(os.path.join(path, file)) for file in (AGGREGATE, METADATA))
+    if len(processes) != 1 or not finished:
+        return None
+    folders = any(name and stays_inside(name) and paths.isdir(os.path.join(path, name)) for name in names)
+    return processes[0] if folders else None
+
+
+class SubdirIndex:
+    """The index of a database in a directory of the checkpoint."""
+
+    def __init__(self, path: str, folder: str) -> None:
+        self._folder = folder
+        self._index = open_index(os.path.join(path, folder), use_ocdbt=True)
+
+    def find(self, key: str) -> Place | None:
+        """See `Index.find`."""
+        place = self._index.find(key)
+        if not isinstance(place, ByteRange):
+            return place
+        return ByteRange(f"{self._folder}/{place.file}", place.offset, place.length)
+
+    def get(self, key: str) -> bytes | None:
+        """See `Index.get`."""
+        return self._index.get(key)
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """See `Index.kvstore`."""
+        return self._index.kvstore(prefix)
+
+
+class Nested:
+    """The index of a checkpoint, and of the databases below it."""
+
+    def __init__(self, path: str, top: Index) -> None:
+        self._path, self._top = path, top
+        self._below: dict[str, Index | None] = {}
+
+    def find(self, key: str) -> Place | None:
+        """See `Index.find`."""
+        place = self._top.find(key)
+        folder, index = self._database_of(key) if place is None else ("", None)
+        return index.find(key[len(folder) + 1 :]) if index is not None else place
+
+    def get(self, key: str) -> bytes | None:
+        """See `Index.get`."""
+        value = self._top.get(key)
+        folder, index = self._database_of(key) if value is None else ("", None)
+        return index.get(key[len(folder) + 1 :]) if index is not None else value
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """See `Index.kvstore`."""
+        folder, index = self._database_of(prefix) if self._is_below(prefix) else ("", None)
+        return index.kvstore(prefix[len(folder) + 1 :]) if index is not None else self._top.kvstore(prefix)
+
+    def _is_below(self, prefix: str) -> bool:
+        return all(self._top.find(prefix + name) is None for name in (".zarray", "zarr.json"))
+
+    def _database_of(self, key: str) -> tuple[str, Index | None]:
+        """The deepest directory on the way to a key that holds a database."""
+        parts = key.split("/")
+        for depth in range(len(parts) - 1, 0, -1):
+            folder = "/".join(parts[:depth])
+            index = self._open(folder)
+            if index is not None:
+                return folder, index
+        return "", None
+
+    def _open(self, folder: str) -> Index | None:
+        if folder not in self._below:
+            path = os.path.join(self._path, folder)
+            there = stays_inside(folder) and bool(folder) and paths.isfile(os.path.join(path, MANIFEST))
+            self._below[folder] = SubdirIndex(self._path, folder) if there else None
+        return self._below[folder]

@@ -1,0 +1,306 @@
+"""Reads stored arrays into fresh memory: plain bytes by ranged reads in threads, everything else by TensorStore."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.thread_pools import Pool
+
+from . import grid, remote_reads, uncompressed
+from .grid import Box
+from .jobs import ArrayRead, Job, by_chunk, show
+from .key_index import ByteRange, Index, OpaqueValue, Place
+from .mapped import arrays as arrays_over_files
+from .sources import new_context, read_range, sizes_of, wait
+from .stored_names import key_prefix
+from .uncompressed import Copy, Piece, in_threads
+
+_log = logging.getLogger("flax_ckpt_compat")
+_Array = np.ndarray[Any, Any]
+_CHUNKS_AT_ONCE = min(8, 2 * (os.cpu_count() or 1))
+# zstd, the best of the codecs at this, turns 4 bytes into at most 128 KiB.
+_MAX_RATIO = 1 << 16
+_CACHE_BYTES = 64 << 20
+_MAX_CHUNKS = 1 << 20
+
+
+class Fetcher:
+    """Reads arrays of one open checkpoint."""
+
+    def __init__(self, path: str, index: Index, fills_missing: bool) -> None:
+        self._path = path
+        self._index = index
+        self._fills_missing = fills_missing
+        self._loose = fills_missing and index.kvstore("")["driver"] != "ocdbt"
+        self._context = new_context(path, _CACHE_BYTES)
+
+    def fetch(self, jobs: Sequence[Job], *, mapped: bool = False) -> list[_Array]:
+        """The arrays, with the stored dtype, in memory of their own, or, if asked for, over mapped files.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
+            StorageError: the file system refused.
+        """
+        extents: list[tuple[Job, ByteRange]] = []
+        located = [self._locate(job, extents) for job in jobs]
+        self._check_inside(extents)
+        ready = arrays_over_files(self._path, jobs, located) if mapped else {}
+        wanted = [pair for number, pair in enumerate(zip(jobs, located, strict=True)) if number not in ready]
+        requests = [self._request(job, *found) for job, found in wanted]
+        groups: dict[str, list[ArrayRead]] = {}
+        for request in requests:
+            if request.array.size:
+                groups.setdefault(request.job.name, []).append(request)
+        raw = [group for group in groups.values() if _is_plain(group)]
+        opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_plain(group)]
+        self._read_pieces([piece for group in raw for piece in _pieces(group)])
+        self._read_opened(opened)
+        self._warn_of_left_out([request for request in requests if self._loose and not request.complete])
+        return mapping.put_between(ready, [request.array for request in requests])
+
+    def _request(self, job: Job, chunks: list[tuple[Place, Box]], complete: bool) -> ArrayRead:
+        try:
+            return ArrayRead(job, memory.empty(job.shape, job.info.dtype), chunks, complete)
+        except (MemoryError, ValueError) as error:
+            raise self._corrupt(job, f"there is no memory for {show(job)}") from error
+
+    def _locate(self, job: Job, extents: list[tuple[Job, ByteRange]]) -> tuple[list[tuple[Place, Box]], bool]:
+        """Where all chunks lie; a missing one is an error unless the checkpoint's convention is to leave some out."""
+        prefix, found, stored, complete = key_prefix(job.name), [], 0, True
+        may_lack = self._fills_missing and job.info.has_fill_value
+        # Where chunks may be missing the first one does not end the walk over a hostile grid of 2**60.
+        limit = _MAX_CHUNKS if may_lack else None
+        for cell, box in itertools.islice(job.cells(), limit):
+            key = prefix + job.info.chunk_key(cell)
+            place = self._index.find(key)
+            if place is None and may_lack:
+                complete = False
+                continue
+            if place is None:
+                raise self._corrupt(job, f"the chunk {key!r} is missing")
+            self._check(job, place, extents)
+            found.append((place, box))
+            stored += _stored_bytes(place)
+        if not may_lack and math.prod(job.shape) * job.info.dtype.itemsize > stored * _MAX_RATIO:
+            raise self._corrupt(job, f"{stored} stored bytes cannot hold {show(job)}")
+        # Beyond the limit nobody looked, so TensorStore has to.
+        return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
+
+    def _warn_of_left_out(self, requests: list[ArrayRead]) -> None:
+        """Loose files can be lost in copying without a trace; the keys of a database cannot."""
+        names = sorted({request.job.shown for request in requests})
+        if names:
+            _log.warning(
+                f"{self._path}: not all chunk files of the arrays {names[:8]} are there; releases of Orbax before "
+                f"0.10.3 stored none where all values are the fill value, so that is what they are taken for. If files "
+                f"were lost in copying, copy the checkpoint anew"
+            )
+
+    def _check(self, job: Job, place: Place, extents: list[tuple[Job, ByteRange]]) -> None:
+        if isinstance(place, OpaqueValue):
+            return
+        length, expected = _stored_bytes(place), job.info.chunk_nbytes
+        if job.info.raw and length != expected:
+            raise self._corrupt(job, f"its data has {length} bytes, expected {expected} for {show(job)}")
+        if isinstance(place, ByteRange):
+            extents.append((job, place))
+
+    def _check_inside(self, extents: list[tuple[Job, ByteRange]]) -> None:
+        """Looks whether the files reach as far; TensorStore would take a missing file for an empty value (measured)."""
+        files = list(dict.fromkeys(extent.file for _, extent in extents))
+        sizes = dict(zip(files, sizes_of([os.path.join(self._path, file) for file in files]), strict=True))
+        for job, extent in extents:
+            size = sizes[extent.file]
+            if isinstance(size, OSError):
+                raise self._unreadable(job, extent.file, size) from size
+            if extent.offset + extent.length > size:
+                raise self._corrupt(
+                    job,
+                    f"the file {extent.file} has {size} bytes, expected at least {extent.offset + extent.length}",
+                )
+
+    def _read_pieces(self, pieces: list[Piece]) -> None:
+        if not pieces:
+            return
+        pieces.sort(key=lambda piece: (piece.extent.file, piece.extent.offset))
+        if paths.is_url(self._path):
+            remote_reads.in_threads(self._read_run, remote_reads.runs(pieces))
+            return
+        files: dict[str, int] = {}
+        try:
+            for piece in pieces:
+                if piece.extent.file not in files:
+                    files[piece.extent.file] = self._open_file(piece)
+            in_threads(lambda piece: piece.read(lambda p, target: self._fill(files[p.extent.file], p, target)), pieces)
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    def _open_file(self, piece: Piece) -> int:
+        try:
+            return os.open(os.path.join(self._path, piece.extent.file), os.O_RDONLY)
+        except OSError as error:
+            raise self._unreadable(piece.owner, piece.extent.file, error) from error
+
+    def _fill(self, fd: int, piece: Piece, target: memoryview) -> None:
+        done = 0
+        while done < piece.extent.length:
+            try:
+                count = os.preadv(fd, [target[done:]], piece.extent.offset + done)
+            except OSError as error:
+                raise self._refused(piece.extent.file, error) from error
+            if not count:
+                raise self._corrupt(piece.owner, f"the file {piece.extent.file} ends too early")
+            done += count
+
+    def _read_run(self, pieces: list[Piece]) -> None:
+        """Reads pieces of one object that lie side by side with one request."""
+        file, start = pieces[0].extent.file, pieces[0].extent.offset
+        stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
+        try:
+            data = memoryview(read_range(os.path.join(self._path, file), start, stop))
+        except OSError as error:
+            raise self._unreadable(pieces[0].owner, file, error) from error
+        if len(data) < stop - start:
+            raise self._corrupt(pieces[-1].owner, f"the object {file} ends too early")
+        for piece in pieces:
+            at = piece.extent.offset - start
+            remote_reads.hand_over(piece, data[at : at + piece.extent.length])
+
+    def _open(self, job: Job) -> Any:
+        spec = {
+            "driver": job.info.driver,
+            "kvstore": self._index.kvstore(key_prefix(job.name)),
+            "fill_missing_data_reads": self._fills_missing and job.info.has_fill_value,
+        }
+        with _Translated(self, job):
+            return ts.open(spec, open=True, read=True, context=self._context)
+
+    def _read_opened(self, opened: list[tuple[list[ArrayRead], Any]]) -> None:
+        """Boxes of several arrays, through TensorStore."""
+        started: list[tuple[ArrayRead, Any]] = []
+        shared: list[tuple[list[ArrayRead], Any]] = []
+        for group, future in opened:
+            job = group[0].job
+            with _Translated(self, job):
+                store = wait(self._path, future)
+                if store.shape != job.info.shape:
+                    raise ValueError(f"the shape {store.shape} was expected to be {job.info.shape}")
+                if _share_chunks(group):
+                    shared.append((group, store))
+                else:
+                    started += [(request, _start_copy(request, store)) for request in group]
+        nbytes = sum(request.array.nbytes for request, _ in started)
+        for request, copied in started:
+            with _Translated(self, request.job):
+                wait(self._path, copied, nbytes)
+            if not request.array.dtype.isnative:
+                request.array.view(request.array.dtype.newbyteorder()).byteswap(inplace=True)
+        for group, store in shared:
+            with _Translated(self, group[0].job):
+                _read_by_chunk(self._path, group, store)
+
+    def _corrupt(self, job: Job, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._path}: the array {job.shown!r} (stored as {job.name!r}) cannot be read: {what}; "
+            f"restore the files from a copy, or restore the other leaves only",
+            path=self._path,
+            leaf=job.shown,
+        )
+
+    def _unreadable(self, job: Job, file: str, error: OSError) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return self._corrupt(job, f"the file {file} is missing")
+        return self._refused(file, error)
+
+    def _refused(self, file: str, error: OSError) -> StorageError:
+        if isinstance(error, StorageError):
+            return error
+        full = os.path.join(self._path, file)
+        return StorageError(
+            f"{full} could not be read: {error.strerror or error}; check the disk and permissions",
+            path=full,
+            errno=error.errno,
+        )
+
+
+class _Translated:
+    """Turns TensorStore's errors about one array into ours."""
+
+    def __init__(self, fetcher: Fetcher, job: Job) -> None:
+        self._fetcher, self._job = fetcher, job
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ValueError, OSError, NotImplementedError)) and not isinstance(error, StorageError):
+            raise self._fetcher._corrupt(self._job, str(error)) from error
+
+
+def _is_plain(group: list[ArrayRead]) -> bool:
+    """Whether the bytes of all chunks are the values, and it is known where they lie."""
+    return group[0].job.info.raw and all(
+        request.complete and not any(isinstance(place, OpaqueValue) for place, _ in request.chunks) for request in group
+    )
+
+
+def _start_copy(request: ArrayRead, store: Any) -> Any:
+    """Has TensorStore write into our memory, in native byte order."""
+    array = request.array
+    native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
+    wanted = store if request.job.box is None else store[request.job.box][ts.d[:].translate_to[0]]
+    return ts.array(native).write(wanted)
+
+
+def _share_chunks(group: list[ArrayRead]) -> bool:
+    """Whether to read by chunks that are there; only TensorStore knows what stands for those that are not."""
+    return (
+        len(group) > 1
+        and all(request.complete for request in group)
+        and any(len(copies) > 1 for _, copies in by_chunk(group).values())
+    )
+
+
+def _read_by_chunk(path: str, group: list[ArrayRead], store: Any) -> None:
+    """Decodes each chunk once, whatever number of boxes lie in it."""
+    with Pool(_CHUNKS_AT_ONCE) as pool:
+        chunks = by_chunk(group).items()
+        for done in [pool.submit(_read_chunk, path, store, start, copies) for start, (_, copies) in chunks]:
+            done.result()
+
+
+def _read_chunk(path: str, store: Any, start: tuple[int, ...], copies: list[Copy]) -> None:
+    inner = grid.hull([copy.source for copy in copies])
+    box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
+    values = wait(path, store[box].read(), math.prod(grid.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
+    uncompressed.scatter(values, [Copy(grid.within(copy.source, inner), copy.array, copy.target) for copy in copies])
+
+
+def _pieces(group: list[ArrayRead]) -> list[Piece]:
+    """What to read for boxes of one array of plain chunks."""
+    job = group[0].job
+    if len(group) == 1 and job.is_one_plain_chunk:
+        ((value, _),) = group[0].chunks
+        return uncompressed.place_whole(job, value, group[0].array)
+    found: list[Piece] = []
+    for place, copies in by_chunk(group).values():
+        found += uncompressed.place(job, place, job.info.chunks, copies)
+    return found
+
+
+def _stored_bytes(place: Place) -> int:
+    if isinstance(place, OpaqueValue):
+        return 1 << 40  # nothing is known, so nothing is refused
+    return place.length if isinstance(place, ByteRange) else len(place)

@@ -1,0 +1,58 @@
+"""Reading many ranges of the objects of a store with few requests, many of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flax_ckpt_compat._core.thread_pools import Pool
+
+from .uncompressed import Piece
+
+# A request takes about as long as 1 MiB does, so what lies between two ranges is read with them.
+_GAP_BYTES = 64 << 10
+_RUN_BYTES = 16 << 20
+_AT_ONCE = 16
+
+
+def runs(pieces: list[Piece]) -> list[list[Piece]]:
+    """Puts pieces that lie side by side together.
+
+    Args:
+        pieces: by file and offset.
+    """
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        extent = piece.extent
+        if found:
+            first, last = found[-1][0].extent, found[-1][-1].extent
+            near = extent.file == last.file and extent.offset <= last.offset + last.length + _GAP_BYTES
+            if near and extent.offset + extent.length - first.offset <= _RUN_BYTES:
+                found[-1].append(piece)
+                continue
+        found.append([piece])
+    return found
+
+
+def hand_over(piece: Piece, data: memoryview) -> None:
+    """Puts a piece's bytes where they belong."""
+
+    def fill(_: Piece, target: memoryview) -> None:
+        target[:] = data
+
+    piece.read(fill)
+
+
+def in_threads(function: Callable[[list[Piece]], None], found: list[list[Piece]]) -> None:
+    """Calls the function with every run, several at once; the first failure ends it once those begun have ended."""
+    if len(found) < 2:
+        for run in found:
+            function(run)
+        return
+    with Pool(min(_AT_ONCE, len(found))) as pool:
+        futures = [pool.submit(function, run) for run in found]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
