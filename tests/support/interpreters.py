@@ -66,6 +66,13 @@ class Program:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
         return self.returncode
 
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        try:
+            return self.wait(0.001)
+        except subprocess.TimeoutExpired:
+            return None
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return all that it prints once it has ended; kill it where that takes too long."""
         late = threading.Event()
