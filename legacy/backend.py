@@ -18,16 +18,16 @@ class MsgpackBackend:
 
     format = Format.MSGPACK
 
-    def prepare(self, tree: Node, share: ProcessInfo | None = None) -> Node | SharedTree:
+    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | SharedTree:
         """Raises `UnsupportedLeafError`, naming the key path, if a msgpack file cannot hold the tree.
 
         Strings that the reader would take for a reference to an array of a ``_gda`` folder are refused
         here; `write` stores them, so that whoever writes such a folder can check first and then replace.
         """
-        if share is None:
+        if process is None:
             check_tree(tree)
             return tree
-        prepared = split(tree, share)
+        prepared = split(tree, process)
         check_tree(prepared.tree)
         return prepared
 
@@ -42,33 +42,33 @@ class MsgpackBackend:
         path: str,
         prepared: SharedTree,
         options: WriteOptions,  # noqa: ARG002
-        share: ProcessInfo,  # noqa: ARG002
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,  # noqa: ARG002
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Makes the folder of arrays; see `Backend.begin_multiprocess`."""
-        gda_write.begin(path, prepared, shares)
+        gda_write.begin(path, prepared, upload)
 
     def write_process_part(
         self,
         path: str,
         prepared: SharedTree,
         options: WriteOptions,  # noqa: ARG002
-        share: ProcessInfo,
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Writes this process's shards, and in process 0 the file ``path``; see `Backend.write_process_part`."""
-        gda_write.write_process_part(path, prepared, share, shares)
+        gda_write.write_process_part(path, prepared, process, upload)
 
     def finish_multiprocess(
         self,
         path: str,
         prepared: SharedTree,
         options: WriteOptions,  # noqa: ARG002
-        share: ProcessInfo,  # noqa: ARG002
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,  # noqa: ARG002
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Checks that nothing is missing; see `Backend.finish_multiprocess`."""
-        gda_write.end(path, prepared, shares)
+        gda_write.end(path, prepared, upload)
 
     def open(self, path: str) -> Reader:
         """Opens a msgpack checkpoint; reads its structure and skips over array data."""

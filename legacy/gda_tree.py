@@ -22,10 +22,10 @@ from flax_ckpt_compat._core.tree import (
     Node,
     Path,
     Shard,
-    box_of,
     is_jax_array,
     iter_leaves,
     map_leaves,
+    normalize_index,
     show_path,
 )
 
@@ -68,7 +68,7 @@ class SpreadArray:
             return
         for shard in self.value.addressable_shards:
             if shard.replica_id == 0:
-                yield Shard(box_of(shard.index, self.shape), np.asarray(shard.data))
+                yield Shard(normalize_index(shard.index, self.shape), np.asarray(shard.data))
 
     def names(self) -> Iterator[str]:
         """The names of its chunks; none where it has no elements."""
@@ -128,20 +128,20 @@ class SharedTree:
         return map_leaves(lambda _, leaf: _referred(leaf, before), self.tree)
 
 
-def split(tree: Node, share: ProcessInfo) -> SharedTree:
+def split(tree: Node, process: ProcessInfo) -> SharedTree:
     """Finds the arrays that are spread over processes.
 
     Raises:
         UnsupportedLeafError: one that cannot be stored as an array of several processes.
     """
-    found = {path: array for path, leaf in iter_leaves(tree) if (array := _spread(path, leaf, share)) is not None}
+    found = {path: array for path, leaf in iter_leaves(tree) if (array := _spread(path, leaf, process)) is not None}
     names = choose(sorted(found), tree.children if isinstance(tree, Branch) else ())
     arrays = {path: SpreadArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
     taken_out = map_leaves(lambda path, leaf: _replaced(leaf, arrays[path]) if path in arrays else leaf, tree)
     return SharedTree(taken_out, tuple(arrays.values()))
 
 
-def _spread(path: Path, leaf: Any, share: ProcessInfo) -> Any:
+def _spread(path: Path, leaf: Any, process: ProcessInfo) -> Any:
     """The leaf's array if several processes hold it, or None."""
     array = leaf.data if isinstance(leaf, KeyData) else leaf
     if not (isinstance(array, HostCopy) or is_jax_array(array)):
@@ -150,9 +150,9 @@ def _spread(path: Path, leaf: Any, share: ProcessInfo) -> Any:
     if sharding.is_fully_addressable:
         return None
     owners = {device.process_index for device in sharding.device_set}
-    if len(owners) == 1 and owners != {share.index}:
+    if len(owners) == 1 and owners != {process.index}:
         raise UnsupportedLeafError(
-            f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {share.index} sees "
+            f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {process.index} sees "
             "nothing of it; spread or replicate it over the processes before saving",
             leaf=show_path(path),
         )

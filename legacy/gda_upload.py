@@ -24,7 +24,7 @@ _IN_FLIGHT = 2**28
 _COMMIT_FILE = "commit_success.txt"
 
 
-def write_shards(base: str, spread: Iterable[SpreadArray], shares: MultiprocessUpload) -> list[str]:
+def write_shards(base: str, spread: Iterable[SpreadArray], upload: MultiprocessUpload) -> list[str]:
     """Writes this process's shards, several at once, and returns their names relative to the folder of the save.
 
     Raises:
@@ -39,7 +39,7 @@ def write_shards(base: str, spread: Iterable[SpreadArray], shares: MultiprocessU
                 if array.subpath not in opened:
                     opened[array.subpath] = pool.submit(_open, _folder(base, array), array)
                 waiting.append((pool.submit(_write, opened[array.subpath], array, shard, base), shard.data.nbytes))
-                written.append(f"{_folder(shares.tag, array)}/{array.name_of(shard)}")
+                written.append(f"{_folder(upload.tag, array)}/{array.name_of(shard)}")
                 total += shard.data.nbytes
                 while waiting and (total > _IN_FLIGHT or waiting[0][0].done()):
                     future, nbytes = waiting.popleft()
@@ -81,18 +81,18 @@ def _open(folder: str, array: SpreadArray) -> Any:
     return store
 
 
-def check(base: str, spread: Iterable[SpreadArray], shares: MultiprocessUpload) -> None:
+def check(base: str, spread: Iterable[SpreadArray], upload: MultiprocessUpload) -> None:
     """Raises if a chunk is missing; where readers want a sign that all is there, it is written.
 
     Raises:
         StorageError: names the array.
     """
-    there = set(shares.written())
+    there = set(upload.written())
     for array in spread:
-        inside = _folder(shares.tag, array)
+        inside = _folder(upload.tag, array)
         lost = [name for name in array.names() if f"{inside}/{name}" not in there]
         if lost or f"{inside}/{_METADATA}" not in there:
             raise array.incomplete(_folder(base, array), lost or [_METADATA])
-    if shares.folder.startswith("gs://"):
-        text = f"Checkpoint commit was successful to {shares.folder}"
-        client.write(f"{shares.folder}/{_COMMIT_FILE}", text.encode())
+    if upload.folder.startswith("gs://"):
+        text = f"Checkpoint commit was successful to {upload.folder}"
+        client.write(f"{upload.folder}/{_COMMIT_FILE}", text.encode())

@@ -28,12 +28,12 @@ _THREADS = 16
 _IN_FLIGHT = 2**30
 
 
-def begin(path: str, prepared: SharedTree, shares: MultiprocessUpload | None = None) -> None:
+def begin(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
     """Makes the folder of arrays and all in it but the data; no folder where there are no arrays."""
     if not prepared.arrays:
         return
-    if shares is not None:
-        base, described = _base(path, shares), {array.subpath: array.metadata for array in prepared.arrays}
+    if upload is not None:
+        base, described = _base(path, upload), {array.subpath: array.metadata for array in prepared.arrays}
         client.in_parallel(
             lambda subpath: client.write(f"{os.path.join(base, subpath, _METADATA)}", described[subpath]), described
         )
@@ -46,27 +46,27 @@ def begin(path: str, prepared: SharedTree, shares: MultiprocessUpload | None = N
             file.write(array.metadata)
 
 
-def _base(path: str, shares: MultiprocessUpload | None) -> str:
+def _base(path: str, upload: MultiprocessUpload | None) -> str:
     """The folder that the paths of the arrays are relative to."""
-    if shares is not None:
-        return f"{shares.folder}/{shares.tag}"
+    if upload is not None:
+        return f"{upload.folder}/{upload.tag}"
     return os.path.join(gda_folder.folder_of(path), gda_folder.nest_in(path))
 
 
 def write_process_part(
-    path: str, prepared: SharedTree, share: ProcessInfo, shares: MultiprocessUpload | None = None
+    path: str, prepared: SharedTree, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
     """Writes this process's shards, and in process 0 the file, which is local also of a save to a store."""
-    base = _base(path, shares)
-    if shares is None:
+    base = _base(path, upload)
+    if upload is None:
         _write_shards(base, prepared.arrays)
     else:
-        multiprocess.check_goes_on(shares, gda_upload.write_shards(base, prepared.arrays, shares))
-    if share.index == 0:
-        write_tree(path, prepared.document(gda_folder.nest_in(path) if shares is None else f"{shares.tag}/"))
+        multiprocess.check_goes_on(upload, gda_upload.write_shards(base, prepared.arrays, upload))
+    if process.index == 0:
+        write_tree(path, prepared.document(gda_folder.nest_in(path) if upload is None else f"{upload.tag}/"))
 
 
-def end(path: str, prepared: SharedTree, shares: MultiprocessUpload | None = None) -> None:
+def end(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
     """Checks that all chunks of all arrays are there, and syncs what `begin` made and all names.
 
     Raises:
@@ -74,9 +74,9 @@ def end(path: str, prepared: SharedTree, shares: MultiprocessUpload | None = Non
     """
     if not prepared.arrays:
         return
-    base = _base(path, shares)
-    if shares is not None:
-        gda_upload.check(base, prepared.arrays, shares)
+    base = _base(path, upload)
+    if upload is not None:
+        gda_upload.check(base, prepared.arrays, upload)
         return
     folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(path))}
     with _threads() as pool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.tree import HostCopy, Shard, box_of
+from flax_ckpt_compat._core.tree import HostCopy, Shard, normalize_index
 
 _BLOCK = 8 * 2**20
 # Finding the shards of small arrays takes longer than what jax does, which keeps the copy that it makes.
@@ -45,7 +45,7 @@ def _shards(leaf: Any) -> Sequence[Shard]:
         return [Shard(tuple(slice(0, length) for length in leaf.shape), leaf)]
     # Not the whole as one: jax would keep that copy for as long as the array lives.
     return [
-        Shard(box_of(shard.index, leaf.shape), np.asarray(shard.data))
+        Shard(normalize_index(shard.index, leaf.shape), np.asarray(shard.data))
         for shard in leaf.addressable_shards
         if shard.replica_id == 0
     ]

@@ -47,7 +47,7 @@ class MsgpackReader:
             raise
 
     def _parse(self, of_orbax: bool) -> Node:
-        with memory.collection_paused(near=self._source.is_near):
+        with memory.pause_gc(enabled=self._source.is_near):
             return parse(Window(self._source), self, of_orbax=of_orbax)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class MsgpackReader:
     def _read_mapped(self, handles: Sequence[LeafHandle]) -> list[Any]:
         found = arrays_over_file(self._source, handles)
         others = self._read([handle for index, handle in enumerate(handles) if index not in found])
-        return mapping.put_between(found, others)
+        return mapping.merge_by_index(found, others)
 
     def _read(self, handles: Sequence[LeafHandle]) -> list[Any]:
         values: list[Any] = [None] * len(handles)

@@ -147,7 +147,7 @@ def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
     # Of a near source one after the other, which takes less memory; else many requests at once.
     while batch := list(itertools.islice(blocks, 1 if source.is_near else _BLOCKS_AT_ONCE)):
         fetch(source, [span for span, _ in batch])
-        with memory.collection_paused():
+        with memory.pause_gc():
             for span, leaves in batch:
                 _scatter(span.target, leaves, values)
 
@@ -181,7 +181,7 @@ def _scatter(source: memoryview, leaves: list[Small], values: list[Any]) -> None
         (handle.shape, handle.dtype, source[where - first : where - first + handle.nbytes])
         for where, _, handle in leaves
     ]
-    for (_, index, _), array in zip(leaves, memory.packed(wanted), strict=True):
+    for (_, index, _), array in zip(leaves, memory.pack(wanted), strict=True):
         values[index] = array
 
 
@@ -202,7 +202,7 @@ def arrays(source: Source, handles: Sequence[LeafHandle]) -> dict[int, Any]:
 
 
 def _is_one_piece(handle: LeafHandle) -> bool:
-    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= mapping.LEAST
+    is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= mapping.MIN_BYTES
     return is_large_array and handle.dtype is not None and type(handle.locator) is int
 
 

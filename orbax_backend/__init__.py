@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
-from flax_ckpt_compat._core.memory import collection_paused
+from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node
 
@@ -26,13 +26,13 @@ class OrbaxBackend:
         """Takes what opens the msgpack file in directories of old releases; without it, they are refused."""
         self._open_msgpack = open_msgpack
 
-    def prepare(self, tree: Node, share: ProcessInfo | None = None) -> Plan:
+    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Plan:
         """Decides how every leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
-        return make_plan(tree, together=share is not None and share.count > 1)
+        return make_plan(tree, together=process is not None and process.count > 1)
 
     def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
         """Writes the whole checkpoint as a new directory and syncs it to disk.
@@ -53,8 +53,8 @@ class OrbaxBackend:
         path: str,
         prepared: Plan,
         options: WriteOptions,
-        share: ProcessInfo,  # noqa: ARG002
-        shares: MultiprocessUpload | None = None,  # noqa: ARG002
+        process: ProcessInfo,  # noqa: ARG002
+        upload: MultiprocessUpload | None = None,  # noqa: ARG002
     ) -> None:
         """Makes the directory of a save by several processes, and those in it that all need.
 
@@ -69,31 +69,31 @@ class OrbaxBackend:
         path: str,
         prepared: Plan,
         options: WriteOptions,
-        share: ProcessInfo,
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Writes the shards of this process as a database of its own and syncs it to disk.
 
         Raises:
             StorageError: the file system refused, or this process does not see the directory that process 0 made.
         """
-        multiprocess.write(path, prepared, options, share, shares)
+        multiprocess.write(path, prepared, options, process, upload)
 
     def finish_multiprocess(
         self,
         path: str,
         prepared: Plan,
         options: WriteOptions,  # noqa: ARG002
-        share: ProcessInfo,
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Merges the databases of all processes, checks that no chunk is missing and syncs all to disk.
 
         Raises:
             MultiprocessSaveError: a process wrote something else than this one.
-            StorageError: a part of a share is missing, or the file system refused.
+            StorageError: a part is missing, or the file system refused.
         """
-        multiprocess.end(path, prepared, share, shares)
+        multiprocess.end(path, prepared, process, upload)
 
     def open(self, path: str) -> Reader:
         """Opens a directory of any release of Orbax without reading array data.
@@ -102,7 +102,7 @@ class OrbaxBackend:
             IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
             CorruptCheckpointError: it does not decode.
         """
-        with paths.listing_cache(path), collection_paused(near=not paths.is_url(path)):
+        with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
             return open_checkpoint(path, self._open_msgpack)
 
 

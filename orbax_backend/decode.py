@@ -219,7 +219,7 @@ def take_inline(
         rest.append(number)
     for start in range(0, len(found), _TOGETHER):
         block = found[start : start + _TOGETHER]
-        packed = memory.packed([(one.locator.info.shape, one.locator.info.dtype, value) for _, one, value in block])
+        packed = memory.pack([(one.locator.info.shape, one.locator.info.dtype, value) for _, one, value in block])
         for (number, _, _), array in zip(block, packed, strict=True):
             values[number] = array
     return rest, [(one, number) for number, one, _ in found if not one.locator.is_plain]

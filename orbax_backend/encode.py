@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, box_of, is_jax_array, show_path
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, normalize_index, show_path
 
 from .sharding import everywhere, is_spread, shard_shape
 from .type_annotations import LeafMark
@@ -84,7 +84,7 @@ def host_shards(source: Any) -> tuple[Shard, ...]:
     if isinstance(source, HostCopy):
         return source.shards
     return tuple(
-        Shard(box_of(shard.index, source.shape), np.asarray(shard.data, order="C"))
+        Shard(normalize_index(shard.index, source.shape), np.asarray(shard.data, order="C"))
         for shard in source.addressable_shards
         if shard.replica_id == 0
     )

@@ -31,7 +31,7 @@ def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[i
     files: dict[str, list[tuple[int, ByteRange]]] = {}
     for index, (job, (chunks, _)) in enumerate(zip(jobs, located, strict=True)):
         place = chunks[0][0] if chunks and job.is_one_plain_chunk else None
-        if isinstance(place, ByteRange) and place.length >= mapping.LEAST:
+        if isinstance(place, ByteRange) and place.length >= mapping.MIN_BYTES:
             files.setdefault(place.file, []).append((index, place))
     found: dict[int, Any] = {}
     for file, wanted in files.items():

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.object_store import client, multiprocess, uploads
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.tree import box_of, show_path
+from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata
 from .database import Database, locator, storage_errors
@@ -47,100 +47,102 @@ def begin(path: str, plan: Plan, options: WriteOptions) -> None:
 
 
 def write(
-    path: str, plan: Plan, options: WriteOptions, share: ProcessInfo, shares: MultiprocessUpload | None = None
+    path: str, plan: Plan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
     """Writes this process's shards, and in process 0 all that is not spread.
 
     Args:
-        path: of the directory that all see, or, with ``shares``, of a local one of this process's own.
+        path: of the directory that all see, or, with ``upload``, of a local one of this process's own.
         plan: this process's.
         options: see `WriteOptions`.
-        share: this process's.
-        shares: of a save to a store, to which the database goes then.
+        process: this process's.
+        upload: of a save to a store, to which the database goes then.
 
     Raises:
         StorageError: the file system, or the store, refused, or it is not the one that process 0 sees.
     """
-    leads = share.index == 0
-    if shares is not None and not leads:
+    leads = process.index == 0
+    if upload is not None and not leads:
         begin(path, plan, options)
     if not os.path.isdir(path):
         raise StorageError(
-            f"process {share.index} does not find {path}, which process 0 made: all processes must save to one "
+            f"process {process.index} does not find {path}, which process 0 made: all processes must save to one "
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    used, own = compressor(options.compression), _database_of(path, share.index, shares)
+    used, own = compressor(options.compression), _database_of(path, process.index, upload)
     make_directory(own)
     arrays = [(name, stored) for name, stored in metadata.arrays(plan) if leads or stored.spread]
     database = begin_arrays(own, arrays, used, leads)
     try:
         # In a store one list for all does: every process's is the same.
-        if leads or shares is None:
-            write_array_metadatas(path, plan, used is not None, share.index)
+        if leads or upload is None:
+            write_array_metadatas(path, plan, used is not None, process.index)
         if leads:
             write_tree(path, plan)
     finally:
         end_arrays(own, database)
     write_file(os.path.join(own, _ENDED), _digest(plan).encode())
     sync_directory(own)
-    if shares is not None:
+    if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in uploads.names_in(own)]
-        multiprocess.upload(shares, path, sent, os.path.relpath(os.path.join(own, _ENDED), path))
+        multiprocess.upload(upload, path, sent, os.path.relpath(os.path.join(own, _ENDED), path))
 
 
-def end(path: str, plan: Plan, share: ProcessInfo, shares: MultiprocessUpload | None = None) -> None:
-    """Process 0 makes one checkpoint of all shares, once it has seen that nothing is missing.
+def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload | None = None) -> None:
+    """Process 0 makes one checkpoint of all parts, once it has seen that nothing is missing.
 
     Args:
         path: as for `write`; what all processes have in common is then in it.
         plan: this process's.
-        share: this process's.
-        shares: of a save to a store.
+        process: this process's.
+        upload: of a save to a store.
 
     Raises:
         MultiprocessSaveError: a process wrote something else than this one.
-        StorageError: a part of a share is missing, or the file system, or the store, refused.
+        StorageError: a part is missing, or the file system, or the store, refused.
     """
-    digest, base = _digest(plan), path if shares is None else shares.url
-    databases = [_database_of(base, process, shares) for process in range(share.count)]
-    client.in_parallel(lambda number: _check_ended(base, int(number), databases[int(number)], digest), _numbers(share))
+    digest, base = _digest(plan), path if upload is None else upload.url
+    databases = [_database_of(base, index, upload) for index in range(process.count)]
+    client.in_parallel(
+        lambda number: _check_ended(base, int(number), databases[int(number)], digest), _numbers(process)
+    )
     if metadata.arrays(plan):
-        _merge(path, databases, shares)
-        _check(path, plan, shares)
-    client.in_parallel(_forget_ended, databases if shares is None else [*databases, _database_of(path, 0, shares)])
+        _merge(path, databases, upload)
+        _check(path, plan, upload)
+    client.in_parallel(_forget_ended, databases if upload is None else [*databases, _database_of(path, 0, upload)])
     finish(path, plan)
 
 
-def _merge(path: str, databases: list[str], shares: MultiprocessUpload | None) -> None:
+def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
     """Writes a database with references to the values of all others; no value is read."""
     with storage_errors(path):
-        top = Database(path, None if shares is None else shares.folder)
+        top = Database(path, None if upload is None else upload.folder)
         # A process that holds the first replica of nothing has written nothing.
-        there = _manifests(databases, shares)
+        there = _manifests(databases, upload)
         top.take_over([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
         top.begin_commit()
         top.end_commit()
     sync_database(path)
 
 
-def _manifests(databases: list[str], shares: MultiprocessUpload | None) -> set[str]:
-    if shares is not None:
-        return set(shares.written())
+def _manifests(databases: list[str], upload: MultiprocessUpload | None) -> set[str]:
+    if upload is not None:
+        return set(upload.written())
     files = (os.path.join(own, MANIFEST) for own in databases)
     return {os.path.join(*file.split(os.sep)[-2:]) for file in files if os.path.exists(file)}
 
 
-def _check(path: str, plan: Plan, shares: MultiprocessUpload | None) -> None:
-    if shares is None:
+def _check(path: str, plan: Plan, upload: MultiprocessUpload | None) -> None:
+    if upload is None:
         index, known = open_index(path, use_ocdbt=True), dict[str, int]()
         check_complete(path, plan, index, lambda file: _size(path, file, known))
         return
-    index = open_index(shares.url, use_ocdbt=True, locate=locator(path, shares.folder))
-    files = [key for key in shares.written() if not key.endswith((MANIFEST, _ENDED))]
-    found = sizes_of([f"{shares.folder}/{key}" for key in files])
+    index = open_index(upload.url, use_ocdbt=True, locate=locator(path, upload.folder))
+    files = [key for key in upload.written() if not key.endswith((MANIFEST, _ENDED))]
+    found = sizes_of([f"{upload.folder}/{key}" for key in files])
     sizes = {key: size for key, size in zip(files, found, strict=True) if isinstance(size, int)}
-    check_complete(shares.url, plan, index, lambda file: sizes.get(file, -1))
+    check_complete(upload.url, plan, index, lambda file: sizes.get(file, -1))
 
 
 def _size(path: str, file: str, sizes: dict[str, int]) -> int:
@@ -150,12 +152,12 @@ def _size(path: str, file: str, sizes: dict[str, int]) -> int:
     return sizes[file]
 
 
-def _numbers(share: ProcessInfo) -> list[str]:
-    return [str(process) for process in range(share.count)]
+def _numbers(process: ProcessInfo) -> list[str]:
+    return [str(index) for index in range(process.count)]
 
 
-def _database_of(path: str, process: int, shares: MultiprocessUpload | None) -> str:
-    return os.path.join(path, f"ocdbt.process_{process}{'' if shares is None else shares.tag}")
+def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
+    return os.path.join(path, f"ocdbt.process_{process}{'' if upload is None else upload.tag}")
 
 
 def _digest(plan: Plan) -> str:
@@ -257,6 +259,9 @@ def _whose(stored: Stored, cell: Shape, chunks: Shape) -> str:
     holders = (
         device.process_index
         for device, index in devices.items()
-        if all(side.start <= start < side.stop for side, start in zip(box_of(index, stored.shape), at, strict=True))
+        if all(
+            side.start <= start < side.stop
+            for side, start in zip(normalize_index(index, stored.shape), at, strict=True)
+        )
     )
     return f"the chunk {list(cell)} of process {next(holders, 0)}"

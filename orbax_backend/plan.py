@@ -65,7 +65,7 @@ def make_plan(tree: Node, together: bool = False) -> Plan:
         UnsupportedLeafError, NameCollisionError: with the key path in the message.
     """
     plan = Plan()
-    with memory.collection_paused():
+    with memory.pause_gc():
         _Planner(plan, together).add(tree, (), ())
     return plan
 

@@ -67,7 +67,7 @@ class Fetcher:
         self._read_pieces([piece for group in raw for piece in _pieces(group)])
         self._read_opened(opened)
         self._warn_of_left_out([request for request in requests if self._loose and not request.complete])
-        return mapping.put_between(ready, [request.array for request in requests])
+        return mapping.merge_by_index(ready, [request.array for request in requests])
 
     def _request(self, job: Job, chunks: list[tuple[Place, Box]], complete: bool) -> ArrayRead:
         try:

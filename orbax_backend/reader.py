@@ -81,7 +81,7 @@ class OrbaxReader:
         if self._closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
-        with memory.collection_paused():
+        with memory.pause_gc():
             rest, coded = take_inline(self._index, handles, values)
         for handle, number in coded:
             values[number] = self._decode(handle, values[number])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import box_of
+from flax_ckpt_compat._core.tree import normalize_index
 
 
 class ShardingTexts:
@@ -82,7 +82,7 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
     # The shards of a mesh are a grid; looking at those of thousands of devices would take its time.
     if isinstance(sharding, sys.modules["jax"].sharding.NamedSharding):
         return part
-    boxes = (box_of(index, shape) for index in sharding.devices_indices_map(shape).values())
+    boxes = (normalize_index(index, shape) for index in sharding.devices_indices_map(shape).values())
     return part if all(_is_cell(box, part) for box in boxes) else shape
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError
-from flax_ckpt_compat._core.memory import collection_paused
+from flax_ckpt_compat._core.memory import pause_gc
 
 from . import metadata
 from .database import Database, storage_errors
@@ -107,7 +107,7 @@ def begin_arrays(
     _begin_transfers(arrays)
     with storage_errors(path):
         database = Database(path)
-        with collection_paused():
+        with pause_gc():
             for name, stored in arrays:
                 database.put(name, stored, compressor, leads)
         database.begin_commit()

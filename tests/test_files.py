@@ -41,9 +41,9 @@ def read(path: str | Path) -> str:
 def temporary_of(pid: int, path: Path, role: str = "new", start: int | None = None) -> str:
     """The temporary path that a process with this id would choose."""
     mine = atomic.temporary_path(str(path), role)
-    own = f"-{os.getpid()}-{processes.start_of(os.getpid())}-"
+    own = f"-{os.getpid()}-{processes.start_time(os.getpid())}-"
     assert own in mine
-    return mine.replace(own, f"-{pid}-{max(1, processes.start_of(pid)) if start is None else start}-")
+    return mine.replace(own, f"-{pid}-{max(1, processes.start_time(pid)) if start is None else start}-")
 
 
 def of_other_machine(path: str) -> str:

@@ -80,7 +80,7 @@ def test_as_from_memory(tree: dict[str, Any], flag: bool, tmp_path_factory: pyte
     folder = tmp_path_factory.mktemp("mapped")
     with use_flag(flag), pytest.MonkeyPatch.context() as patch:
         checkpoints.save_checkpoint(folder, tree, 1)
-        patch.setattr(mapping, "LEAST", 1)
+        patch.setattr(mapping, "MIN_BYTES", 1)
         for target in (tree, None):
             expected = checkpoints.restore_checkpoint(folder, target)
             with config.override(mapped=True):

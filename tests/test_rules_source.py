@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.template import filler
+from flax_ckpt_compat._core.template import compile_template
 from tests.support.stored import count, same, stored, values
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4)
@@ -130,6 +130,6 @@ def test_templates_are_filled_as_python_does(pattern: re.Pattern[str], template:
             expected = match.expand(template)
         except (re.error, IndexError) as error:
             with pytest.raises(type(error)):
-                filler(pattern, template)
+                compile_template(pattern, template)
         else:
-            assert filler(pattern, template)(match) == expected
+            assert compile_template(pattern, template)(match) == expected

@@ -163,7 +163,7 @@ class Backend(Protocol):
     The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
     directory, 1) `prepare`, 2) `write`, 3) the caller publishes the temporary under its final name.
     Of a save by several processes: 0) process 0 chooses the temporary path and tells it to the others, 1) all:
-    `prepare` with their shares, 2) process 0: `begin_multiprocess`, 3) all, once it has ended: `write_process_part`,
+    `prepare` with their upload, 2) process 0: `begin_multiprocess`, 3) all, once it has ended: `write_process_part`,
     4) process 0, once all have ended: `finish_multiprocess`, 5) process 0 publishes.
     The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
     number of times, 3) `Reader.close`.
@@ -171,11 +171,11 @@ class Backend(Protocol):
 
     format: Format
 
-    def prepare(self, tree: Node, share: ProcessInfo | None = None) -> Any:
+    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
         """Decides how a tree is stored, or raises, before anything is written; copies no array data.
 
         Args:
-            share: given where several processes save together: then a ``jax.Array`` or `HostCopy` may be spread over
+            process: given where several processes save together: then a ``jax.Array`` or `HostCopy` may be spread over
                 them, and each writes the shards that it can see and that are the first of their replicas
                 (``replica_id`` 0). All else is taken from process 0.
             tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
@@ -205,18 +205,18 @@ class Backend(Protocol):
         path: str,
         prepared: Any,
         options: WriteOptions,
-        share: ProcessInfo,
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Process 0 makes what the others need to have before they write, such as directories.
 
         Args:
             path: absolute path of the temporary, which does not exist yet; the parent exists and all processes see it.
                 Of a save to a store it is a local one, and each process has its own.
-            prepared: of this backend's `prepare`, with this share.
+            prepared: of this backend's `prepare`, with this process.
             options: see `WriteOptions`.
-            share: this process's.
-            shares: of a save to a store, which is where all see what the others write.
+            process: this process's.
+            upload: of a save to a store, which is where all see what the others write.
         """
         ...
 
@@ -225,8 +225,8 @@ class Backend(Protocol):
         path: str,
         prepared: Any,
         options: WriteOptions,
-        share: ProcessInfo,
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,
+        upload: MultiprocessUpload | None = None,
     ) -> None:
         """Writes the arrays' shards of this process (process 0: and whatever is not spread) and syncs them to disk.
 
@@ -239,10 +239,10 @@ class Backend(Protocol):
         path: str,
         prepared: Any,
         options: WriteOptions,
-        share: ProcessInfo,
-        shares: MultiprocessUpload | None = None,
+        process: ProcessInfo,
+        upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Process 0 makes one checkpoint of all shares and syncs it to disk."""
+        """Process 0 makes one checkpoint of all upload and syncs it to disk."""
         ...
 
     def open(self, path: str) -> Reader:

@@ -181,7 +181,7 @@ def _size_or_zero(url: str) -> int:
     return 0
 
 
-def is_writable_place(path: str) -> bool:
+def is_valid_destination(path: str) -> bool:
     """Whether a checkpoint can have this path: a store's bucket is none."""
     return not is_url(path) or path.count("/") > _SLASHES_OF_BUCKET
 

@@ -1,4 +1,4 @@
-"""Where several processes write one checkpoint: into what all of them see, or into a store, and each beside it."""
+"""Stage the save of several processes: one temporary that all see, or, for a store, one local temporary each."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 
 @dataclasses.dataclass(slots=True)
 class Staging:
-    """The place of one save, as one of its processes knows it.
+    """The temporary of one save, as one of its processes sees it.
 
     Attributes:
-        path: local temporary; of a save to a store, what this process alone sees.
-        shares: of a save to a store.
-        begun: process 0 has begun to publish.
+        path: local temporary; for a save to a store, only this process sees it.
+        upload: the upload of a save to a store, or None.
+        publishing: process 0 has begun to publish.
     """
 
     path: str
-    shares: MultiprocessUpload | None = None
-    begun: bool = False
+    upload: MultiprocessUpload | None = None
+    publishing: bool = False
 
     def to_json(self) -> str:
-        """Text from which the other processes `from_json`."""
-        shares = None if self.shares is None else dataclasses.asdict(self.shares)
-        return json.dumps({"path": self.path, "shares": shares})
+        """Encode for the other processes' `from_json`."""
+        upload = None if self.upload is None else dataclasses.asdict(self.upload)
+        return json.dumps({"path": self.path, "upload": upload})
 
     def publish(self, path: str, *, new: bool) -> None:
-        """Process 0 gives what all have written its final name; see `paths.publish`."""
-        self.begun = True
-        if self.shares is None:
+        """Publish what all processes wrote; called in process 0. See `paths.publish`."""
+        self.publishing = True
+        if self.upload is None:
             paths.publish(self.path, path, new=new)
         else:
-            multiprocess.publish(self.shares, self.path, new=new)
+            multiprocess.publish(self.upload, self.path, new=new)
 
-    def give_up(self, leads: bool, *, late: bool = False) -> None:
-        """Remove what this process wrote, and process 0 what all did, of a save that failed.
+    def cleanup(self, is_primary: bool, *, late: bool = False) -> None:
+        """Remove what this process wrote, and in process 0 what all wrote, after a failed save.
 
-        What a store may already count as a checkpoint stays.
+        Keep what a store may already count as a checkpoint.
 
         Args:
-            leads: in process 0.
-            late: process 0 has given up before this process had ended, which may have made anew what was removed.
+            is_primary: true in process 0.
+            late: process 0 gave up before this process finished writing, which may have recreated removed files.
         """
-        if leads or late or self.shares is not None:
+        if is_primary or late or self.upload is not None:
             atomic.remove_temporary(self.path)
-        if leads and self.shares is not None and not self.begun:
-            multiprocess.withdraw(self.shares)
+        if is_primary and self.upload is not None and not self.publishing:
+            multiprocess.withdraw(self.upload)
 
-    def leave(self) -> None:
-        """Removes what only a process that does not publish still has of a save that is committed."""
-        if self.shares is not None:
+    def remove_local(self) -> None:
+        """Remove the local temporary of a process other than 0 after a commit to a store."""
+        if self.upload is not None:
             atomic.remove_temporary(self.path)
 
 
-def begin(path: str, *, beside: bool) -> Staging:
-    """Process 0 chooses the place.
+def begin(path: str, *, in_gda_folder: bool) -> Staging:
+    """Choose the temporary; called in process 0.
 
     Args:
-        path: of the checkpoint, or its URL.
-        beside: arrays go into a folder beside it.
+        path: path or URL of the checkpoint.
+        in_gda_folder: arrays go into a folder beside the checkpoint.
 
     Raises:
         StorageError: the store refused.
     """
     if not paths.is_url(path):
         return Staging(atomic.temporary_path(path))
-    return Staging(commit.staging_path(path), multiprocess.begin(path, beside=beside))
+    return Staging(commit.staging_path(path), multiprocess.begin(path, beside=in_gda_folder))
 
 
-def from_json(to_json: str, leads: bool) -> Staging:
-    """The place that process 0 chose.
+def from_json(text: str, is_primary: bool) -> Staging:
+    """Decode the temporary that process 0 chose.
 
     Args:
-        told: by `Staging.told`.
-        leads: in process 0 itself.
+        text: result of `Staging.to_json` in process 0.
+        is_primary: true in process 0 itself.
     """
-    found = json.loads(to_json)
-    if found["shares"] is None:
+    found = json.loads(text)
+    if found["upload"] is None:
         return Staging(found["path"])
-    shares = MultiprocessUpload(**found["shares"])
-    return Staging(found["path"] if leads else commit.staging_path(shares.url), shares)
+    upload = MultiprocessUpload(**found["upload"])
+    return Staging(found["path"] if is_primary else commit.staging_path(upload.url), upload)

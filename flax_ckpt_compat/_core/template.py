@@ -11,7 +11,7 @@ _PRIVATE = range(0xE000, 0xF8FF)
 
 
 @functools.lru_cache(maxsize=256)
-def filler(pattern: re.Pattern[str], template: str) -> Callable[[re.Match[str]], str]:
+def compile_template(pattern: re.Pattern[str], template: str) -> Callable[[re.Match[str]], str]:
     """A function that fills the groups of a match into a template, as ``re.Match.expand`` does.
 
     Args:

@@ -113,7 +113,7 @@ class HostCopy:
         return gathered
 
 
-def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """An index without steps, such as jax's (which leaves out what is whole), as start and stop on every axis."""
     return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
 

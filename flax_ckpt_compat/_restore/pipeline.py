@@ -67,7 +67,7 @@ def restore(
 
 def _read(path: str, target: Any, adaptation: TransformSpec) -> Any:
     with closing(opening.Opened(path)) as opened, contextlib.ExitStack() as stack:
-        stack.enter_context(memory.collection_paused(near=not paths.is_url(path)))
+        stack.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
         works = plan_all(opened, target, adaptation)
         # Reading many bytes would be no short stretch without the collector.
         if not all(work.is_short for work in works.items.values()):

@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, box_of, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, normalize_index, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, scalar_kinds, target_shardings
 from flax_ckpt_compat._trees import state_dict
 
@@ -224,7 +224,7 @@ class LeafPlacement:
         ):
             return []
         indices = sharding.addressable_devices_indices_map(shape).values()
-        boxes = {_key(box): box for box in (box_of(index, shape) for index in indices)}
+        boxes = {_key(box): box for box in (normalize_index(index, shape) for index in indices)}
         return list(boxes.values())
 
     def _is_elsewhere(self) -> bool:
@@ -244,7 +244,7 @@ class LeafPlacement:
         }
 
         def shard(index: Any) -> np.ndarray[Any, Any]:
-            return shards[_key(box_of(index, shape))]
+            return shards[_key(normalize_index(index, shape))]
 
         sharding: Any = self._form.sharding
         with transfers_allowed():

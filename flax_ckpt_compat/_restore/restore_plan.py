@@ -108,7 +108,7 @@ def plan_tree(reader: Any, tree: Node, target: Any, adaptation: TransformSpec, p
     Raises:
         TransformError, NameCollisionError: a rule or transform that does not fit.
     """
-    with memory.collection_paused():
+    with memory.pause_gc():
         described = None if target is None else state_dict.TargetTree(target)
     node = None if described is None else described.node
     return _decide(reader, adaptation.through_rules(tree, node, path), described, adaptation, path)
@@ -121,7 +121,7 @@ def _decide(
     if target is None:
         match = matching.Match(sources=map_leaves(lambda _, leaf: FromCheckpoint(leaf, None), tree))
         return TreePlan(path, reader, target, tree, match, frozenset(), adaptation)
-    with memory.collection_paused():
+    with memory.pause_gc():
         own_rules = frozenset(target.custom_serialized_paths())
         match = _match(tree, target.node, adaptation, own_rules)
     return TreePlan(path, reader, target, tree, match, own_rules, adaptation)

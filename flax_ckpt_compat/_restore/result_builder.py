@@ -35,7 +35,7 @@ class Execution:
         self._run = LeafReader(reader, cast, mapped)
         self._layout = ResultBuilder(self._run)
         self._root: dict[str, Any] = {}
-        with memory.collection_paused():
+        with memory.pause_gc():
             self._layout.put(sources, self._root, "", ())
         self.problems: Problems = self._run.problems
 
@@ -116,7 +116,7 @@ class ResultBuilder:
                     direct.append((into, name, how))
             else:
                 into[name] = run.value(path, leaf, how)
-        with placement.transfers_allowed(), memory.collection_paused():
+        with placement.transfers_allowed(), memory.pause_gc():
             for into, name, sharding in direct:
                 into[name] = placement.on_devices(into[name], sharding)
         for into, name in self._whole:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, box_of, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, iter_leaves, normalize_index, show_path
 from flax_ckpt_compat._trees import state_dict
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -141,7 +141,9 @@ def _digest(leaf: Any) -> tuple[bytes, bytes]:
     if isinstance(leaf, Branch):
         return b"all", leaf.container.value.encode()
     if isinstance(leaf, jax.Array) and is_spread(leaf):
-        shards = {str(box_of(shard.index, leaf.shape)): shard.data for shard in reversed(leaf.addressable_shards)}
+        shards = {
+            str(normalize_index(shard.index, leaf.shape)): shard.data for shard in reversed(leaf.addressable_shards)
+        }
         return repr(sorted(shards)).encode(), b"".join(_array(shards[box]) for box in sorted(shards))
     if isinstance(leaf, HostCopy):
         boxes = sorted((str(shard.index), shard.data) for shard in leaf.shards) if is_spread(leaf) else []

@@ -72,12 +72,12 @@ def _begin(request: SaveRequest, backend: Backend, prepared: Any, options: Write
     """Process 0 chooses the temporary, and makes what the others write into."""
     request.check()
     request.prepare_directory()
-    site = staging.begin(request.path, beside=backend.format is Format.MSGPACK)
+    site = staging.begin(request.path, in_gda_folder=backend.format is Format.MSGPACK)
     try:
         with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
-            backend.begin_multiprocess(site.path, prepared, options, team.share, site.shares)
+            backend.begin_multiprocess(site.path, prepared, options, team.share, site.upload)
     except BaseException:
-        site.give_up(leads=True)
+        site.cleanup(is_primary=True)
         raise
     return site.to_json()
 
@@ -96,7 +96,7 @@ def _write_and_commit(
         site = staging.from_json(to_json, leads)
         if failed is None:
             with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
-                backend.write_process_part(site.path, prepared, options, team.share, site.shares)
+                backend.write_process_part(site.path, prepared, options, team.share, site.upload)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
 
@@ -105,7 +105,7 @@ def _write_and_commit(
         if backend.format is Format.MSGPACK:
             monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
         with writing(request.path, site.path):
-            backend.finish_multiprocess(site.path, prepared, options, team.share, site.shares)
+            backend.finish_multiprocess(site.path, prepared, options, team.share, site.upload)
         request.check_again()
         request.publish(functools.partial(site.publish, request.path))
         request.committed()
@@ -115,10 +115,10 @@ def _write_and_commit(
         team.meet("commit", failed=failed, lead=commit)
     except BaseException:
         if site is not None:
-            site.give_up(leads, late=team.is_over)
+            site.cleanup(leads, late=team.is_over)
         raise
     if not leads and site is not None:
-        site.leave()
+        site.remove_local()
 
 
 def save_through(checkpointer: Any, request: SaveRequest, target: Any) -> None:

@@ -94,7 +94,7 @@ def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format:
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
     directory, name = os.path.split(paths.local(path))
-    if name in ("", os.curdir, os.pardir) or not paths.is_writable_place(path):
+    if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
         raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
     where = _place(directory, "")
     _refuse_nul(name)

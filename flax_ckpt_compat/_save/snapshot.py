@@ -10,7 +10,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import AddressableMemo
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, box_of, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, normalize_index, show_path
 from flax_ckpt_compat._save import agreement
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
@@ -162,7 +162,7 @@ def _host_copy(array: jax.Array, copies: Copies) -> HostCopy:
         return HostCopy.whole(copies.of(np.asarray(array.addressable_data(0))), array.sharding)
     # Replicas hold the same values, so one of them is enough.
     shards = tuple(
-        Shard(box_of(shard.index, array.shape), copies.of(np.asarray(shard.data)))
+        Shard(normalize_index(shard.index, array.shape), copies.of(np.asarray(shard.data)))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.template import filler
+from flax_ckpt_compat._core.template import compile_template
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat.rules import _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -26,7 +26,7 @@ def rename(who: str, pattern: str, replacement: str) -> Apply:
     """
     compiled = _trees.whole_names(pattern, who)
     try:
-        fill = filler(compiled, replacement)
+        fill = compile_template(compiled, replacement)
     except (re.error, IndexError) as error:
         raise TransformError(f"{who}: {replacement!r} does not fit the groups of the pattern: {error}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.template import filler
+from flax_ckpt_compat._core.template import compile_template
 from flax_ckpt_compat._core.tree import Path, show_path
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
@@ -148,7 +148,7 @@ def _source(entry: _Entry, matched: re.Match[str]) -> str | Path:
     if isinstance(original, tuple):
         return tuple(map(str, original))
     try:
-        return filler(matched.re, original)(matched)
+        return compile_template(matched.re, original)(matched)
     except (re.error, IndexError) as error:
         raise TransformError(
             f"the transform {entry.key!r} has the original_key {original!r}, which cannot be filled in for "

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, WriteOptions
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, box_of
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, normalize_index
 from tests.support.orbax_trees import BACKEND, branches, handles
 
 # Of every array that all processes hold together: how it lies on a mesh of the axes x and y.
@@ -99,7 +99,9 @@ def _copied(array: jax.Array) -> HostCopy:
     if array.is_fully_replicated:
         return HostCopy.whole(np.array(array), array.sharding)
     shards = (
-        Shard(box_of(s.index, array.shape), np.array(s.data)) for s in array.addressable_shards if not s.replica_id
+        Shard(normalize_index(s.index, array.shape), np.array(s.data))
+        for s in array.addressable_shards
+        if not s.replica_id
     )
     return HostCopy(array.shape, np.dtype(array.dtype), tuple(shards), array.sharding)
 
@@ -263,7 +265,7 @@ def check_ours(path: str, shape: tuple[int, int], names: list[str]) -> dict[str,
     for name in names:
         sharding = NamedSharding(mesh, specs[name])
         indices = sharding.addressable_devices_indices_map(expected[name].shape).values()
-        boxes = {str(box): box for box in (box_of(index, expected[name].shape) for index in indices)}
+        boxes = {str(box): box for box in (normalize_index(index, expected[name].shape) for index in indices)}
         asked += [(name, ArraySlice(found[name], box), box) for box in boxes.values()]
     parts, read = _counted(lambda: found[names[0]].reader.read([part for _, part, _ in asked]))
     for (name, _, box), part in zip(asked, parts, strict=True):
@@ -295,7 +297,7 @@ def save_uneven(path: str) -> str:
     mesh = mesh_of((jax.device_count(), 1))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     array = spread(np.arange(8.0, dtype=np.float32), mesh, PartitionSpec("x"))
-    shards = tuple(Shard(box_of(s.index, (8,)), np.asarray(s.data)) for s in array.addressable_shards)
+    shards = tuple(Shard(normalize_index(s.index, (8,)), np.asarray(s.data)) for s in array.addressable_shards)
     try:
         save(path, branches({"a": HostCopy((7,), np.dtype(np.float32), shards, sharding)}))
     except Exception as error:

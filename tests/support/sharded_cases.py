@@ -26,7 +26,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ShapeMismatchError
-from flax_ckpt_compat._core.tree import box_of
+from flax_ckpt_compat._core.tree import normalize_index
 from tests.support.orbax_trees import handles
 from tests.support.real_states import STATES
 
@@ -341,7 +341,7 @@ def one_device_reads_its_share(folder: Path) -> None:
     array = jax.device_put(np.random.default_rng(0).random((1024, 64)), spec)
     path = save(folder, {"a": array})
     handle = handles(path)["a"]
-    index = box_of(spec.devices_indices_map(array.shape)[jax.devices()[3]], array.shape)
+    index = normalize_index(spec.devices_indices_map(array.shape)[jax.devices()[3]], array.shape)
     with counted() as count:
         (part,) = handle.reader.read([ArraySlice(handle, index)])
     assert count() == array.nbytes // 8

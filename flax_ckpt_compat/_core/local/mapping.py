@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 # Below this a copy costs no more than the page faults.
-LEAST = 32 * 2**10
+MIN_BYTES = 32 * 2**10
 _FAILED = ctypes.c_void_p(-1).value
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 # Linux refuses private mappings larger than its memory unless told that few pages will ever be written to.
@@ -69,7 +69,7 @@ def map_regions(fd: int, regions: Sequence[Region]) -> list[np.ndarray[Any, Any]
     return views
 
 
-def put_between(found: Mapping[int, Any], others: Iterable[Any]) -> list[Any]:
+def merge_by_index(found: Mapping[int, Any], others: Iterable[Any]) -> list[Any]:
     """Values at their places, and others, in their order, at all places between and behind them."""
     rest = iter(others)
     merged: list[Any] = []

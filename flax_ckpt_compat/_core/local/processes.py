@@ -21,7 +21,7 @@ def machine() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def start_of(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When a process started, in the kernel's ticks; 0 where that is unknown but it lives, -1 where it does not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

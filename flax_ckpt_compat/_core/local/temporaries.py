@@ -37,7 +37,7 @@ _abandoned: set[str] = set()
 def temporary_path(path: str, role: str = "new") -> str:
     """A path beside ``path`` for this writer alone; `parse` knows it by its name."""
     directory, name = os.path.split(path)
-    tag = f".{processes.machine()}-{os.getpid()}-{processes.start_of(os.getpid())}-{next(_counter)}{role}"
+    tag = f".{processes.machine()}-{os.getpid()}-{processes.start_time(os.getpid())}-{next(_counter)}{role}"
     tail = tag + ORBAX_TEMPORARY + ARRAYS_POSTFIX
     encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
     if len(encoded) > room and role == "old":  # its whole name is needed to put it back
@@ -106,7 +106,7 @@ def is_alive(match: re.Match[str], path: str) -> bool:
     if match["tag"] in _abandoned:
         return False
     if match["machine"] == processes.machine():
-        return processes.start_of(int(match["pid"])) == int(match["start"])
+        return processes.start_time(int(match["pid"])) == int(match["start"])
     return time.time() - _last_change(path) < _PATIENCE[match["role"]]
 
 
