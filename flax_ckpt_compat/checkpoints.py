@@ -13,7 +13,7 @@ from typing import Any
 
 from flax import core
 
-from flax_ckpt_compat._core import module_names, paths, steps
+from flax_ckpt_compat._core import module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import listing, lookups
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
@@ -49,10 +49,10 @@ __all__ = [
 SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
 MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX
 MP_ARRAY_PH = "//GDAPlaceholder:"
-COMMIT_SUCCESS_FILE = "commit_success.txt"
-ORBAX_CKPT_FILENAME = "checkpoint"
-ORBAX_MANIFEST_OCDBT = "manifest.ocdbt"
-ORBAX_METADATA_FILENAME = "_METADATA"
+COMMIT_SUCCESS_FILE = orbax_layout.COMMIT_FILE
+ORBAX_CKPT_FILENAME = orbax_layout.MSGPACK_FILE
+ORBAX_MANIFEST_OCDBT = orbax_layout.MANIFEST
+ORBAX_METADATA_FILENAME = orbax_layout.TREE_METADATA
 PyTree = Any
 MultiprocessArrayType = Any
 

@@ -11,17 +11,15 @@ from typing import Any
 from flax_ckpt_compat._core.object_store import client, specs
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.object_store.store_errors import attempt
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import Shard
 
 from .gda_tree import SpreadArray
 
-_METADATA = ".zarray"
 _AT_ONCE = 16
 # Of shards that are compressed and sent at once.
 _IN_FLIGHT = 2**28
-# What real Flax and jax look for in ``gs://`` before they read arrays.
-_COMMIT_FILE = "commit_success.txt"
 
 
 def write_shards(base: str, spread: Iterable[SpreadArray], upload: MultiprocessUpload) -> list[str]:
@@ -91,8 +89,8 @@ def check(base: str, spread: Iterable[SpreadArray], upload: MultiprocessUpload) 
     for array in spread:
         inside = _folder(upload.tag, array)
         lost = [name for name in array.names() if f"{inside}/{name}" not in there]
-        if lost or f"{inside}/{_METADATA}" not in there:
-            raise array.incomplete(_folder(base, array), lost or [_METADATA])
-    if upload.folder.startswith("gs://"):
+        if lost or f"{inside}/{ZARR2_METADATA}" not in there:
+            raise array.incomplete(_folder(base, array), lost or [ZARR2_METADATA])
+    if upload.folder.startswith("gs://"):  # real Flax and jax look for the file before they read arrays
         text = f"Checkpoint commit was successful to {upload.folder}"
-        client.write(f"{upload.folder}/{_COMMIT_FILE}", text.encode())
+        client.write(f"{upload.folder}/{COMMIT_FILE}", text.encode())

@@ -13,11 +13,11 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import UnrecognizedFormatError
+from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
 from .metadata import DICT_KEY, SEQUENCE_KEY
 
-AGGREGATE = "checkpoint"
 # The second one is of releases up to 0.0.22 (history of Orbax).
 _ELSEWHERE = ("PLACEHOLDER://", "AGGREGATED://")
 _EMPTY = {Container.DICT: "Dict", Container.LIST: "List", Container.TUPLE: "Tuple"}
@@ -73,7 +73,7 @@ def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | N
     Raises:
         CorruptCheckpointError: it does not decode.
     """
-    file = os.path.join(path, AGGREGATE)
+    file = os.path.join(path, MSGPACK_FILE)
     if not paths.isfile(file):
         return None
     if open_msgpack is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from flax_ckpt_compat._core.orbax_layout import TREE_METADATA
 from flax_ckpt_compat._core.tree import Branch, Container, Path, show_path
 
 from .aggregate import Keys
 from .json_files import corrupt
-from .metadata import METADATA, SEQUENCE_KEY
+from .metadata import SEQUENCE_KEY
 from .structure import LeafEntry, Structure
 from .type_annotations import Marks
 
@@ -24,7 +25,7 @@ def build_tree(structure: Structure, leaves: list[Any]) -> Any:
     Raises:
         CorruptCheckpointError: the entries do not form a tree.
     """
-    file = os.path.join(structure.path, METADATA)
+    file = os.path.join(structure.path, TREE_METADATA)
     if structure.is_single_array:
         return leaves[0]
     if len(leaves) == 1 and not structure.entries[0].keys:

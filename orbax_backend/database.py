@@ -18,6 +18,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.syncing import start_writeback
 from flax_ckpt_compat._core.object_store import client, specs
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import Stored
@@ -102,14 +103,14 @@ class Database:
             return
         prefix = key_prefix(name)
         if leads:
-            self._store[prefix + ".zarray"] = _zarray(stored.shape, stored.part, stored.dtype)
+            self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.part, stored.dtype)
         for shard in shards:
             cell = [str(side.start // length) for side, length in zip(shard.index, stored.part, strict=True)]
             self._store[prefix + (".".join(cell) or "0")] = shard.data.tobytes()
 
     def _put_small(self, name: str, stored: Stored, array: np.ndarray[Any, Any]) -> None:
         prefix = key_prefix(name)
-        self._store[prefix + ".zarray"] = _zarray(stored.shape, stored.shape, stored.dtype)
+        self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.shape, stored.dtype)
         if array.nbytes:
             self._store[prefix + (".".join("0" * array.ndim) or "0")] = array.tobytes()
 
@@ -153,7 +154,7 @@ class Database:
 
     def end_commit(self) -> None:
         """Waits until everything is written and synced."""
-        Writeback(os.path.join(self._path, "d")).until_done(self._committed)
+        Writeback(os.path.join(self._path, DATA_DIRECTORY)).until_done(self._committed)
 
 
 @contextmanager
@@ -190,9 +191,6 @@ def _zarray(shape: tuple[int, ...], part: tuple[int, ...], dtype: Any) -> bytes:
     return json.dumps(dump_zarray(shape, part, dtype, None), separators=(",", ":")).encode()
 
 
-_OF_PROCESSES = "ocdbt.process_"
-
-
 def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
     """A directory that has the databases of single processes from a store, and all else on the local disk.
 
@@ -206,7 +204,7 @@ def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
         "driver": "kvstack",
         "layers": [
             {"base": paths.local_kvstore(f"{local}/")},
-            {"base": {**stored, "path": stored["path"] + _OF_PROCESSES}, "prefix": _OF_PROCESSES},
+            {"base": {**stored, "path": stored["path"] + PROCESS_PREFIX}, "prefix": PROCESS_PREFIX},
         ],
         "path": inside and f"{inside}/",
     }
@@ -214,7 +212,7 @@ def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
 
 def locator(local: str, url: str) -> Callable[[str], str]:
     """Return what finds a file of that directory; see `layered`."""
-    return lambda file: f"{url}/{file}" if file.startswith(_OF_PROCESSES) else os.path.join(local, file)
+    return lambda file: f"{url}/{file}" if file.startswith(PROCESS_PREFIX) else os.path.join(local, file)
 
 
 _EVERY = 0.01  # seconds

@@ -8,16 +8,17 @@ from typing import Any
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATA_FILES,
+    JAX_KEY,
+    JAX_KEY_METADATA,
+    SINGLE_ARRAY,
+    STEP_METADATA,
+)
 
 from .json_files import corrupt, read_json
-from .metadata import STEP_METADATA
 
-# What Orbax's handler of single arrays calls its array.
-ARRAY = "checkpoint"
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
-# An item of Orbax's handler of jax keys is two directories: the key data as a single array, and a note.
-_KEY_DATA, _KEY_NOTE = "jax_random_key", "jax_random_key_metadata/metadata"
-_ARRAY_METADATA = (".zarray", "zarr.json")
 
 
 def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
@@ -28,7 +29,7 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
     0.10.0 added to ``_METADATA``. Where the note has gone from a later one: trees of such a leaf have been
     OCDBT by default, which array items never are.
     """
-    if os.path.basename(path.rstrip("/")) == _KEY_DATA:
+    if os.path.basename(path.rstrip("/")) == JAX_KEY:
         return True
     step, item = os.path.split(path.rstrip("/"))
     own = _handlers(path)
@@ -42,7 +43,7 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
 
 def holds_array_folder(path: str) -> bool:
     """Whether the directory has the folder of one array, as array items without OCDBT do."""
-    return any(paths.isfile(os.path.join(path, ARRAY, name)) for name in _ARRAY_METADATA)
+    return any(paths.isfile(os.path.join(path, SINGLE_ARRAY, name)) for name in ARRAY_METADATA_FILES)
 
 
 def is_typed_key(path: str) -> bool:
@@ -52,13 +53,13 @@ def is_typed_key(path: str) -> bool:
         CorruptCheckpointError: it is of a key item whose note is missing or damaged.
     """
     item, name = os.path.split(path.rstrip("/"))
-    if name != _KEY_DATA:
+    if name != JAX_KEY:
         return False
-    note = read_json(item, _KEY_NOTE)
+    note = read_json(item, JAX_KEY_METADATA)
     typed = note.get("typed") if note is not None else None
     if not isinstance(typed, bool):
         what = "is missing" if note is None else "does not say so"
-        raise corrupt(os.path.join(item, _KEY_NOTE), f"it tells typed PRNG keys from raw key data, but {what}")
+        raise corrupt(os.path.join(item, JAX_KEY_METADATA), f"it tells typed PRNG keys from raw key data, but {what}")
     return typed
 
 

@@ -16,9 +16,9 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
 )
 from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, MANIFEST, PROCESS_PREFIX, SINGLE_ARRAY
 
 from .codecs import UndecodableError
-from .ocdbt_btree import MANIFEST as MANIFEST
 from .ocdbt_btree import BTree
 from .sources import directory_spec, new_context, read_range, wait
 from .stored_values import ByteRange as ByteRange
@@ -61,13 +61,13 @@ def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None =
 def holds_array(path: str) -> bool:
     """Whether the database in ``path`` has an array called ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
     index = open_index(path, use_ocdbt=True)
-    return any(index.find(f"checkpoint/{name}") is not None for name in (".zarray", "zarr.json"))
+    return any(index.find(f"{SINGLE_ARRAY}/{name}") is not None for name in ARRAY_METADATA_FILES)
 
 
 def process_databases(path: str) -> list[str]:
     """The databases of single processes, which the last act of a save merges into one."""
     names = paths.listdir(path) if paths.isdir(path) else []
-    return [name for name in names if name.startswith("ocdbt.process_")]
+    return [name for name in names if name.startswith(PROCESS_PREFIX)]
 
 
 def _without_manifest(path: str) -> CheckpointError:
@@ -160,9 +160,6 @@ def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
     )
 
 
-_METADATA = (".zarray", "zarr.json")
-
-
 class Files:
     """Files of a local directory."""
 
@@ -198,7 +195,7 @@ class Objects:
         self._url = url
         self._keys = frozenset(client.keys(url))
         self._metadata: dict[str, bytes] = {}
-        client.in_parallel(self._keep, [key for key in self._keys if key.rpartition("/")[2] in _METADATA])
+        client.in_parallel(self._keep, [key for key in self._keys if key.rpartition("/")[2] in ARRAY_METADATA_FILES])
 
     def _keep(self, key: str) -> None:
         self._metadata[key] = client.read(f"{self._url}/{key}")

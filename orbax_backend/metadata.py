@@ -14,8 +14,6 @@ from .plan import Plan
 from .sharding import ShardingTexts
 from .zarr import chunk_shape
 
-METADATA, SHARDING, STRINGS = "_METADATA", "_sharding", "_strings.json"
-STEP_METADATA, COMMITTED, ARRAY_METADATAS = "_CHECKPOINT_METADATA", "commit_success.txt", "array_metadatas"
 SEQUENCE_KEY, DICT_KEY = 1, 2
 # A text as JSON.
 _text = json.JSONEncoder().encode

@@ -12,6 +12,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.object_store import client, multiprocess, uploads
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
+from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCESS_PREFIX, ZARR2_METADATA
 from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata
@@ -21,7 +22,7 @@ from .files import make_directory, sync_directory, write_file
 from .files import storage_errors as file_errors
 from .grid import Shape
 from .jobs import Job
-from .key_index import MANIFEST, ByteRange, Index, open_index
+from .key_index import ByteRange, Index, open_index
 from .plan import Plan
 from .sharding import ShardingTexts
 from .sources import sizes_of
@@ -43,7 +44,7 @@ def begin(path: str, plan: Plan, options: WriteOptions) -> None:
     compressor(options.compression)
     make_directory(path)
     if metadata.has_jax_arrays(plan):
-        make_directory(os.path.join(path, metadata.ARRAY_METADATAS))
+        make_directory(os.path.join(path, ARRAY_METADATAS))
 
 
 def write(
@@ -157,7 +158,7 @@ def _numbers(process: ProcessInfo) -> list[str]:
 
 
 def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
-    return os.path.join(path, f"ocdbt.process_{process}{'' if upload is None else upload.tag}")
+    return os.path.join(path, f"{PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}")
 
 
 def _digest(plan: Plan) -> str:
@@ -229,7 +230,7 @@ def check_complete(shown: str, plan: Plan, index: Index, size: Size) -> None:
 
 def _check_array(path: str, index: Index, name: str, stored: Stored, leaf: str, size: Size) -> None:
     prefix = key_prefix(name)
-    text = index.get(prefix + ".zarray")
+    text = index.get(prefix + ZARR2_METADATA)
     if text is None:
         raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
     info = parse_array_metadata(text, zarr3=False)

@@ -14,10 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, MANIFEST, MSGPACK_FILE, TREE_METADATA
 
-from .aggregate import AGGREGATE
-from .key_index import MANIFEST, ByteRange, Index, Place, open_index, process_databases, stays_inside
-from .metadata import METADATA
+from .key_index import ByteRange, Index, Place, open_index, process_databases, stays_inside
 
 
 def unmerged_database(path: str, names: Iterable[str]) -> str | None:
@@ -30,7 +29,7 @@ def unmerged_database(path: str, names: Iterable[str]) -> str | None:
     if paths.isfile(os.path.join(path, MANIFEST)):
         return None
     processes = process_databases(path)
-    finished = all(paths.isfile(os.path.join(path, file)) for file in (AGGREGATE, METADATA))
+    finished = all(paths.isfile(os.path.join(path, file)) for file in (MSGPACK_FILE, TREE_METADATA))
     if len(processes) != 1 or not finished:
         return None
     folders = any(name and stays_inside(name) and paths.isdir(os.path.join(path, name)) for name in names)
@@ -85,7 +84,7 @@ class Nested:
         return index.kvstore(prefix[len(folder) + 1 :]) if index is not None else self._top.kvstore(prefix)
 
     def _is_below(self, prefix: str) -> bool:
-        return all(self._top.find(prefix + name) is None for name in (".zarray", "zarr.json"))
+        return all(self._top.find(prefix + name) is None for name in ARRAY_METADATA_FILES)
 
     def _database_of(self, key: str) -> tuple[str, Index | None]:
         """The deepest directory on the way to a key that holds a database."""

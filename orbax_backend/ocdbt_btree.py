@@ -8,13 +8,13 @@ from collections.abc import Callable
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.orbax_layout import MANIFEST
 
 from .codecs import MAX_DECODED_BYTES, UndecodableError
 from .ocdbt import NodeRef, decode_node, newest_root, open_manifest
 from .sources import read_range, sizes_of
 from .stored_values import ByteRange, refuse_escape
 
-MANIFEST = "manifest.ocdbt"
 # Manifests list at most a few hundred versions.
 _MAX_MANIFEST_BYTES = 64 << 20
 Entries = dict[bytes, bytes | ByteRange]

@@ -13,16 +13,16 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
+from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, ARRAY_METADATAS, MSGPACK_FILE
 from flax_ckpt_compat._core.tree import Branch, Container, Node, iter_leaves, show_path
 
-from .aggregate import AGGREGATE, OpenMsgpack, open_aggregate
+from .aggregate import OpenMsgpack, open_aggregate
 from .build_tree import build_tree
 from .decode import ArrayLocator, inline_key, kinds_of, make_decoder, take_inline
 from .encode import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from .grid import Box
 from .items import implementation
 from .key_index import Index, open_index
-from .metadata import ARRAY_METADATAS
 from .nested_databases import Nested, SubdirIndex, unmerged_database
 from .read_arrays import Fetcher
 from .stored_names import key_prefix
@@ -41,7 +41,6 @@ _EMPTY: dict[str, Callable[[], Node]] = {
 _ARRAY_TYPES = frozenset([JAX_ARRAY, NP_ARRAY, SCALAR, UNKNOWN])
 _STORED_TYPES = _ARRAY_TYPES | {STRING}
 _log = logging.getLogger("flax_ckpt_compat")
-_ARRAY_FILES = {False: ".zarray", True: "zarr.json"}
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
 
@@ -128,7 +127,7 @@ class OrbaxReader:
             raise self._unknown_type(entry)
         if entry.skipped:
             raise self._corrupt(
-                show_path(entry.path), f"its value should be in the msgpack file {AGGREGATE!r}, which lacks it"
+                show_path(entry.path), f"its value should be in the msgpack file {MSGPACK_FILE!r}, which lacks it"
             )
         if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._is_text(entry)):
             text = self._structure.text(entry)
@@ -143,7 +142,7 @@ class OrbaxReader:
             raise self._unknown_type(entry)
         found = self._metadata_of(entry)
         if found is None:
-            key = key_prefix(entry.name) + _ARRAY_FILES[self._structure.zarr3]
+            key = key_prefix(entry.name) + ARRAY_METADATA_FILES[self._structure.zarr3]
             raise self._corrupt(show_path(entry.path), f"its metadata {key!r} is missing")
         mark = self._structure.marks.leaves.get(entry.name) if self._structure.marks else None
         of_release = self._value_type(entry) if self._structure.marks is None else None
@@ -210,7 +209,7 @@ class OrbaxReader:
         if self._index is None:
             return None
         for zarr3 in (self._structure.zarr3, not self._structure.zarr3):
-            key = key_prefix(entry.name) + _ARRAY_FILES[zarr3]
+            key = key_prefix(entry.name) + ARRAY_METADATA_FILES[zarr3]
             text = self._index.get(key)
             if text is not None:
                 return key, text, zarr3

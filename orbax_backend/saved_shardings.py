@@ -8,9 +8,9 @@ from collections.abc import Collection
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.orbax_layout import SHARDING
 
 from .json_files import read_json
-from .metadata import SHARDING
 
 _log = logging.getLogger("flax_ckpt_compat")
 

@@ -15,21 +15,33 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     UnrecognizedFormatError,
 )
+from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATAS,
+    DATA_DIRECTORY,
+    DATA_FILE_PATTERN,
+    MANIFEST,
+    MSGPACK_FILE,
+    SHARDING,
+    SINGLE_ARRAY,
+    STEP_METADATA,
+    STRINGS,
+    TREE_METADATA,
+)
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from .aggregate import AGGREGATE, Aggregate, Keys
+from .aggregate import Aggregate, Keys
 from .encode import JAX_ARRAY, STRING
-from .items import ARRAY, holds_array_folder, is_single_array, is_typed_key
+from .items import holds_array_folder, is_single_array, is_typed_key
 from .json_files import corrupt, read_ahead, read_json
-from .key_index import MANIFEST, holds_array, process_databases, stays_inside
-from .metadata import ARRAY_METADATAS, DICT_KEY, METADATA, SEQUENCE_KEY, SHARDING, STEP_METADATA, STRINGS
+from .key_index import holds_array, process_databases, stays_inside
+from .metadata import DICT_KEY, SEQUENCE_KEY
 from .saved_shardings import read_shardings
 from .stored_names import pointer_tokens, stored_name
 from .type_annotations import Marks, parse_marks
 
 # Of a leaf of which only the name is known: it is an array or a text.
 UNKNOWN = "unknown"
-_DATABASE_FILE = re.compile("[0-9a-f]{32}")
+_DATABASE_FILE = re.compile(DATA_FILE_PATTERN)
 
 
 @dataclasses.dataclass(slots=True)  # not frozen, which makes it thrice as slow to make
@@ -123,16 +135,16 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: nothing holds the structure.
         CorruptCheckpointError: a file does not decode.
     """
-    read_ahead(path, (METADATA, STRINGS))
-    metadata = read_json(path, METADATA)
-    file = os.path.join(path, METADATA)
+    read_ahead(path, (TREE_METADATA, STRINGS))
+    metadata = read_json(path, TREE_METADATA)
+    file = os.path.join(path, TREE_METADATA)
     use_ocdbt = (metadata or {}).get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not say it (history of Orbax).
         use_ocdbt = _holds_database(path)
     entries = _parse_entries(file, metadata) if metadata is not None else _entries_without(path, aggregate, use_ocdbt)
     marks = parse_marks((metadata or {}).get("custom_metadata"), file)
-    has_array = [entry.keys for entry in entries] == [((ARRAY, DICT_KEY),)] and aggregate is None
+    has_array = [entry.keys for entry in entries] == [((SINGLE_ARRAY, DICT_KEY),)] and aggregate is None
     return Structure(
         path=path,
         entries=entries,
@@ -152,7 +164,7 @@ def _holds_database(path: str) -> bool:
     """Whether arrays are in a database: its manifest is there, or, if that was lost, its other parts."""
     if paths.isfile(os.path.join(path, MANIFEST)):
         return True
-    nodes = os.path.join(path, "d")
+    nodes = os.path.join(path, DATA_DIRECTORY)
     names = paths.listdir(nodes) if paths.isdir(nodes) else []
     return any(_DATABASE_FILE.fullmatch(name) for name in names) or bool(process_databases(path))
 
@@ -170,7 +182,7 @@ def _entries_without(path: str, aggregate: Aggregate | None, use_ocdbt: bool) ->
         return [_entry(keys, leaf) for keys, leaf in aggregate.leaves.items()]
     try:
         if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
-            return [_entry(((ARRAY, DICT_KEY),), None)]
+            return [_entry(((SINGLE_ARRAY, DICT_KEY),), None)]
     except CorruptCheckpointError as error:
         raise _without_metadata(path) from error
     raise _without_metadata(path)
@@ -186,17 +198,17 @@ def _without_metadata(path: str) -> Exception:
     if not paths.isdir(path):
         return CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
     names = sorted(paths.listdir(path))
-    ours = {MANIFEST, STEP_METADATA, SHARDING, STRINGS, "d"} & set(names)
+    ours = {MANIFEST, STEP_METADATA, SHARDING, STRINGS, DATA_DIRECTORY} & set(names)
     if not ours:
         return UnrecognizedFormatError(
-            f"{path}: expected an Orbax checkpoint with a file {METADATA} or, of a release before 0.5, {AGGREGATE}, "
-            f"found {names[:8]}; check the path",
+            f"{path}: expected an Orbax checkpoint with a file {TREE_METADATA} or, of a release before 0.5, "
+            f"{MSGPACK_FILE}, found {names[:8]}; check the path",
             path=path,
         )
     return IncompleteCheckpointError(
-        f"{path}: neither the file {METADATA} nor, of a release before 0.5, the file {AGGREGATE} is there, which hold "
-        f"the structure of the tree (found {names[:8]}); the save was not finished, or the file was lost: restore it "
-        f"from a copy",
+        f"{path}: neither the file {TREE_METADATA} nor, of a release before 0.5, the file {MSGPACK_FILE} is there, "
+        f"which hold the structure of the tree (found {names[:8]}); the save was not finished, or the file was lost: "
+        f"restore it from a copy",
         path=path,
     )
 

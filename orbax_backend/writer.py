@@ -11,6 +11,15 @@ from typing import Any
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError
 from flax_ckpt_compat._core.memory import pause_gc
+from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATAS,
+    COMMIT_FILE,
+    DATA_DIRECTORY,
+    SHARDING,
+    STEP_METADATA,
+    STRINGS,
+    TREE_METADATA,
+)
 
 from . import metadata
 from .database import Database, storage_errors
@@ -39,13 +48,13 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
     database = begin_arrays(path, metadata.arrays(plan), used)
     try:
         if lists_arrays:
-            make_directory(os.path.join(path, metadata.ARRAY_METADATAS))
+            make_directory(os.path.join(path, ARRAY_METADATAS))
         with Writes() as writes:
             if lists_arrays:
                 _put_array_metadatas(path, plan, used is not None, 0, writes.add)
             write_tree(path, plan, writes.add)
         if lists_arrays:
-            sync_directory(os.path.join(path, metadata.ARRAY_METADATAS))
+            sync_directory(os.path.join(path, ARRAY_METADATAS))
     finally:
         end_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
     finish(path, plan)
@@ -68,12 +77,12 @@ def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int)
     """Writes the list of all jax arrays that each process leaves; its directory exists unless there are none."""
     if metadata.has_jax_arrays(plan):
         _put_array_metadatas(path, plan, compressed, process, write_file)
-        sync_directory(os.path.join(path, metadata.ARRAY_METADATAS))
+        sync_directory(os.path.join(path, ARRAY_METADATAS))
 
 
 def _put_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write) -> None:
     content = metadata.array_metadatas(plan, compressed)
-    write(os.path.join(path, metadata.ARRAY_METADATAS, f"process_{process}"), content.encode())
+    write(os.path.join(path, ARRAY_METADATAS, f"process_{process}"), content.encode())
 
 
 def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
@@ -84,11 +93,11 @@ def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
         plan: what is saved.
         write: takes the path of a new file and its content.
     """
-    write(os.path.join(path, metadata.METADATA), metadata.tree_metadata(plan).encode())
+    write(os.path.join(path, TREE_METADATA), metadata.tree_metadata(plan).encode())
     if metadata.has_jax_arrays(plan):
-        write(os.path.join(path, metadata.SHARDING), metadata.shardings(plan).encode())
+        write(os.path.join(path, SHARDING), metadata.shardings(plan).encode())
     if plan.strings:
-        write(os.path.join(path, metadata.STRINGS), json.dumps(plan.strings).encode())
+        write(os.path.join(path, STRINGS), json.dumps(plan.strings).encode())
 
 
 def begin_arrays(
@@ -124,7 +133,7 @@ def end_arrays(path: str, database: Database | None) -> None:
 
 def sync_database(path: str) -> None:
     """Makes the names of a database's data files durable; it has none if no value was written."""
-    files = os.path.join(path, "d")
+    files = os.path.join(path, DATA_DIRECTORY)
     if os.path.isdir(files):
         sync_directory(files)
 
@@ -132,10 +141,10 @@ def sync_database(path: str) -> None:
 def finish(path: str, plan: Plan) -> None:
     """Writes what says that the checkpoint in ``path`` is whole."""
     step = json.dumps(metadata.step_metadata(plan.started_ns))
-    write_file(os.path.join(path, metadata.STEP_METADATA), step.encode())
+    write_file(os.path.join(path, STEP_METADATA), step.encode())
     sync_directory(path)
     # Last, because it says that everything else is there.
-    write_file(os.path.join(path, metadata.COMMITTED), b"Checkpoint commit was successful")
+    write_file(os.path.join(path, COMMIT_FILE), b"Checkpoint commit was successful")
     sync_directory(path)
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.errors import StepError
 
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
@@ -23,7 +24,6 @@ _ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOT
 _SEPARATED = re.compile(r"(?:.*[^0-9A-Za-z.])?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
 
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
-ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
 FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
 
 
@@ -67,7 +67,7 @@ def ends_in_step(name: str) -> bool:
 
 def is_foreign(name: str) -> bool:
     """True for names that are never checkpoints: temporaries and array folders."""
-    return ORBAX_TEMPORARY in name or name.endswith(ARRAYS_POSTFIX)
+    return orbax_layout.TEMPORARY in name or name.endswith(ARRAYS_POSTFIX)
 
 
 def in_order(names: Iterable[str], prefix: str) -> list[str]:

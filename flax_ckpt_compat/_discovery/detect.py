@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError
@@ -14,20 +15,17 @@ from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._discovery.foreign_folders import folder_looks_like, foreign_remedy
 
 # Any one of these makes a directory an Orbax pytree; the first two are also what Flax itself looks for.
-_TREE_MARKERS = ("_METADATA", "manifest.ocdbt")
-_AGGREGATE = "checkpoint"  # msgpack file of old Orbax; also a name that other tools use for text files
-_ITEMS_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
-_FINISHED = ("_CHECKPOINT_METADATA", "commit_success.txt")  # also what handlers of the user's own leave behind
-_PARTS = ("_sharding", "_strings.json", "array_metadatas")  # what else a tree consists of
-_DATA_FILE = re.compile(r"[0-9a-f]{32}")  # in the folder "d" of an OCDBT database
-_RANDOM_KEYS = ("jax_random_key", "np_random_key")  # the tree inside an item of Orbax's random key handlers
-_ARRAY_METADATA = (".zarray", "zarr.json")
-_JSON_FILES = ("metadata", "metrics")  # the one file of Orbax's JSON items
+_TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
+_ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
+_FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # also what handlers of the user's own leave behind
+_PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # what else a tree consists of
+_DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
+_RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 # What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 _STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
-_NO_ITEMS = {"descriptor"}  # directories of internal releases of Orbax that hold nothing of the user's
-_CHUNK = re.compile(r"\d+(\.\d+)*")  # of a zarr array of version 2
+_NO_ITEMS = {layout.DESCRIPTOR}
+_CHUNK = re.compile(layout.ZARR2_CHUNK_PATTERN)
 _FIRST_BYTES = 512
 ABSENT = "it does not exist"  # what is missing where nothing is there at all
 
@@ -81,24 +79,26 @@ def what_is_missing(path: str) -> str | None:
 def _what_is_missing_in(path: str, names: set[str]) -> str | None:
     if paths.is_url(path) and (why := commit.why_unfinished(path, names)):
         return why
-    unfinished = sorted(name for name in names if steps.ORBAX_TEMPORARY in name)
+    unfinished = sorted(name for name in names if layout.TEMPORARY in name)
     if unfinished:
         return f"the directory still holds {unfinished[0]}, which Orbax had not finished"
     if _is_tree(path, names):
-        unmerged = any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names
+        unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
         if unmerged and not _is_never_merged(path, names):
-            return "manifest.ocdbt is missing: the writers' databases were never merged"
-        if _ITEMS_MARKERS[0] in names and not names & {"_METADATA", _AGGREGATE}:
-            return "_METADATA is missing"
+            return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
+        if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
+            return f"{layout.TREE_METADATA} is missing"
         return None
     if _items(path, names) or _json_file(path, names):
         return None
     if _lost_its_tree(path, names):
-        structure = f"no _METADATA and no msgpack file '{_AGGREGATE}', which say where they belong"
-        return f"there are arrays, but {structure}, nor the .zarray of a single one"
+        structure = (
+            f"no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where they belong"
+        )
+        return f"there are arrays, but {structure}, nor the {layout.ZARR2_METADATA} of a single one"
     if names.issuperset(_FINISHED):
         return None
-    return "none of _METADATA, manifest.ocdbt or item directories is in it"
+    return f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
 
 
 def is_orbax_directory(path: str) -> bool:
@@ -129,7 +129,7 @@ def is_unfinished(path: str) -> bool:
 
     Temporaries of whole checkpoints do not count: they lie in directories of checkpoints.
     """
-    begun = tuple(item + steps.ORBAX_TEMPORARY for item in USUAL_ITEMS)
+    begun = tuple(item + layout.TEMPORARY for item in USUAL_ITEMS)
     return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in _names_in(path))
 
 
@@ -201,7 +201,7 @@ def _has_sign(path: str, names: set[str]) -> bool:
     # commit_success.txt is also what is left of a checkpoint in a store whose removal is on its way.
     if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_its_tree(path, names):
         return True
-    return any(steps.ORBAX_TEMPORARY in name or commit.is_mark(name) for name in names)
+    return any(layout.TEMPORARY in name or commit.is_mark(name) for name in names)
 
 
 def _names_in(path: str) -> set[str]:
@@ -214,43 +214,47 @@ def _names_in(path: str) -> set[str]:
 def _is_tree(path: str, names: set[str]) -> bool:
     if names.intersection(_TREE_MARKERS):
         return True
-    child = os.path.join(path, _AGGREGATE)
+    child = os.path.join(path, layout.MSGPACK_FILE)
     # Orbax's handler of single arrays calls its array by the same name.
-    return _AGGREGATE in names and (_holds_msgpack_tree(child) or _is_array(child))
+    return layout.MSGPACK_FILE in names and (_holds_msgpack_tree(child) or is_array(child))
 
 
-def _is_array(path: str) -> bool:
-    return any(paths.isfile(os.path.join(path, name)) for name in _ARRAY_METADATA)
+def is_array(path: str) -> bool:
+    """Return whether a directory has the zarr metadata of one array."""
+    return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
 
 
 def _is_never_merged(path: str, names: set[str]) -> bool:
     """True for what Orbax 0.4.3 to 0.4.7 wrote without OCDBT: one process' database, and empty folders of arrays."""
     folders = [name for name in names if paths.isdir(os.path.join(path, name))]
-    databases = [name for name in folders if name.startswith("ocdbt.process_")]
-    finished = names.issuperset(("_METADATA", _AGGREGATE)) and not names & {_ITEMS_MARKERS[0], "d"}
+    databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
+    finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
+        layout.STEP_METADATA,
+        layout.DATA_DIRECTORY,
+    }
     return finished and len(databases) == 1 and len(folders) > 1
 
 
 def _lost_its_tree(path: str, names: set[str]) -> bool:
     """True for the parts of a tree, or folders of single arrays, without the file that says what belongs where."""
-    if names.intersection(_PARTS) or any(name.startswith("ocdbt.process_") for name in names):
+    if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
-    data = os.path.join(path, "d")
-    if "d" in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, _names_in(data))):
+    data = os.path.join(path, layout.DATA_DIRECTORY)
+    if layout.DATA_DIRECTORY in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, _names_in(data))):
         return True
-    chunks = os.path.join(path, _AGGREGATE)  # of an array item that lost the metadata of its one array
-    if _AGGREGATE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, _names_in(chunks))):
+    chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
+    if layout.MSGPACK_FILE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, _names_in(chunks))):
         return True
     # Beside other files, a folder of a single array is somebody's data set.
     folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
-    return all(map(paths.isdir, folders)) and any(map(_is_array, folders))
+    return all(map(paths.isdir, folders)) and any(map(is_array, folders))
 
 
 def _json_file(path: str, names: set[str]) -> str | None:
     """The one file of a JSON item that was saved as a checkpoint of its own."""
     rest = names.difference(_FINISHED)
     file = os.path.join(path, *rest)
-    return file if len(rest) == 1 and rest.intersection(_JSON_FILES) and paths.isfile(file) else None
+    return file if len(rest) == 1 and rest.intersection(layout.JSON_FILES) and paths.isfile(file) else None
 
 
 def _holds_msgpack_tree(path: str) -> bool:
@@ -267,7 +271,7 @@ def _is_checkpoint_itself(name: str, inside: set[str], noted: bool) -> bool:
     Since 0.5.11 a whole checkpoint has a note of its own, and its items have none. Before, a name that ends in a
     step has to tell, unless the directory around it is noted to be a checkpoint.
     """
-    return _ITEMS_MARKERS[0] in inside or (not noted and steps.ends_in_step(name))
+    return layout.STEP_METADATA in inside or (not noted and steps.ends_in_step(name))
 
 
 def _items(path: str, names: set[str]) -> dict[str, Item]:
@@ -286,8 +290,8 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
             items[name] = Item(Format.ORBAX, child)
         elif keys:
             items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
-        elif len(inside - {"commit_success.txt"}) == 1 and inside.intersection(_JSON_FILES):
-            items[name] = Item(None, os.path.join(child, *inside.intersection(_JSON_FILES)))
+        elif len(inside - {layout.COMMIT_FILE}) == 1 and inside.intersection(layout.JSON_FILES):
+            items[name] = Item(None, os.path.join(child, *inside.intersection(layout.JSON_FILES)))
     return items
 
 

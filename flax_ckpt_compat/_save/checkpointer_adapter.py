@@ -16,6 +16,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._save.coordination import Coordinator
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -24,7 +25,6 @@ _pending: list[_Pending] = []
 _POLL_SECONDS = 0.01
 _PUBLISHED = "published"
 # The last thing that Orbax writes into a checkpoint, in every way of committing it (since 0.12.3).
-_COMMIT_FILE = "commit_success.txt"
 
 
 def written_path(path: str) -> str:
@@ -198,7 +198,7 @@ class _Pending:
             own.update(self._replaced)
 
     def _poll(self) -> None:
-        sign = os.path.join(self.written, _COMMIT_FILE)
+        sign = os.path.join(self.written, COMMIT_FILE)
         while not self._ended.wait(_POLL_SECONDS):
             if os.path.lexists(sign):
                 try:

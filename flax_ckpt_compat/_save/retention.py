@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, CleanupError, StorageError
@@ -20,9 +21,9 @@ from flax_ckpt_compat.errors import InvalidCheckpointError
 
 # The names that Orbax's releases give to the parts of a checkpoint, beside those of items and of single arrays.
 _PARTS = {
-    "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "_strings.json", "array_metadatas", "checkpoint",
-    "commit_success.txt", "d", "descriptor", "jax_random_key", "manifest.ocdbt", "metadata", "metrics",
-    "np_random_key", "orbax.checkpoint",
+    layout.STEP_METADATA, layout.TREE_METADATA, layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS,
+    layout.MSGPACK_FILE, layout.COMMIT_FILE, layout.DATA_DIRECTORY, layout.DESCRIPTOR, layout.JAX_KEY,
+    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, *layout.JSON_FILES,
 }  # fmt: skip
 # How often to look at a checkpoint that others replace meanwhile.
 _LOOKS = 100
@@ -178,17 +179,13 @@ def _strangers(path: str) -> list[str]:
     found = []
     for name in sorted(paths.listdir(path)):
         child = os.path.join(path, name)
-        if name in _PARTS or commit.is_mark(name) or name.startswith("ocdbt.process_") or _is_array(child):
+        if name in _PARTS or commit.is_mark(name) or name.startswith(layout.PROCESS_PREFIX) or detect.is_array(child):
             continue
         if name not in items or not paths.isdir(child):
             found.append(name)
         else:
             found += [os.path.join(name, inner) for inner in _strangers(child)]
     return found
-
-
-def _is_array(path: str) -> bool:
-    return any(paths.isfile(os.path.join(path, name)) for name in (".zarray", "zarr.json"))
 
 
 def _is_void(path: str) -> bool:

@@ -12,12 +12,10 @@ from typing import Any
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._discovery.opening import Opened
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Of the step or of a flat directory: since Orbax 0.5.11, with more than the two times since 0.11 (measured).
-_STEP_FILE = "_CHECKPOINT_METADATA"
-_TREE_FILE = "_METADATA"
 _OURS = "flax_ckpt_compat"
 
 
@@ -45,8 +43,9 @@ class Metadata:
 
 def read_metadata(opened: Opened) -> Metadata:
     """Reads the notes of a checkpoint; a damaged note counts as absent, as for Orbax, with a logged warning."""
-    step = _object(os.path.join(opened.path, _STEP_FILE))
-    trees = {name: _object(os.path.join(item.path, _TREE_FILE)) for name, item in opened.trees.items()}
+    # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
+    step = _object(os.path.join(opened.path, STEP_METADATA))
+    trees = {name: _object(os.path.join(item.path, TREE_METADATA)) for name, item in opened.trees.items()}
     custom = {name: tree["custom_metadata"] for name, tree in trees.items() if tree.get("custom_metadata")}
     ours = [name for name, value in custom.items() if isinstance(value, dict) and _OURS in value]
     for name in ours:

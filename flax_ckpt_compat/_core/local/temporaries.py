@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import processes
-from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX, ORBAX_TEMPORARY
+from flax_ckpt_compat._core.orbax_layout import TEMPORARY
+from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 GONE = (FileNotFoundError, NotADirectoryError)
 _STAGED = ".staged"
@@ -20,7 +21,7 @@ _TAG = r"(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-(?P<count>\d+)"
 # them out of users' own ``checkpoint_*`` globs. machine-pid-start tell whether the writer is still alive.
 _TEMPORARY = re.compile(
     rf"\.(?P<name>.+)\.(?P<tag>{_TAG})(?P<role>new|old|put)"
-    rf"(?:{re.escape(ORBAX_TEMPORARY)}|{re.escape(_STAGED)})(?:{re.escape(ORBAX_TEMPORARY)}|{re.escape(ARRAYS_POSTFIX)})*",
+    rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})(?:{re.escape(TEMPORARY)}|{re.escape(ARRAYS_POSTFIX)})*",
     re.DOTALL,
 )
 _NEST = re.compile(rf"\.{_TAG}")
@@ -38,7 +39,7 @@ def temporary_path(path: str, role: str = "new") -> str:
     """A path beside ``path`` for this writer alone; `parse` knows it by its name."""
     directory, name = os.path.split(path)
     tag = f".{processes.machine()}-{os.getpid()}-{processes.start_time(os.getpid())}-{next(_counter)}{role}"
-    tail = tag + ORBAX_TEMPORARY + ARRAYS_POSTFIX
+    tail = tag + TEMPORARY + ARRAYS_POSTFIX
     encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
     if len(encoded) > room and role == "old":  # its whole name is needed to put it back
         raise StorageError(f"{path}: the name is too long to be set aside", path=path, errno=errno.ENAMETOOLONG)
@@ -49,7 +50,7 @@ def temporary_path(path: str, role: str = "new") -> str:
 
 def staging_path(path: str) -> str:
     """Like `temporary_path`, for writers that refuse Orbax's temporary suffix in the names they are given."""
-    return temporary_path(path).replace(ORBAX_TEMPORARY + ARRAYS_POSTFIX, _STAGED + ARRAYS_POSTFIX)
+    return temporary_path(path).replace(TEMPORARY + ARRAYS_POSTFIX, _STAGED + ARRAYS_POSTFIX)
 
 
 def parse(name: str) -> re.Match[str] | None:

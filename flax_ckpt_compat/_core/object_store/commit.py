@@ -21,7 +21,6 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, swaps, uploads, views
 from flax_ckpt_compat._core.object_store.lease import (
-    COMMIT_FILE,
     ConcurrentWriteError,
     WriteLease,
     after_commit,
@@ -30,9 +29,10 @@ from flax_ckpt_compat._core.object_store.lease import (
 )
 from flax_ckpt_compat._core.object_store.lease import is_mark as is_mark
 from flax_ckpt_compat._core.object_store.views import LIST_FILE
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
-_ARRAY, _CHUNK = ".zarray", re.compile(r"\d+(\.\d+)*")
+_CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -163,9 +163,11 @@ def remove_arrays_beside(url: str) -> None:
 
 def arrays_among(keys: Collection[str]) -> list[str]:
     """Those objects that are parts of zarr arrays."""
-    folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == _ARRAY}
+    folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == ZARR2_METADATA}
     parts = ((key, *posixpath.split(key)) for key in keys)
-    return [key for key, folder, name in parts if folder in folders and (name == _ARRAY or _CHUNK.fullmatch(name))]
+    return [
+        key for key, folder, name in parts if folder in folders and (name == ZARR2_METADATA or _CHUNK.fullmatch(name))
+    ]
 
 
 def discard(url: str) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import CleanupError, StorageError
 from flax_ckpt_compat._core.object_store import client, uploads, views
-from flax_ckpt_compat._core.object_store.views import COMMIT_FILE as COMMIT_FILE
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 
 _BEGUN = re.compile(r"_begun\.(\d+)\.([0-9a-f]{32})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"

@@ -16,13 +16,13 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, uploads, views
 from flax_ckpt_compat._core.object_store.lease import (
-    COMMIT_FILE,
     ConcurrentWriteError,
     WriteLease,
     after_commit,
     is_mark,
     tag_of,
 )
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 

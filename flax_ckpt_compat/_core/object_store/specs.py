@@ -10,13 +10,13 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import views
+from flax_ckpt_compat._core.orbax_layout import MANIFEST
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 # Servers of other makers know no regions, but requests are signed with one.
 _ANY_REGION = "us-east-1"
-_MANIFEST = "manifest.ocdbt"  # the only file of a database whose name another one has too
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 
 
@@ -72,10 +72,10 @@ def spec(url: str) -> dict[str, Any]:
     """TensorStore's description of the folder ``url``, as the base of an array or of a database."""
     scheme, bucket, key = split(url)
     found, folder = bucket_spec(scheme, bucket), views.parent(key)
-    if folder is not None:
-        manifest = {"base": found | {"path": f"{key.removesuffix('/')}/{_MANIFEST}"}, "exact": _MANIFEST}
+    if folder is not None:  # the manifest is the only file of a database whose name another one has too
+        manifest = {"base": found | {"path": f"{key.removesuffix('/')}/{MANIFEST}"}, "exact": MANIFEST}
         data = {"base": found | {"path": f"{folder}/"}}
-        return {"driver": "kvstack", "layers": [data, manifest | {"strip_prefix": len(_MANIFEST)}], "path": ""}
+        return {"driver": "kvstack", "layers": [data, manifest | {"strip_prefix": len(MANIFEST)}], "path": ""}
     return found | {"path": key.removesuffix("/") + "/"} if key else found
 
 

@@ -10,8 +10,9 @@ import re
 from collections.abc import Collection, Iterable
 
 from flax_ckpt_compat._core.object_store import client, uploads, views
-from flax_ckpt_compat._core.object_store.lease import COMMIT_FILE, ConcurrentWriteError, WriteLease, after_commit
+from flax_ckpt_compat._core.object_store.lease import ConcurrentWriteError, WriteLease, after_commit
 from flax_ckpt_compat._core.object_store.views import LIST_FILE
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 
 _RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
 _ROUNDS = 5

@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-COMMIT_FILE = "commit_success.txt"
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, DATA_DIRECTORY, DATA_FILE_PATTERN, PROCESS_PREFIX
+
 # Below ``_next…``, written first: the names of the objects with data, for whoever cleans up after a dead writer.
 LIST_FILE = "_data.txt"
 _NEXT = re.compile(r"(.*/|)(_next\.(\d+)\.([0-9a-f]{32}))/(.+)", re.DOTALL)
 _IN_NEXT = re.compile(r"(.*/_next\.\d+\.([0-9a-f]{32}))(?:/|$)", re.DOTALL)
-_DATA = re.compile(r"d/[0-9a-f]{32}")
-_OF_PROCESSES = "ocdbt.process_"
+_DATA = re.compile(f"{DATA_DIRECTORY}/{DATA_FILE_PATTERN}")
 _Order = tuple[int, str]
 
 
@@ -89,7 +89,7 @@ def _seen(key: str, chosen: dict[str, str]) -> str | None:
 
 def is_of_save(name: str, inside: str) -> bool:
     """Whether an object of a folder was written by one of the processes of the save that writes below ``inside``."""
-    return name.startswith(_OF_PROCESSES) and name.partition("/")[0].endswith("." + inside.rpartition(".")[2])
+    return name.startswith(PROCESS_PREFIX) and name.partition("/")[0].endswith("." + inside.rpartition(".")[2])
 
 
 def physical(key: str) -> str:
@@ -98,7 +98,7 @@ def physical(key: str) -> str:
     if match is None:
         return key
     rest = key[match.end() :]
-    if _DATA.fullmatch(rest) or rest.startswith(_OF_PROCESSES):
+    if _DATA.fullmatch(rest) or rest.startswith(PROCESS_PREFIX):
         return match[1].rpartition("/")[0] + "/" + rest
     return key
 

@@ -1,0 +1,36 @@
+"""File and marker names of Orbax's on-disk format."""
+
+from __future__ import annotations
+
+# A tree.
+TREE_METADATA = "_METADATA"
+MSGPACK_FILE = "checkpoint"  # of releases until 0.5.15; other tools give text files this name
+SHARDING = "_sharding"
+STRINGS = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+
+# The OCDBT database of its arrays.
+MANIFEST = "manifest.ocdbt"
+DATA_DIRECTORY = "d"
+DATA_FILE_PATTERN = r"[0-9a-f]{32}"
+PROCESS_PREFIX = "ocdbt.process_"  # directories with the databases of single processes
+
+# The zarr metadata of one array.
+ZARR2_METADATA = ".zarray"
+ZARR3_METADATA = "zarr.json"
+ARRAY_METADATA_FILES = (ZARR2_METADATA, ZARR3_METADATA)
+ZARR2_CHUNK_PATTERN = r"\d+(\.\d+)*"
+
+# A whole checkpoint: of one tree, or of items.
+STEP_METADATA = "_CHECKPOINT_METADATA"
+V1_MARKER = "orbax.checkpoint"
+COMMIT_FILE = "commit_success.txt"
+TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
+DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
+
+# Items that are no tree.
+SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array
+JAX_KEY = "jax_random_key"
+NUMPY_KEY = "np_random_key"
+JAX_KEY_METADATA = "jax_random_key_metadata/metadata"
+JSON_FILES = ("metadata", "metrics")
