@@ -36,7 +36,7 @@ from flax_ckpt_compat._core.errors import (
     TransformError,
     UnrecognizedFormatError,
     UnsupportedLeafError,
-    shown,
+    sanitize,
 )
 
 __all__ = [
@@ -75,7 +75,7 @@ class _FlaxTooError(CheckpointError):
         super(CheckpointError, self).__init__(*args)
         self.path = path
         self.leaf = leaf
-        self._message = shown(message, path, leaf)
+        self._message = sanitize(message, path, leaf)
 
     def __str__(self) -> str:
         return self._message

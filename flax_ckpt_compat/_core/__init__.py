@@ -1,1 +1,1 @@
-"""Primitives that every other room shares; imports nothing else of ours, and neither jax nor tensorstore."""
+"""Share primitives with every other room; import nothing above this one, and neither jax nor tensorstore."""

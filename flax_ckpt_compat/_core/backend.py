@@ -1,7 +1,7 @@
-"""What a format has to offer, and the leaf handle through which everything above reads both formats.
+"""Define the Backend and Reader protocols of a format, and the leaf handle through which both formats are read.
 
-A backend only probes, reads and writes its format. Names, overwrite, retention, atomic publishing,
-policies and errors about trees live above it.
+A backend only reads and writes its format. Names, overwrite, retention, atomic publishing, policies and errors
+about trees live above it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from flax_ckpt_compat._core.tree import Node, Path
 
 
 class Format(enum.Enum):
-    """The on-disk formats."""
+    """On-disk format."""
 
     MSGPACK = "msgpack"
     ORBAX = "orbax"
 
 
 class LeafKind(enum.Enum):
-    """The Python type that a stored leaf comes back as."""
+    """Python type of a restored leaf."""
 
     ARRAY = "array"
     NUMPY_SCALAR = "numpy scalar"
@@ -41,19 +41,19 @@ class LeafKind(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LeafHandle:
-    """One stored leaf, known but not read.
+    """One stored leaf, not read yet.
 
     Attributes:
-        path: its key path from the root of the checkpoint.
-        kind: the Python type it comes back as.
-        shape: of the array; of the key data for a PRNG key; () for everything else.
-        dtype: of the array, numpy scalar or key data; None for Python values.
-        nbytes: size of the value in memory, in bytes (0 where the format does not tell without reading).
-        name: the name it is stored under, in the format's own terms.
-        reader: whose `read` understands `locator`.
+        path: key path from the root of the checkpoint.
+        kind: Python type of the restored value.
+        shape: shape of the array, or of the key data for a PRNG key; () for everything else.
+        dtype: dtype of the array, numpy scalar or key data; None for Python values.
+        nbytes: size of the value in memory, in bytes; 0 if the format does not store it.
+        name: stored name, in the format's own terms.
+        reader: open checkpoint that reads `locator`.
         locator: private to the backend.
-        may_be: other kinds that the writer's release stored in just this way; a target's leaf of one of them decides.
-        in_gda_folder: saved from several processes into a folder of its own beside the msgpack file (Flax's ``_gda``).
+        in_gda_folder: saved from several processes into the folder beside the msgpack file (Flax's ``_gda``).
+        possible_kinds: other kinds that the writer's release stored in the same way; the target's leaf decides.
     """
 
     path: Path
@@ -69,20 +69,20 @@ class LeafHandle:
 
     @property
     def sharding(self) -> str | None:
-        """The sharding as saved, in Orbax's JSON text, or None; looked up when asked for."""
+        """Return the saved sharding as Orbax's JSON text, or None; read on each access."""
         return self.reader.sharding_of(self.name)
 
     def read(self) -> Any:
-        """The value, in host memory that the caller owns and may write to."""
+        """Read the value into writable host memory that the caller owns."""
         return self.reader.read([self])[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ArraySlice:
-    """A box of a stored array, to be read without the rest of it.
+    """A slice of a stored array, read without the rest of it.
 
     Attributes:
-        handle: of an array.
+        handle: handle of an array.
         index: start and stop on every axis, within the array and without steps.
     """
 
@@ -90,28 +90,28 @@ class ArraySlice:
     index: tuple[slice, ...]
 
     def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The box of the whole array, in memory of its own."""
-        box = value[self.index]
-        result = memory.empty(box.shape, box.dtype)
-        result[...] = box
+        """Copy the slice out of the whole array."""
+        view = value[self.index]
+        result = memory.empty(view.shape, view.dtype)
+        result[...] = view
         return result
 
 
 class Reader(Protocol):
-    """An open checkpoint. Opening read no array data."""
+    """An open checkpoint. Opening reads no array data."""
 
     format: Format
     path: str
     tree: Node
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """The values of these handles and parts, in their order; large ones are read in parallel.
+        """Read the values of leaves and slices, in the given order; large ones in parallel.
 
-        Several parts of one array are asked for together, so that no stored chunk is decoded twice.
+        Pass all slices of one array in one call, so that no stored chunk is decoded twice.
 
         Args:
-            handles: what is wanted.
-            mapped: large arrays that lie in a local file as they are may be private mappings of it, at any address.
+            handles: leaves and slices to read.
+            mapped: allow private mappings, at any address, of large arrays stored as plain bytes in a local file.
 
         Returns:
             ``np.ndarray`` (writable, C order, own memory, 64-byte aligned unless mapped), numpy or Python scalars, str,
@@ -124,21 +124,21 @@ class Reader(Protocol):
         ...
 
     def sharding_of(self, name: str) -> str | None:
-        """The sharding that the leaf of this name was saved with, in Orbax's JSON text, or None."""
+        """Return the saved sharding of a leaf as Orbax's JSON text, or None."""
         ...
 
     def close(self) -> None:
-        """Releases files. Values read before stay valid."""
+        """Release files. Values that were read stay valid."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Settings that reach a backend's writer.
+    """Settings of a backend's writer.
 
     Attributes:
-        compression: None, or the name of a codec that the format knows (``zstd``, ``gzip``, …). The msgpack
-            format has no compression and ignores it.
+        compression: name of a codec of the format (``zstd``, ``gzip``, …), or None. The msgpack format has no
+            compression and ignores it.
     """
 
     compression: str | None = None
@@ -146,11 +146,11 @@ class WriteOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """One of the processes that save a tree together.
+    """One process of a multi-process save.
 
     Attributes:
-        index: its number, from 0; process 0 also writes all that is not spread over the processes.
-        count: how many they are.
+        index: process index, from 0; process 0 also writes all that is not distributed.
+        count: number of processes.
     """
 
     index: int
@@ -160,30 +160,27 @@ class ProcessInfo:
 class Backend(Protocol):
     """One format.
 
-    The calls of a save, in order: 0) the caller chooses a temporary path in the checkpoint's own
-    directory, 1) `prepare`, 2) `write`, 3) the caller publishes the temporary under its final name.
-    Of a save by several processes: 0) process 0 chooses the temporary path and tells it to the others, 1) all:
-    `prepare` with their upload, 2) process 0: `begin_multiprocess`, 3) all, once it has ended: `write_process_part`,
-    4) process 0, once all have ended: `finish_multiprocess`, 5) process 0 publishes.
-    The calls of a restore: 0) the caller has detected the format, 1) `open`, 2) `Reader.read` any
-    number of times, 3) `Reader.close`.
+    Save: `prepare`, then `write` to a temporary in the checkpoint's own directory; the caller publishes it.
+    Multi-process save, with a barrier between the steps: `prepare` in all processes; `begin_multiprocess` in
+    process 0, which sends the temporary's path to the others; `write_process_part` in all; `finish_multiprocess`
+    in process 0, which publishes.
+    Restore: the caller detects the format and calls `open`, `Reader.read` any number of times, `Reader.close`.
     """
 
     format: Format
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
-        """Decides how a tree is stored, or raises, before anything is written; copies no array data.
+        """Validate a tree and plan its storage, before anything is written; copy no array data.
 
         Args:
-            process: given where several processes save together: then a ``jax.Array`` or `HostCopy` may be spread over
-                them, and each writes the shards that it can see and that are the first of their replicas
-                (``replica_id`` 0). All else is taken from process 0.
             tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
                 bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`,
                 whose data is one of the arrays.
+            process: this process of a multi-process save. A ``jax.Array`` or `HostCopy` may then be distributed:
+                each process writes its addressable shards of ``replica_id`` 0. All else is taken from process 0.
 
         Returns:
-            What `write` takes.
+            The argument ``prepared`` of the other methods.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
@@ -191,11 +188,11 @@ class Backend(Protocol):
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
-        """Writes the whole checkpoint to ``path``, which does not exist yet, and syncs it to disk.
+        """Write the whole checkpoint to ``path`` and sync it to disk.
 
         Args:
             path: absolute path of the temporary file or directory to create; the parent exists.
-            prepared: of this backend's `prepare`.
+            prepared: result of `prepare`.
             options: see `WriteOptions`.
         """
         ...
@@ -208,15 +205,15 @@ class Backend(Protocol):
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Process 0 makes what the others need to have before they write, such as directories.
+        """Create what the others need before they write, such as directories; called in process 0.
 
         Args:
-            path: absolute path of the temporary, which does not exist yet; the parent exists and all processes see it.
-                Of a save to a store it is a local one, and each process has its own.
-            prepared: of this backend's `prepare`, with this process.
+            path: absolute path of the temporary to create; the parent exists and all processes see it.
+                For a save to a store it is local, and each process has its own.
+            prepared: result of `prepare`, called with ``process``.
             options: see `WriteOptions`.
-            process: this process's.
-            upload: of a save to a store, which is where all see what the others write.
+            process: this process.
+            upload: upload of a save to a store, or None.
         """
         ...
 
@@ -228,9 +225,9 @@ class Backend(Protocol):
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Writes the arrays' shards of this process (process 0: and whatever is not spread) and syncs them to disk.
+        """Write this process's shards, in process 0 also all that is not distributed, and sync them to disk.
 
-        To a store all is uploaded but what process 0 alone has, which stays at ``path`` until it is published.
+        For a save to a store, upload all but what only process 0 holds, which stays at ``path`` until published.
         """
         ...
 
@@ -242,11 +239,11 @@ class Backend(Protocol):
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Process 0 makes one checkpoint of all upload and syncs it to disk."""
+        """Merge the parts of all processes into one checkpoint and sync it to disk; called in process 0."""
         ...
 
     def open(self, path: str) -> Reader:
-        """Opens a checkpoint of this format without reading array data.
+        """Open a checkpoint of this format without reading array data.
 
         Raises:
             CorruptCheckpointError: it does not decode.

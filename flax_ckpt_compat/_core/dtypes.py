@@ -1,4 +1,4 @@
-"""The one place that turns dtype names of files into numpy dtypes."""
+"""Convert between numpy dtypes and their stored names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ML_DTYPES = {
     for name in dir(ml_dtypes)
     if isinstance(scalar := getattr(ml_dtypes, name), type) and issubclass(scalar, np.generic)
 }
-# ``np.dtype.name`` of text and bytes arrays; numpy itself cannot read these names back.
+# ``np.dtype.name`` of text and bytes arrays, which ``np.dtype`` does not parse.
 _SIZED = re.compile(r"(str|bytes)(\d+)")
 # ``np.dtype.name`` of everything else that an array checkpoint may hold, or a typestr with its byte order.
 # Not numpy's deprecated alias ``a`` for bytes: it warns, and no file has it.
@@ -21,14 +21,14 @@ _PLAIN = re.compile(r"(?![<>|=]?a\d)[<>|=]?([A-Za-z]+|\?)\d*(\[\d*[A-Za-z]+\])?"
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
-    """The dtype that ``np.dtype.name`` (or, for foreign byte orders, ``np.dtype.str``) called ``name``.
+    """Parse a dtype from ``np.dtype.name`` or, for foreign byte orders, ``np.dtype.str``.
 
     Raises:
         ValueError: no such dtype, or one that holds Python objects, fields or raw void.
     """
-    known = _ML_DTYPES.get(name)
-    if known is not None:
-        return known
+    ml_dtype = _ML_DTYPES.get(name)
+    if ml_dtype is not None:
+        return ml_dtype
     sized = _SIZED.fullmatch(name)
     if sized:
         bits = int(sized[2])
@@ -46,14 +46,14 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
-    """False for dtypes without a portable meaning: Python objects, records, raw void."""
+    """Return False for dtypes without a portable meaning: Python objects, records, raw void."""
     return not (dtype.hasobject or dtype.names or (dtype.kind == "V" and dtype.name not in _ML_DTYPES))
 
 
 def stored_name(dtype: np.dtype[Any]) -> str:
-    """The name to store for a dtype: its plain name, or the typestr where the byte order is foreign.
+    """Return the name to store for a dtype: ``dtype.name``, or the typestr for a foreign byte order.
 
-    ``dtype.name`` drops the byte order; real Flax then reads big-endian arrays as garbage, while it
-    reads the typestr (``>i4``) right, because it hands the name to ``np.dtype``.
+    ``dtype.name`` drops the byte order: real Flax would read big-endian arrays as garbage. It reads the typestr
+    (``>i4``) correctly, because it passes the name to ``np.dtype``.
     """
     return dtype.name if dtype.isnative else dtype.str

@@ -1,4 +1,4 @@
-"""The errors that need nothing of flax.
+"""Define the errors that do not depend on flax.
 
 CheckpointError
 ├── CheckpointNotFoundError(ValueError, FileNotFoundError)   no checkpoint where one was asked for
@@ -9,14 +9,14 @@ CheckpointError
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
 ├── KindMismatchError(TypeError, ValueError)    setting ``kind_mismatch="error"``: text for an array, and the like
 ├── DtypeMismatchError(TypeError, ValueError)   an array cannot be cast to the target's dtype
-├── TransformError(ValueError)               a transform or rule that makes no sense, or does not fit this checkpoint
+├── TransformError(ValueError)               a transform or rule that is invalid, or does not fit this checkpoint
 ├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
 ├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
 ├── NameCollisionError(ValueError)           two key paths with one stored name
-├── StepError(ValueError)                    a step, ``keep`` or prefix that means nothing
+├── StepError(ValueError)                    an invalid step, ``keep`` or prefix
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
 ├── MultiprocessSaveError(RuntimeError)                  another of the processes that save together failed
-│   └── ProcessTimeoutError(TimeoutError)   processes did not come to a meeting in time
+│   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
 └── StorageError(OSError)                    the file system or object store refused
     └── CleanupError                         the checkpoint was saved; an older one could not be removed
 
@@ -30,7 +30,7 @@ from flax_ckpt_compat._core.printable import printable
 
 
 class CheckpointError(Exception):
-    """Root of all our errors.
+    """Base class of all errors of this library.
 
     Attributes:
         path: the file or directory concerned, as text, or None.
@@ -38,13 +38,13 @@ class CheckpointError(Exception):
     """
 
     def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None):
-        super().__init__(shown(message, path, leaf))
+        super().__init__(sanitize(message, path, leaf))
         self.path = path
         self.leaf = leaf
 
 
-def shown(message: str, *names: str | None) -> str:
-    """Return a message that is safe to print: no control characters, no line breaks from these names."""
+def sanitize(message: str, *names: str | None) -> str:
+    """Make a message safe to print: escape control characters, and line breaks that come from these names."""
     if message.isprintable():
         return message
     # Part by part: the message may name a directory above the path, too.
@@ -78,7 +78,7 @@ class MissingLeavesError(CheckpointError, ValueError):
     """
 
     def __init__(self, message: str, *, path: str | None = None, missing: tuple[str, ...] = ()):
-        super().__init__(shown(message, path, *missing), path=path, leaf=missing[0] if missing else None)
+        super().__init__(sanitize(message, path, *missing), path=path, leaf=missing[0] if missing else None)
         self.missing = missing
 
 
@@ -95,11 +95,11 @@ class DtypeMismatchError(CheckpointError, TypeError, ValueError):
 
 
 class TransformError(CheckpointError, ValueError):
-    """A transform or a rule that makes no sense, or that does not fit this checkpoint and this target."""
+    """A transform or rule is invalid, or does not fit this checkpoint and this target."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError, ValueError):
-    """A leaf of the tree to save is of a type or dtype that no checkpoint format can hold."""
+    """A leaf of the tree to save has a type or dtype that no checkpoint format can hold."""
 
 
 class DepthError(CheckpointError, ValueError, RecursionError):
@@ -115,11 +115,11 @@ class NameCollisionError(CheckpointError, ValueError):
 
 
 class StepError(CheckpointError, ValueError):
-    """A step, ``keep`` or prefix that means nothing."""
+    """A step, ``keep`` or prefix is invalid."""
 
 
 class SettingError(CheckpointError, ValueError):
-    """An unknown setting, or a value that a setting does not take."""
+    """A setting is unknown, or a value is not allowed for it."""
 
 
 class StorageError(CheckpointError, OSError):
@@ -139,14 +139,14 @@ class CleanupError(StorageError):
 
 
 class MultiprocessSaveError(CheckpointError, RuntimeError):
-    """Another of the processes that save together failed, or does something else; nothing was saved."""
+    """Another process of a multi-process save failed or made a different call; nothing was saved."""
 
 
 class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
-    """Processes did not come to a meeting within the bound.
+    """Processes did not reach a barrier within the time limit.
 
     Attributes:
-        absent: their numbers.
+        absent: their process indices.
     """
 
     def __init__(self, message: str, *, path: str | None = None, absent: tuple[int, ...] = ()):

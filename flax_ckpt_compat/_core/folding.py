@@ -1,6 +1,6 @@
-"""Lists of names for messages: rows of numbered names folded, never too many of them, the rest counted.
+"""Shorten lists of names in errors, logs and plans: fold numbered names, limit the length, count the rest.
 
-``block_0/kernel``, ``block_1/kernel``, … become ``block_{0..23}/kernel``. Errors, logs and plans list leaves with this.
+``block_0/kernel``, ``block_1/kernel``, … become ``block_{0..23}/kernel``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from flax_ckpt_compat._core.printable import printable
 
 MAX_SHOWN = 20
-# Python converts no number of thousands of digits.
+# Python refuses to convert numbers of thousands of digits.
 _NUMBER = re.compile(r"(\d{1,15})", re.ASCII)
 _MAX_RUNS = 6
 
@@ -25,9 +25,9 @@ class Row:
     """One line of a list.
 
     Attributes:
-        names: key paths, such as that of a leaf and that of its source; the numbers in them may be folded.
-        detail: what has to be equal for rows to be folded into one.
-        count: how many rows it stands for.
+        names: key paths, such as those of a leaf and its source; the numbers in them may be folded.
+        detail: text that must be equal for rows to be folded into one.
+        count: number of rows folded into this one.
     """
 
     names: tuple[str, ...]
@@ -36,12 +36,12 @@ class Row:
 
     @property
     def note(self) -> str:
-        """Return how many leaves a folded row stands for, as the end of a line."""
+        """Return the number of leaves of a folded row, as the end of a line."""
         return f"   ({self.count} leaves)" if self.count > 1 else ""
 
 
 def shown(rows: Sequence[Row], limit: int = MAX_SHOWN) -> tuple[list[Row], int]:
-    """Return the rows to show and how many of the given ones they leave out; folded only if they are too many."""
+    """Return the rows to show and the number of rows left out; fold only if there are more than ``limit``."""
     if len(rows) <= limit:
         return list(rows), 0
     folded = fold(rows)
@@ -49,21 +49,21 @@ def shown(rows: Sequence[Row], limit: int = MAX_SHOWN) -> tuple[list[Row], int]:
 
 
 def one_line(names: Iterable[str | Row]) -> str:
-    """Return names, or rows with what is said of them, for one line of a log, separated by commas."""
+    """Join names, or rows with their details, with commas for one line of a log."""
     found, more = shown([name if isinstance(name, Row) else Row((name,)) for name in names])
-    told = ", ".join(printable(": ".join((*row.names, *row.detail)), one_line=True) for row in found)
-    return f"{told} and {more} more" if more else told
+    text = ", ".join(printable(": ".join((*row.names, *row.detail)), one_line=True) for row in found)
+    return f"{text} and {more} more" if more else text
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:
-    """Return fewer rows: those that differ only in numbers become one, in the order in which each came first."""
-    alike: dict[Any, list[tuple[Row, list[list[str]]]]] = {}
+    """Merge rows that differ only in numbers, in order of first appearance."""
+    groups: dict[Any, list[tuple[Row, list[list[str]]]]] = {}
     for row in rows:
         pieces = [_NUMBER.split(name) for name in row.names]
         key = (tuple(tuple(parts[::2]) for parts in pieces), row.detail)
-        alike.setdefault(key, []).append((row, pieces))
+        groups.setdefault(key, []).append((row, pieces))
     folded = []
-    for group in alike.values():
+    for group in groups.values():
         first, pieces = group[0]
         if len(group) == 1:
             folded.append(first)
@@ -77,8 +77,8 @@ Columns = tuple[frozenset[str], ...]
 
 
 def _merged(numbers: list[tuple[str, ...]]) -> list[tuple[Columns, int]]:
-    """Return products of sets of numbers, which together are all rows of numbers, and how many rows each has."""
-    # Columns that run in step, as those of a leaf's path and its source's, are one.
+    """Cover the rows of numbers with products of sets; return each product with its number of rows."""
+    # Equal columns, such as those of a leaf's path and its source's, count as one.
     values = list(zip(*numbers, strict=True))
     distinct = list(dict.fromkeys(values))
     place = {column: at for at, column in enumerate(distinct)}
@@ -95,7 +95,7 @@ def _merged(numbers: list[tuple[str, ...]]) -> list[tuple[Columns, int]]:
 
 
 def _union(same: list[Columns], at: int) -> Columns:
-    """Return columns that differ in one place only, as one."""
+    """Merge columns that differ only at index ``at``."""
     first = same[0]
     return first if len(same) == 1 else (*first[:at], frozenset().union(*(one[at] for one in same)), *first[at + 1 :])
 
@@ -108,7 +108,7 @@ def _filled(pieces: list[list[str]], columns: Columns) -> tuple[str, ...]:
 
 
 def _set(numbers: frozenset[str]) -> str:
-    """Return ``7``, ``{0..23}`` or ``{0,2,4}``."""
+    """Format a set of numbers as ``7``, ``{0..23}`` or ``{0,2,4}``."""
     if len(numbers) == 1:
         return next(iter(numbers))
     ordered = sorted(numbers, key=lambda text: (int(text), text))

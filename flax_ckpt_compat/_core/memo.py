@@ -1,4 +1,4 @@
-"""What was found out once about types, dtypes and shardings, of which thousands of leaves have few."""
+"""Cache facts about types, dtypes and shardings: thousands of leaves share few of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _Value = TypeVar("_Value")
 
 
 class Memo(dict[Any, _Value]):
-    """A dict that makes what it lacks."""
+    """A dict that computes missing values."""
 
-    def __init__(self, make: Callable[[Any], _Value]) -> None:
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
         super().__init__()
-        self._make = make
+        self._compute = compute
         self._last: tuple[Any, Any] = (object(), None)
 
     def __missing__(self, key: Any) -> _Value:
-        return self.setdefault(key, self._make(key))
+        return self.setdefault(key, self._compute(key))
 
     def of(self, key: Any) -> _Value:
-        """The value of a key that most often equals the one before; for what Python hashes slowly, as shardings."""
+        """Return the value of a key, comparing it with the last key first: shardings hash slowly and often repeat."""
         last, value = self._last
         if key is not last and key != last:
             value = self[key]
@@ -30,15 +30,15 @@ class Memo(dict[Any, _Value]):
 
 
 class AddressableMemo:
-    """Tells whether this process sees all of an array; asks jax once, or, where processes are many, a sharding once."""
+    """Cache whether arrays are fully addressable."""
 
     def __init__(self) -> None:
-        # Not asked before there is an array: the answer starts jax's backends.
-        self._is_alone: bool | None = None
-        self._whole = Memo[bool](lambda sharding: sharding.is_fully_addressable)
+        # Set at the first array: ``process_count`` starts jax's backends.
+        self._is_single_process: bool | None = None
+        self._by_sharding = Memo[bool](lambda sharding: sharding.is_fully_addressable)
 
     def is_fully_addressable(self, array: Any) -> bool:
-        """Whether it is of a ``jax.Array``."""
-        if self._is_alone is None:
-            self._is_alone = sys.modules["jax"].process_count() == 1
-        return self._is_alone or self._whole.of(array.sharding)
+        """Return whether this process sees all of a ``jax.Array``."""
+        if self._is_single_process is None:
+            self._is_single_process = sys.modules["jax"].process_count() == 1
+        return self._is_single_process or self._by_sharding.of(array.sharding)

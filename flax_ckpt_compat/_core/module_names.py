@@ -1,4 +1,4 @@
-"""Names of modules and checkpoints as Flax orders and counts them."""
+"""Order and count names of modules and checkpoints as Flax does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
 
 
 def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
-    """Sorts names so that the numbers in them count as numbers: ``a_2`` before ``a_10``.
+    """Sort names by the numbers in them: ``a_2`` before ``a_10``.
 
     Args:
-        file_list: names.
+        file_list: names to sort.
         signed: a ``-`` or ``+`` before a number is its sign, not a separator.
     """
     pattern = SIGNED_FLOAT_RE if signed else UNSIGNED_FLOAT_RE
@@ -28,13 +28,13 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
 
 
 def linen_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of modules before linen, one count for all classes (``Conv_0, Dense_1``) → linen's, one count per class.
+    """Map pre-linen module names, with one count for all classes (``Conv_0, Dense_1``), to linen's, one count a class.
 
     Args:
-        names: of all children of one module; others than numbered modules, and linen's own, stay as they are.
+        names: all children of one module. Names without a number, and linen's own, stay as they are.
 
     Returns:
-        In natural order.
+        Old name → new name, in natural order.
     """
     counts: dict[str, int] = {}
     renamed = {}

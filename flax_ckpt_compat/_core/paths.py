@@ -1,6 +1,6 @@
-"""What the rules ask about paths, of local ones and of URLs of object stores alike.
+"""Provide one set of path functions for local paths and URLs of object stores.
 
-A local path takes the functions of `os`, unchanged. In a store, a folder is there while it holds an object.
+Local paths use the functions of `os`. In a store, a folder exists while it holds an object.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _SLASHES_OF_BUCKET = 2
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _MANGLED = re.compile(r"(s3|gs|file):/(?!/)")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
-# What the system says of a path that is certainly not there.
+# Errors of a path that certainly does not exist.
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def absolute(path: str) -> str:
-    """The absolute local path, or the normal URL."""
+    """Return the absolute local path, or the normalized URL."""
     _refuse_mangled(path)
     return client.normal(path) if is_url(path) else os.path.abspath(local(path))
 
 
 def normal(path: str) -> str:
-    """The path without what has no meaning; a relative one stays relative, and ``file://`` stays too."""
+    """Normalize a path; relative paths stay relative and ``file://`` is kept."""
     _refuse_mangled(path)
     if is_url(path):
         return client.normal(path)
@@ -43,12 +43,12 @@ def normal(path: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Return whether it is the URL of an object store."""
+    """Return whether a path is the URL of an object store."""
     return client.is_url(path) and not _FILE_URL.match(path)
 
 
 def local(path: str) -> str:
-    """Return the local path of a ``file://`` URL; any other path as it is.
+    """Return the local path of a ``file://`` URL; return any other path unchanged.
 
     Raises:
         StorageError: the URL names another machine.
@@ -57,9 +57,7 @@ def local(path: str) -> str:
         return path
     plain = path[match.end() :]
     if not plain.startswith("/"):
-        message = (
-            f"{path}: the path in a file URL starts with a slash, as in file:///home/me; pass that, or a plain path"
-        )
+        message = f"{path}: the path in a file URL must start with a slash, as in file:///home/me; pass that, or a path"
         raise StorageError(message, path=path)
     return plain
 
@@ -71,15 +69,15 @@ def _refuse_mangled(path: str) -> None:
 
 
 def content_root(path: str) -> str:
-    """Return the path below which the files of a checkpoint's directory are read; in stores it may be one inside."""
+    """Return the folder that holds a checkpoint's files; in a store it may be a subfolder of the path."""
     return client.content_root(path) if is_url(path) else path
 
 
 def listdir(path: str) -> list[str]:
-    """Names in a directory.
+    """List the names in a directory.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: it is none; other OSErrors as the system, or store, gives them.
+        FileNotFoundError, NotADirectoryError: no such directory. Other OSErrors pass through.
     """
     if not is_url(path):
         return os.listdir(path)
@@ -90,19 +88,19 @@ def listdir(path: str) -> list[str]:
 
 
 def isdir(path: str) -> bool:
-    """Whether it is a directory."""
+    """Return whether a path is a directory."""
     return commit.counts_as_folder(path) if is_url(path) else stat.S_ISDIR(_mode(path))
 
 
 def isfile(path: str) -> bool:
-    """Whether it is a regular file."""
+    """Return whether a path is a regular file or an object."""
     if not is_url(path):
         return stat.S_ISREG(_mode(path))
     return client.is_object(path) and not commit.counts_as_folder(path)
 
 
 def lexists(path: str) -> bool:
-    """Whether there is anything of this name."""
+    """Return whether a path exists, without following links."""
     if is_url(path):
         return client.is_folder(path) or client.is_object(path)
     try:
@@ -117,15 +115,15 @@ def lexists(path: str) -> bool:
 
 
 def _mode(path: str) -> int:
-    """Return the mode of what is at a local path, links followed; 0 where there is nothing.
+    """Return the mode of a local path, following links; 0 if it does not exist.
 
     Raises:
-        StorageError: a directory above it may not be searched, so that nobody can tell.
+        StorageError: a directory above it may not be searched, so existence is unknown.
     """
     try:
         return os.stat(path).st_mode
     except PermissionError as error:
-        # Else it is this one path that is refused, such as the mount point of another user.
+        # Otherwise only this path is refused, such as the mount point of another user.
         if not os.access(os.path.dirname(path) or os.curdir, os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
             raise StorageError(f"{path}: {error.strerror}", path=path, errno=error.errno) from error
     except (OSError, ValueError):
@@ -134,17 +132,17 @@ def _mode(path: str) -> int:
 
 
 def getsize(path: str) -> int:
-    """Bytes of a file."""
+    """Return the size of a file, in bytes."""
     return client.size(path) if is_url(path) else os.path.getsize(path)
 
 
 def is_empty(path: str) -> bool:
-    """Return whether a file has no bytes, which costs one request in a store where its size may cost many."""
+    """Return whether a file is empty; one request in a store, where its size may take many."""
     return client.is_empty(path) if is_url(path) else os.path.getsize(path) == 0
 
 
 def read(path: str, limit: int | None = None) -> bytes:
-    """The first ``limit`` bytes of a file, or all."""
+    """Read the first ``limit`` bytes of a file, or all."""
     if is_url(path):
         return client.read(path) if limit is None else client.read_range(path, 0, limit)
     with open(path, "rb") as file:
@@ -152,7 +150,7 @@ def read(path: str, limit: int | None = None) -> bytes:
 
 
 def total_size(path: str) -> int:
-    """Bytes in a file, or in all files below a directory; 0 for what is not there."""
+    """Return the bytes in a file, or in all files below a directory; 0 if it does not exist."""
     if is_url(path):
         return _size_in_store(path)
     total = 0
@@ -176,43 +174,43 @@ def _size_in_store(url: str) -> int:
 
 
 def _size_or_zero(url: str) -> int:
-    with suppress(FileNotFoundError):  # another process has just evicted it
+    with suppress(FileNotFoundError):  # another process evicted it
         return client.size(url)
     return 0
 
 
 def is_valid_destination(path: str) -> bool:
-    """Whether a checkpoint can have this path: a store's bucket is none."""
+    """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
     return not is_url(path) or path.count("/") > _SLASHES_OF_BUCKET
 
 
 def temporary_path(path: str) -> str:
-    """A local path to write a checkpoint to that is then published as ``path``."""
+    """Return a local temporary path for a checkpoint that is published as ``path``."""
     return commit.staging_path(path) if is_url(path) else atomic.temporary_path(path)
 
 
 def publish(temporary: str, path: str, *, new: bool = False) -> None:
-    """Gives a finished local temporary its final name, of which nothing counts until all is there.
+    """Publish a finished temporary under its final name; no reader sees a part of it.
 
     Args:
-        temporary: of `temporary_path`.
-        path: the final one.
-        new: another checkpoint that has this name by now is not replaced.
+        temporary: result of `temporary_path`.
+        path: final path or URL.
+        new: do not replace a checkpoint that has this name by now.
     """
     if is_url(path):
-        uploads.check_sizes(temporary, path)  # before anything there is touched
+        uploads.check_sizes(temporary, path)  # before anything in the store changes
         commit.publish(temporary, path, new=new)
     else:
         atomic.publish(temporary, path, new=new)
 
 
 def discard(path: str) -> None:
-    """Removes a checkpoint so that a crash in the middle leaves nothing that counts as one."""
+    """Remove a checkpoint; a crash in the middle leaves nothing that counts as one."""
     (commit if is_url(path) else atomic).discard(path)
 
 
 def prepare_directory(path: str) -> None:
-    """Makes a directory of checkpoints, and frees it from what dead writers left."""
+    """Create a directory of checkpoints and remove stale temporaries."""
     if is_url(path):
         commit.remove_stale(path)
     else:
@@ -221,27 +219,27 @@ def prepare_directory(path: str) -> None:
 
 
 def tensorstore_folder(path: str) -> dict[str, Any]:
-    """TensorStore's description of a directory, as the base of an array or of a database."""
+    """Return the TensorStore kvstore spec of a directory, as the base of an array or a database."""
     return client.spec(path) if is_url(path) else local_kvstore(os.path.abspath(path))
 
 
 def local_kvstore(path: str) -> dict[str, Any]:
-    """Return TensorStore's description of a local path.
+    """Return the TensorStore kvstore spec of a local path.
 
     Raises:
-        StorageError: a name in it is not UTF-8, which TensorStore cannot take.
+        StorageError: a name in the path is not UTF-8, which TensorStore requires.
     """
     try:
         path.encode()
     except UnicodeEncodeError as error:
         message = (
-            f"{path}: a name in this path is not UTF-8, and TensorStore, which reads and writes arrays of Orbax's "
-            "format, takes no other; rename the directory, or save as msgpack"
+            f"{path}: a name in this path is not UTF-8; TensorStore, which reads and writes arrays of Orbax's "
+            "format, requires UTF-8; rename the directory, or save as msgpack"
         )
         raise StorageError(message, path=path, errno=errno.EILSEQ) from error
     return {"driver": "file", "path": path}
 
 
 def tensorstore_context(path: str) -> Any:
-    """The context to open it with; None for TensorStore's own."""
+    """Return the TensorStore context to open a path with; None for the default."""
     return client.context() if is_url(path) else None

@@ -1,7 +1,7 @@
-"""Text from outside, such as names of files and leaves, made safe to print.
+"""Escape untrusted text, such as names of files and leaves, before it is printed.
 
 File names and keys of a tree may hold escape sequences that recolour a terminal, move its cursor or forge lines of a
-log. The messages of all our errors, all our log records, plans and the command line pass through here.
+log. All error messages, log records, plans and command-line output pass through here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _UNPRINTABLE = re.compile(r"[^\n -~]")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    r"""Return the text with control characters and the like written as escapes, such as ``\x1b``.
+    r"""Escape unprintable characters, such as ``\x1b``.
 
     Args:
         text: any text.
-        one_line: escape line breaks too, as in a name.
+        one_line: escape line breaks too.
     """
     if text.isprintable():
         return text
@@ -29,13 +29,13 @@ def _escaped(match: re.Match[str]) -> str:
     character = match[0]
     if character.isprintable():
         return character
-    if "\udc80" <= character <= "\udcff":  # a byte of a file name that is no UTF-8 (PEP 383)
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not UTF-8 (PEP 383)
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
 
 
 class _Printable(logging.Filter):
-    """Make the records of our logger printable, whatever handlers they go to."""
+    """Escape the records of the library's logger, whatever handlers they go to."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:

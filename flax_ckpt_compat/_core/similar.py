@@ -1,4 +1,4 @@
-"""Names like another name, for messages."""
+"""Suggest similar names in messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from flax_ckpt_compat._core.printable import printable
 
-# Comparing names well takes time: of more, only those that share most pairs of letters are looked at.
+# difflib is slow: of more names, compare only those that share the most pairs of letters.
 _MAX_COMPARED = 40
 
 
 class Names:
-    """Names in which several others are looked for."""
+    """An index of names, for several searches."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -23,15 +23,15 @@ class Names:
         self._pairs: dict[str, frozenset[str]] = {}
 
     def nearest(self, wanted: str) -> list[str]:
-        """Return at most two names like this one: those with the same last part first, then the most similar text."""
+        """Return at most two similar names, among those with the same last part if there are any."""
         names = self._by_last.get(_last(wanted)) or self._names
         if len(names) > _MAX_COMPARED:
             pairs = _pairs_of(wanted)
-            names = heapq.nlargest(_MAX_COMPARED, names, key=lambda name: self._likeness(name, pairs))
-        near = difflib.get_close_matches(wanted, names, n=2, cutoff=0.5)
-        return [printable(name, one_line=True) for name in near]
+            names = heapq.nlargest(_MAX_COMPARED, names, key=lambda name: self._similarity(name, pairs))
+        matches = difflib.get_close_matches(wanted, names, n=2, cutoff=0.5)
+        return [printable(name, one_line=True) for name in matches]
 
-    def _likeness(self, name: str, pairs: frozenset[str]) -> float:
+    def _similarity(self, name: str, pairs: frozenset[str]) -> float:
         own = self._pairs.get(name)
         if own is None:
             own = self._pairs[name] = _pairs_of(name)
@@ -39,7 +39,7 @@ class Names:
 
 
 def nearest(wanted: str, names: Sequence[str]) -> list[str]:
-    """Return at most two names like this one: those with the same last part first, then the most similar text."""
+    """Return at most two similar names; see `Names.nearest`."""
     return Names(names).nearest(wanted)
 
 

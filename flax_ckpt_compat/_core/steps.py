@@ -1,7 +1,7 @@
-"""Checkpoint names, their order, and what retention removes: pure functions on names and numbers.
+"""Parse, order and expire checkpoint names: pure functions on names and numbers.
 
 The rules are those of legacy Flax without its glob and sorting accidents: a name belongs to a prefix
-only if all that follows the prefix is one finite number.
+only if the rest of the name is one finite number.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
 
 
 def parse_step(text: str) -> float | None:
-    """The step that a name's tail spells, or None where it is not one finite number; exact for whole numbers."""
+    """Parse the text after a prefix as a step, exact for whole numbers; None if it is not one finite number."""
     if not _STEP.fullmatch(text) or not math.isfinite(step := float(text)):
         return None
     return int(text) if _WHOLE.fullmatch(text) else step
 
 
 def step_of(name: str, prefix: str) -> float | None:
-    """The step of a checkpoint name under this prefix, or None where it is no numeric checkpoint of it."""
+    """Return the step of a checkpoint's name under a prefix, or None if it is not a numeric checkpoint of it."""
     return parse_step(name[len(prefix) :]) if name.startswith(prefix) else None
 
 
 def is_text(name: str, prefix: str) -> bool:
-    """True for ``prefix + text`` checkpoints, also where the text ends in a number: ``epoch10``, ``v1.5``.
+    """Return whether a name is a ``prefix + text`` checkpoint; the text may end in a number: ``epoch10``, ``v1.5``.
 
     A separator before that number ends a longer prefix: ``ckpt_best_1`` is step 1 of ``ckpt_best_``.
     """
@@ -49,35 +49,35 @@ def is_text(name: str, prefix: str) -> bool:
 
 
 def is_of_longer_prefix(name: str, prefix: str) -> bool:
-    """True for the steps of longer prefixes that begin with this one: of ``ckpt_best_`` for ``ckpt_``."""
+    """Return whether a name is a step of a longer prefix, such as ``ckpt_best_1`` for ``ckpt_``."""
     text = _text_of(name, prefix)
     return text is not None and parse_step(text) is None and _SEPARATED.fullmatch(text) is not None
 
 
 def _text_of(name: str, prefix: str) -> str | None:
-    """What follows the prefix in the name of what may be a checkpoint."""
+    """Return the text after the prefix, or None if the name cannot be a checkpoint of it."""
     text = name[len(prefix) :]
     return None if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name) else text
 
 
 def ends_in_step(name: str) -> bool:
-    """True for names that may be a prefix and a step."""
+    """Return whether a name may be a prefix and a step."""
     return _ENDS_IN_STEP.fullmatch(name) is not None
 
 
 def is_foreign(name: str) -> bool:
-    """True for names that are never checkpoints: temporaries and array folders."""
+    """Return whether a name is never a checkpoint: temporaries and array folders."""
     return orbax_layout.TEMPORARY in name or name.endswith(ARRAYS_POSTFIX)
 
 
 def in_order(names: Iterable[str], prefix: str) -> list[str]:
-    """The numeric checkpoints of a prefix among these names, oldest step first."""
+    """Return the numeric checkpoints of a prefix, oldest step first."""
     steps = {name: step for name in names if (step := step_of(name, prefix)) is not None and not is_foreign(name)}
     return sorted(steps, key=lambda name: (steps[name], name))
 
 
 def step_text(step: Any) -> str:
-    """How a step is spelled in a name, after checking that it means something.
+    """Validate a step and format it for a checkpoint's name.
 
     Args:
         step: int, float, numpy scalar, 0-d numpy or jax array of an integer or floating dtype, or text
@@ -104,10 +104,10 @@ def step_text(step: Any) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of a checkpoint to save, after checking that it will be found again.
+    """Validate and return the name of a checkpoint to save.
 
     Raises:
-        StepError: it is one of the names that Flax or Orbax give to what is no checkpoint.
+        StepError: Flax or Orbax reserve the name for unfinished checkpoints.
     """
     if is_foreign(name):
         raise StepError(f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones")
@@ -115,7 +115,7 @@ def check_name(name: str) -> str:
 
 
 def _number(step: Any) -> Any:
-    # 0-d arrays of numpy and jax, and numpy scalars, all have item(); numpy's and jax's bools turn into bool here.
+    # 0-d arrays of numpy and jax, and numpy scalars, have item(), which turns numpy's and jax's bools into bool.
     if isinstance(step, (int, float)) or not hasattr(step, "item"):
         return step
     if getattr(step, "shape", ()) != ():
@@ -133,13 +133,13 @@ def _number(step: Any) -> Any:
 
 
 def _is_traced(step: Any) -> bool:
-    """Return whether it is jax's stand-in for a value; whoever has one has loaded jax."""
+    """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(step, jax.core.Tracer)
 
 
 def check_keep(keep: Any) -> int:
-    """``keep`` as an int; 0 stands for keeping all, which is what legacy Flax does with 0, 1e6 and ``np.inf``.
+    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``.
 
     Raises:
         StepError: negative, not a number, or not whole.
@@ -158,7 +158,7 @@ def check_keep(keep: Any) -> int:
 
 
 def check_every(every: Any) -> float | None:
-    """``keep_every_n_steps`` as a number; None and 0 keep nothing extra.
+    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra.
 
     Raises:
         StepError: not a number.
@@ -173,13 +173,13 @@ def check_every(every: Any) -> float | None:
 
 
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
-    """Those of the ordered numeric checkpoints that retention removes.
+    """Return the numeric checkpoints that retention removes.
 
     Args:
         names: numeric checkpoints of the prefix, oldest first (`in_order`).
         prefix: their prefix.
-        keep: how many of the newest stay; 0 keeps all.
-        keep_every_n_steps: of the older ones, keep those at least this far from the last one kept.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_every_n_steps: keep older checkpoints at least this far from the last one kept.
     """
     if keep == 0:
         return []

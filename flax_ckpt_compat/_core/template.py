@@ -1,4 +1,4 @@
-"""What ``re.Match.expand`` gives, for a template that is parsed once and not anew for every match."""
+"""Compile templates of ``re.Match.expand``, which would parse them again for every match."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import functools
 import re
 from collections.abc import Callable
 
-# Characters without a meaning, one of which marks where a group goes.
+# Private-use characters, one of which marks the place of a group.
 _PRIVATE = range(0xE000, 0xF8FF)
 
 
 @functools.lru_cache(maxsize=256)
 def compile_template(pattern: re.Pattern[str], template: str) -> Callable[[re.Match[str]], str]:
-    """A function that fills the groups of a match into a template, as ``re.Match.expand`` does.
+    """Return a function that expands a template with a match's groups, as ``re.Match.expand`` does.
 
     Args:
-        pattern: whose matches they are.
+        pattern: pattern of the matches.
         template: text with references to groups, such as ``block_\\1`` or ``\\g<name>``.
 
     Raises:
         re.error, IndexError: a stray backslash, or a group that the pattern lacks.
     """
-    # A match whose groups are marks is filled in, so that Python's own parser says which group goes where.
+    # Expand a match whose groups are marks, so that Python's own parser finds the places of the groups.
     empty = _stand_in(pattern, [""] * (pattern.groups + 1)).expand(template)
     mark = next(char for char in map(chr, _PRIVATE) if char not in empty)
     marks = [f"{mark}{number}{mark}" for number in range(pattern.groups + 1)]
@@ -39,7 +39,7 @@ def compile_template(pattern: re.Pattern[str], template: str) -> Callable[[re.Ma
 
 
 def _stand_in(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str]:
-    """A match with the pattern's groups, by number and name, that have these texts; the first comes before them all."""
+    """Return a match whose groups, by number and name, are ``texts[1:]``; ``texts[0]`` precedes them."""
     names = {number: name for name, number in pattern.groupindex.items()}
     groups = [f"(?P<{names[n]}>{texts[n]})" if n in names else f"({texts[n]})" for n in range(1, pattern.groups + 1)]
     match = re.match(texts[0] + "".join(groups), "".join(texts))

@@ -1,4 +1,4 @@
-"""Threads for work that background saves do as well, which the interpreter waits for at its exit."""
+"""Run tasks on thread pools that also work at the interpreter's exit, when async saves finish."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-# What Python says when a pool was shut down, when the interpreter ends, and when there can be no more threads.
+# Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
 
 
 class Once:
-    """A task that is carried out once, by a thread of a pool or by the caller whom the pool refused.
+    """A task that runs once, on a thread of a pool or on the caller's if the pool refuses it.
 
     Attributes:
         future: its outcome.
@@ -25,30 +25,30 @@ class Once:
         self._call, self._claim = (function, args, kwargs), threading.Lock()
 
     def __call__(self) -> Any:
-        """Carry it out, unless another thread does; return or raise its outcome."""
+        """Run the task unless another thread does; return or raise its outcome."""
         if self._claim.acquire(blocking=False):
             function, args, kwargs = self._call
             try:
                 self.future.set_result(function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  (the future's to tell)
+            except BaseException as error:  # noqa: BLE001  (raised by the future)
                 self.future.set_exception(error)
         return self.future.result()
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool that works at the interpreter's exit, too: there are no new threads then, and the caller does the work."""
+    """A thread pool that runs tasks on the caller's thread when no new thread can start, as at interpreter exit."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """See `concurrent.futures.Executor.submit`."""
-        task = Once(fn, *args, **kwargs)  # a pool without room for a thread may have taken it all the same
+        task = Once(fn, *args, **kwargs)  # a pool that cannot start a thread may still have queued the task
         try:
             return super().submit(task)
         except RuntimeError:
-            with suppress(BaseException):  # the future's to tell
+            with suppress(BaseException):  # raised by the future
                 task()
             return task.future
 
 
 def is_refusal(error: RuntimeError) -> bool:
-    """Return whether a pool refused a task, which it will not carry out."""
+    """Return whether an error means that a pool refused a task."""
     return _REFUSALS.search(str(error)) is not None

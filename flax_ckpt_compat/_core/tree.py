@@ -1,7 +1,7 @@
-"""The neutral tree that both formats are written from and read into.
+"""Define the neutral tree that both formats are written from and read into.
 
-A node is a `Branch` or a leaf. When saving, leaves are the values themselves (arrays, Python
-scalars, `KeyData`, `HostCopy`, None); when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
+A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, `KeyData`, `HostCopy`, None);
+when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the m
 
 
 class Container(enum.Enum):
-    """What a branch was in the user's tree. Formats that keep less than this say so in their docs."""
+    """Container type of a branch in the user's tree. Not every format stores all of them."""
 
     DICT = "dict"
     LIST = "list"
@@ -31,7 +31,7 @@ class Container(enum.Enum):
 
     @property
     def is_sequence(self) -> bool:
-        """True for list and tuple, whose children are named '0', '1', …, in order, without gaps."""
+        """Return True for list and tuple: their children are named '0', '1', …, in order, without gaps."""
         return self in (Container.LIST, Container.TUPLE)
 
 
@@ -41,8 +41,8 @@ class Branch:
 
     Attributes:
         children: name → node, in the order of the user's tree (not sorted).
-        container: what it was.
-        int_keys: those names that were Python ints in the user's dict.
+        container: its type in the user's tree.
+        int_keys: names that were Python ints in the user's dict.
     """
 
     children: dict[str, Node]
@@ -52,7 +52,7 @@ class Branch:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeyData:
-    """A typed PRNG key array, taken apart.
+    """Implementation and key data of a typed PRNG key array.
 
     Attributes:
         impl: jax's name of the implementation (``threefry2x32``, ``rbg``, ``unsafe_rbg``, …).
@@ -65,10 +65,10 @@ class KeyData:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A box of an array, on the host.
+    """A shard of an array, in host memory.
 
     Attributes:
-        index: where it lies in the whole array: start and stop on every axis, without steps.
+        index: its slice of the whole array: start and stop on every axis, without steps.
         data: its values, C order.
     """
 
@@ -78,12 +78,13 @@ class Shard:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HostCopy:
-    """A ``jax.Array`` copied to the host when a background save began, so that donating it does no harm.
+    """A ``jax.Array`` copied to the host for an async save, so that the original may be donated.
 
     Attributes:
-        shape, dtype: of the whole array.
+        shape: shape of the whole array.
+        dtype: its dtype.
         shards: each distinct shard once; together they cover the array.
-        sharding: the ``jax.sharding.Sharding`` that it had.
+        sharding: the original's ``jax.sharding.Sharding``.
     """
 
     shape: tuple[int, ...]
@@ -93,39 +94,39 @@ class HostCopy:
 
     @classmethod
     def whole(cls, data: np.ndarray[Any, Any], sharding: Any) -> HostCopy:
-        """A copy in one piece."""
+        """Return a copy with one shard."""
         index = tuple(slice(0, length) for length in data.shape)
         return cls(data.shape, data.dtype, (Shard(index, data),), sharding)
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole array, in bytes."""
+        """Return the size of the whole array, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def data(self) -> np.ndarray[Any, Any]:
-        """The values in one piece, put together anew unless they are in one."""
+        """Return the values as one array, assembled on each access unless there is one shard."""
         if len(self.shards) == 1:
             return self.shards[0].data
-        gathered = np.empty(self.shape, self.dtype)
+        assembled = np.empty(self.shape, self.dtype)
         for shard in self.shards:
-            gathered[shard.index] = shard.data
-        return gathered
+            assembled[shard.index] = shard.data
+        return assembled
 
 
 def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """An index without steps, such as jax's (which leaves out what is whole), as start and stop on every axis."""
+    """Return an index without steps as start and stop on every axis; jax omits them for whole axes."""
     return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
 
 
 def is_jax_array(leaf: object) -> bool:
-    """True for a ``jax.Array``; such a leaf implies that jax is loaded, so jax is never imported for it."""
+    """Return whether a leaf is a ``jax.Array``, without importing jax: such a leaf implies that it is loaded."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(leaf, jax.Array)
 
 
 def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields (key path, leaf) in tree order. None is a leaf; a branch without children yields itself."""
+    """Yield (key path, leaf) in tree order. None is a leaf; a branch without children yields itself."""
     if not isinstance(node, Branch) or not node.children:
         yield path, node
         return
@@ -134,7 +135,7 @@ def iter_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
-    """Yields (key path, branch), the outer ones first."""
+    """Yield (key path, branch), parents first."""
     if isinstance(node, Branch):
         yield path, node
         for name, child in node.children.items():
@@ -142,7 +143,7 @@ def iter_branches(node: Node, path: Path = ()) -> Iterator[tuple[Path, Branch]]:
 
 
 def topmost(node: Node, paths: Set[Path], path: Path = ()) -> Iterator[Path]:
-    """Yields the key paths of the topmost nodes, below the root, all of whose leaves are among some."""
+    """Yield the key paths of the topmost nodes below the root with all their leaves in ``paths``."""
     leaves = [(*path, *rest) for rest, _ in iter_leaves(node)]
     count = sum(leaf in paths for leaf in leaves)
     if count == len(leaves) and path:
@@ -153,7 +154,7 @@ def topmost(node: Node, paths: Set[Path], path: Path = ()) -> Iterator[Path]:
 
 
 def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()) -> Node:
-    """A tree of the same branches with every leaf replaced by ``function(path, leaf)``; None is a leaf."""
+    """Replace every leaf by ``function(path, leaf)`` in a copy of the tree; None is a leaf."""
     if not isinstance(node, Branch):
         return function(path, node)
     children = {name: map_leaves(function, child, (*path, name)) for name, child in node.children.items()}
@@ -161,14 +162,14 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
 
 
 def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
-    """The inverse of `iter_leaves`.
+    """Build a tree from its leaves; the inverse of `iter_leaves`.
 
     Args:
         leaves: key path → leaf, or branch without children; children come in this order.
-        like: tree whose branches tell what containers they were, wherever the names of the children are the same.
+        like: tree to copy container types from, for branches whose children have the same names.
 
     Raises:
-        NameCollisionError: a key path that is a leaf and also leads to others.
+        NameCollisionError: a key path is both a leaf and a subtree.
     """
     if () in leaves and len(leaves) == 1:
         return leaves[()]
@@ -187,7 +188,7 @@ def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
 
 def _collision(path: Path) -> NameCollisionError:
     shown = show_path(path)
-    return NameCollisionError(f"{shown} would be two things at once, a leaf and a subtree, or two leaves", leaf=shown)
+    return NameCollisionError(f"{shown} would be both a leaf and a subtree, or two leaves", leaf=shown)
 
 
 def _in_containers(node: Node, like: Node) -> Node:
@@ -200,5 +201,5 @@ def _in_containers(node: Node, like: Node) -> Node:
 
 
 def show_path(path: Path) -> str:
-    """The key path as people read it: names joined with ``/``; the whole tree is ``<root>``."""
+    """Format a key path for messages: names joined with ``/``; the whole tree is ``<root>``."""
     return "/".join(path) if path else "<root>"

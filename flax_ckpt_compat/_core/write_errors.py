@@ -1,4 +1,4 @@
-"""What a failed write means to the user: the checkpoint's name instead of the temporary's, and what to do about it."""
+"""Translate errors of a failed write: name the checkpoint instead of its temporary, and add a remedy."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
     """Translate an OSError, or a StorageError about a temporary, into a StorageError about the checkpoint.
 
     Args:
-        path: of the checkpoint, or its URL.
-        temporary: what is written in its place.
-        tree: what is saved, to tell how much space it needs.
+        path: path or URL of the checkpoint.
+        temporary: path that is written in its place.
+        tree: tree to save, to report the space that it needs.
     """
     try:
         yield
     except OSError as error:
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
-            raise  # such as MultiprocessSaveError's, which are timeouts
-        raise _told(path, temporary, tree, error) from (error.__cause__ or error)
+            raise  # such as ProcessTimeoutError, which is an OSError because it is a TimeoutError
+        raise _storage_error(path, temporary, tree, error) from (error.__cause__ or error)
 
 
-def _told(path: str, temporary: str, tree: Node, error: OSError) -> StorageError:
+def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> StorageError:
     folder = os.path.dirname(temporary)
     number = error.errno
     if number in (errno.ENOSPC, errno.EDQUOT):
         reason, remedy = os.strerror(number), f"{_space(temporary, tree)}; free space, or save to another directory"
-        if folder != os.path.dirname(path):  # of a save to a store
+        if folder != os.path.dirname(path):  # a save to a store
             remedy = f"{_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"
     elif number in _REMEDIES:
         reason, remedy = os.strerror(number), _REMEDIES[number].format(folder=folder)
@@ -59,7 +59,7 @@ def _told(path: str, temporary: str, tree: Node, error: OSError) -> StorageError
 
 
 def _space(temporary: str, tree: Node) -> str:
-    """Say how much is needed and how much will be free once the temporary is removed."""
+    """Describe the space needed, and the space free once the temporary is removed."""
     folder = os.path.dirname(temporary)
     needed = f"it needs {_size(_nbytes(tree))} and " if tree is not None else ""
     with suppress(OSError):
@@ -68,7 +68,7 @@ def _space(temporary: str, tree: Node) -> str:
 
 
 def _disk_space(path: str) -> int:
-    """Return the bytes that a file, or the files below a directory, take up on disk."""
+    """Return the disk usage of a file or of the files below a directory, in bytes."""
     block = 512  # bytes, whatever the file system's blocks are (POSIX)
     with suppress(NotADirectoryError, FileNotFoundError):
         return sum(_disk_space(entry.path) for entry in os.scandir(path))

@@ -36,7 +36,7 @@ def test_values_of_real_files(case, tmp_path):
     assert found.keys() == expected.keys()
     for name, value in zip(found, reader.read(list(found.values())), strict=True):
         saved = expected[name]
-        assert found[name].distributed == (saved["kind"] == "jax")
+        assert found[name].in_gda_folder == (saved["kind"] == "jax")
         if saved["kind"] == "py":
             assert value == saved["value"]
             continue
