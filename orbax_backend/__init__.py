@@ -1,4 +1,4 @@
-"""Orbax's on-disk format, written and read straight through TensorStore; nothing here imports orbax."""
+"""Read and write Orbax's on-disk format through TensorStore, without importing orbax."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class OrbaxBackend:
     format = Format.ORBAX
 
     def __init__(self, open_msgpack: OpenMsgpack | None = None) -> None:
-        """Takes what opens the msgpack file in directories of old releases; without it, they are refused."""
+        """Store the opener for the msgpack file of old releases; without one, their directories are refused."""
         self._open_msgpack = open_msgpack
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Plan:
-        """Decides how every leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
+        """Plan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.
         """
-        return make_plan(tree, together=process is not None and process.count > 1)
+        return make_plan(tree, multiprocess=process is not None and process.count > 1)
 
     def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
-        """Writes the whole checkpoint as a new directory and syncs it to disk.
+        """Write the whole checkpoint as a new directory and syncs it to disk.
 
         Args:
             path: absolute path of the directory to create; its parent exists.
-            prepared: of `prepare`.
+            prepared: the result of `prepare`.
             options: ``compression`` is None, ``zstd``, ``gzip``, ``zlib`` or ``blosc``.
 
         Raises:
@@ -56,7 +56,7 @@ class OrbaxBackend:
         process: ProcessInfo,  # noqa: ARG002
         upload: MultiprocessUpload | None = None,  # noqa: ARG002
     ) -> None:
-        """Makes the directory of a save by several processes, and those in it that all need.
+        """Create the directories of a multiprocess save.
 
         Raises:
             SettingError: before anything is written.
@@ -72,10 +72,10 @@ class OrbaxBackend:
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Writes the shards of this process as a database of its own and syncs it to disk.
+        """Write this process's shards to its own database and sync it to disk.
 
         Raises:
-            StorageError: the file system refused, or this process does not see the directory that process 0 made.
+            StorageError: the file system refused, or the directory of process 0 is not visible here.
         """
         multiprocess.write(path, prepared, options, process, upload)
 
@@ -87,19 +87,19 @@ class OrbaxBackend:
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Merges the databases of all processes, checks that no chunk is missing and syncs all to disk.
+        """Merge the databases of all processes, check that no chunk is missing and sync to disk.
 
         Raises:
-            MultiprocessSaveError: a process wrote something else than this one.
+            MultiprocessSaveError: a process wrote a different tree.
             StorageError: a part is missing, or the file system refused.
         """
         multiprocess.end(path, prepared, process, upload)
 
     def open(self, path: str) -> Reader:
-        """Opens a directory of any release of Orbax without reading array data.
+        """Open a directory of any Orbax release without reading array data.
 
         Raises:
-            IncompleteCheckpointError, UnrecognizedFormatError: nothing in it holds the structure of a tree.
+            IncompleteCheckpointError, UnrecognizedFormatError: it has no tree structure.
             CorruptCheckpointError: it does not decode.
         """
         with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):

@@ -1,7 +1,7 @@
-"""The msgpack file ``checkpoint`` that Orbax wrote until 0.5.15: the tree, and the values of some of its leaves.
+"""Read the msgpack file ``checkpoint`` that Orbax wrote until 0.5.15: the tree, and some of its values.
 
-It mirrors the tree; a leaf is its value, or a text that says that the value is stored elsewhere. What that text
-names is not looked at, because real Orbax does not either (format of releases 0.1 to 0.5, measured).
+Each leaf is its value or a placeholder text. As in real Orbax, what follows the placeholder's scheme is ignored
+(format of releases 0.1 to 0.5, measured).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
 from .metadata import DICT_KEY, SEQUENCE_KEY
 
-# The second one is of releases up to 0.0.22 (history of Orbax).
-_ELSEWHERE = ("PLACEHOLDER://", "AGGREGATED://")
+# The second prefix is of releases up to 0.0.22 (history of Orbax).
+_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
 _EMPTY = {Container.DICT: "Dict", Container.LIST: "List", Container.TUPLE: "Tuple"}
 
 Keys = tuple[tuple[str, int], ...]
@@ -27,12 +27,12 @@ OpenMsgpack = Callable[[str], Reader]
 
 
 class Aggregate:
-    """The file, open.
+    """An open msgpack file.
 
     Attributes:
-        file: its path.
-        leaves: every leaf by its keys, in stored order: a handle of the msgpack file, None where the value is
-            stored elsewhere, or the name of Orbax's marker of an empty node.
+        file: path.
+        leaves: keys → leaf, in stored order: a handle of the msgpack file, None for a placeholder, or Orbax's name
+            of an empty node.
     """
 
     def __init__(self, file: str, reader: Reader) -> None:
@@ -43,15 +43,15 @@ class Aggregate:
         self._values = {_names(keys): leaf for keys, leaf in self.leaves.items() if isinstance(leaf, LeafHandle)}
 
     def value(self, path: Path) -> LeafHandle | None:
-        """The handle of the leaf, if the file has its value."""
+        """Return the handle of a leaf, or None if its value is not in the file."""
         return self._values.get(path)
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """The values of these handles and parts."""
+        """Return the values of handles and slices."""
         return self._reader.read(handles, mapped=mapped)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._reader.close()
 
     def _collect(self, node: Node, keys: Keys) -> None:
@@ -64,11 +64,11 @@ class Aggregate:
         elif node is None:
             self.leaves[keys] = "None"
         else:
-            self.leaves[keys] = None if _is_elsewhere(node) else node
+            self.leaves[keys] = None if _is_placeholder(node) else node
 
 
 def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | None:
-    """Opens the file of the checkpoint directory ``path``; None if there is none.
+    """Open the msgpack file of a checkpoint directory; return None if there is none.
 
     Raises:
         CorruptCheckpointError: it does not decode.
@@ -78,15 +78,15 @@ def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | N
         return None
     if open_msgpack is None:
         raise UnrecognizedFormatError(
-            f"{file}: values of this checkpoint are in a msgpack file, for which no reader was given; "
+            f"{file}: values of this checkpoint are in a msgpack file, but no msgpack reader was given; "
             f"open it with flax_ckpt_compat.checkpoints.restore_checkpoint",
             path=file,
         )
     return Aggregate(file, open_msgpack(file))
 
 
-def _is_elsewhere(leaf: LeafHandle) -> bool:
-    return leaf.kind is LeafKind.STR and str(leaf.read()).startswith(_ELSEWHERE)
+def _is_placeholder(leaf: LeafHandle) -> bool:
+    return leaf.kind is LeafKind.STR and str(leaf.read()).startswith(_PLACEHOLDERS)
 
 
 def _names(keys: Keys) -> Path:

@@ -1,4 +1,4 @@
-"""Puts the leaves of a checkpoint together to the tree that its entries describe."""
+"""Build the tree that a checkpoint's entries describe."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .aggregate import Keys
 from .json_files import corrupt
 from .metadata import SEQUENCE_KEY
 from .structure import LeafEntry, Structure
-from .type_annotations import Marks
+from .type_annotations import TypeAnnotations
 
 
 def build_tree(structure: Structure, leaves: list[Any]) -> Any:
-    """The tree of branches around the leaves.
+    """Return the tree of branches and leaves.
 
     Args:
-        structure: says where they belong.
-        leaves: one per entry of the structure, in its order.
+        structure: the stored tree.
+        leaves: one per entry of the structure, in order.
 
     Raises:
         CorruptCheckpointError: the entries do not form a tree.
@@ -29,10 +29,10 @@ def build_tree(structure: Structure, leaves: list[Any]) -> Any:
     if structure.is_single_array:
         return leaves[0]
     if len(leaves) == 1 and not structure.entries[0].keys:
-        return _with_mark(leaves[0], (), structure.marks)
+        return _annotate(leaves[0], (), structure.annotations)
     root = Branch({})
     kinds: dict[int, int] = {}
-    # The leaves of one branch mostly follow one another.
+    # Leaves of one branch mostly follow one another.
     above: Keys | None = None
     branch = root
     for entry, leaf in zip(structure.entries, leaves, strict=True):
@@ -41,28 +41,28 @@ def build_tree(structure: Structure, leaves: list[Any]) -> Any:
             branch.children[keys[-1][0]] = leaf
         else:
             branch, above = _insert(root, entry, leaf, kinds, file), keys[:-1]
-    _finish(root, (), kinds, structure.marks, file)
+    _finish(root, (), kinds, structure.annotations, file)
     return root
 
 
 def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], file: str) -> Branch:
-    """Puts in a leaf and the branches above it, and returns the one that it is in."""
+    """Insert a leaf and its missing branches; return its parent."""
     node: Any = root
-    shown = show_path(entry.path)
+    keystr = show_path(entry.path)
     for depth, (name, kind) in enumerate(entry.keys):
         if not isinstance(node, Branch) or kinds.setdefault(id(node), kind) != kind:
-            raise corrupt(file, f"the leaf {shown!r} contradicts the entries before it")
+            raise corrupt(file, f"the leaf {keystr!r} contradicts the entries before it")
         if depth + 1 == len(entry.keys):
             if name in node.children:
-                raise corrupt(file, f"the leaf {shown!r} is listed twice, or is a leaf and a branch at once")
+                raise corrupt(file, f"the leaf {keystr!r} is listed twice, or as both a leaf and a branch")
             node.children[name] = leaf
             return node
         node = node.children.setdefault(name, Branch({}))
     raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
 
 
-def _finish(branch: Branch, path: Path, kinds: dict[int, int], marks: Marks | None, file: str) -> None:
-    """Orders sequences and puts in what the marks say."""
+def _finish(branch: Branch, path: Path, kinds: dict[int, int], annotations: TypeAnnotations | None, file: str) -> None:
+    """Order sequences and apply the type annotations."""
     if kinds.get(id(branch)) == SEQUENCE_KEY:
         expected = [str(index) for index in range(len(branch.children))]
         if set(branch.children) != set(expected):
@@ -75,20 +75,20 @@ def _finish(branch: Branch, path: Path, kinds: dict[int, int], marks: Marks | No
         branch.container = Container.LIST
     for name, child in branch.children.items():
         if isinstance(child, Branch) and child.children:
-            _finish(child, (*path, name), kinds, marks, file)
-        elif child is None or isinstance(child, Branch):  # what has no values is all that marks tell more about
-            branch.children[name] = _with_mark(child, (*path, name), marks)
-    _with_mark(branch, path, marks)
+            _finish(child, (*path, name), kinds, annotations, file)
+        elif child is None or isinstance(child, Branch):  # besides parents, only nodes without values are annotated
+            branch.children[name] = _annotate(child, (*path, name), annotations)
+    _annotate(branch, path, annotations)
 
 
-def _with_mark(node: Any, path: Path, marks: Marks | None) -> Any:
-    mark = marks.containers.get(path) if marks else None
-    if mark is None:
+def _annotate(node: Any, path: Path, annotations: TypeAnnotations | None) -> Any:
+    annotation = annotations.containers.get(path) if annotations else None
+    if annotation is None:
         return node
-    if node is None and mark.container is Container.NAMEDTUPLE:
+    if node is None and annotation.container is Container.NAMEDTUPLE:
         return Branch({}, Container.NAMEDTUPLE)
     if isinstance(node, Branch):
-        if node.container.is_sequence == mark.container.is_sequence:
-            node.container = mark.container
-        node.int_keys = mark.int_keys & frozenset(node.children)
+        if node.container.is_sequence == annotation.container.is_sequence:
+            node.container = annotation.container
+        node.int_keys = annotation.int_keys & frozenset(node.children)
     return node

@@ -1,4 +1,4 @@
-"""Zstandard and CRC-32C, which TensorStore has as codecs of zarr v3 and offers in no other way."""
+"""Decode Zstandard and check CRC-32C through TensorStore's zarr v3 codecs, its only interface to them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 import tensorstore as ts
 
-# Nodes of Orbax's databases hold at most 100 MB; what claims more than this is hostile.
+# Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
 MAX_DECODED_BYTES = 1 << 30
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _MAX_BLOCK = 128 << 10
 _RAW, _RLE, _COMPRESSED = 0, 1, 2
 _CHECKSUM, _SINGLE_SEGMENT = 4, 32
-# Where reading stopped because there was no more (TensorStore 0.1.71 to 0.1.86, measured).
+# The error of a read past the end (TensorStore 0.1.71 to 0.1.86, measured).
 _END = re.compile(r"Not enough data.*at uncompressed byte (\d+)", re.DOTALL)
 
 
 class UndecodableError(Exception):
-    """This release of TensorStore does not say what is needed to decode the bytes."""
+    """Our decoder cannot handle the database; TensorStore's own driver may."""
 
 
 def check_crc32c(data: bytes) -> None:
     """Check data that ends in its own CRC-32C, little-endian.
 
     Raises:
-        ValueError: they differ; the text has both.
+        ValueError: the checksums differ.
     """
     _decode(data, "crc32c", len(data) - 4)
 
@@ -34,8 +34,8 @@ def decompress_zstd(frame: bytes) -> bytes:
     """Decompress exactly one frame.
 
     Raises:
-        ValueError: it is no such frame, or holds more than `MAX_DECODED_BYTES`.
-        UndecodableError: its length cannot be found out.
+        ValueError: it is not one frame, or holds more than `MAX_DECODED_BYTES`.
+        UndecodableError: its length cannot be determined.
     """
     length, limit = _content_size(frame)
     if limit > MAX_DECODED_BYTES:
@@ -46,19 +46,19 @@ def decompress_zstd(frame: bytes) -> bytes:
 
 
 def _length_by_reading(frame: bytes, limit: int) -> int:
-    # zarr's chunks have a known size, and frames that were written as a stream do not tell theirs. The exact read
-    # that follows proves the answer, so nothing wrong comes of another text.
+    # zarr chunks have a known size, but frames written as a stream do not record theirs. The exact read that follows
+    # verifies the length found here.
     try:
         _decode(frame, "zstd", limit + 1)
     except ValueError as error:
         found = _END.search(str(error))
         if found is None or int(found[1]) > limit:
-            raise _explained(error) from error
+            raise _translate(error) from error
         return int(found[1])
     raise ValueError(f"at most {limit} decompressed bytes were expected, found {limit + 1}")
 
 
-def _explained(error: ValueError) -> Exception:
+def _translate(error: ValueError) -> Exception:
     return UndecodableError(str(error)) if "Not enough data" in str(error) else error
 
 
@@ -78,27 +78,27 @@ def _decode(data: bytes, codec: str, length: int) -> bytes:
 
 
 def _content_size(frame: bytes) -> tuple[int | None, int]:
-    """Read the headers of a frame and of its blocks (RFC 8878): the size of its content, if told, and a bound."""
+    """Parse frame and block headers (RFC 8878); return the content size, if recorded, and an upper bound."""
     if frame[:4] != _MAGIC or len(frame) < 6:
         raise ValueError(f"a Zstandard frame ({_MAGIC.hex()}) was expected, found {frame[:4].hex() or 'nothing'}")
     descriptor = frame[4]
     single = bool(descriptor & _SINGLE_SEGMENT)
     width = (int(single), 2, 4, 8)[descriptor >> 6]
     start = 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
-    told = int.from_bytes(frame[start : start + width], "little") + (256 if width == 2 else 0)
+    recorded = int.from_bytes(frame[start : start + width], "little") + (256 if width == 2 else 0)
     limit, end = _blocks(frame, start + width)
     end += 4 if descriptor & _CHECKSUM else 0
     if end != len(frame):
         raise ValueError(f"a Zstandard frame of {len(frame)} bytes was expected, found one of {end}")
     if not width:
         return None, limit
-    if told > limit:
-        raise ValueError(f"at most {limit} decompressed bytes were expected, found {told}")
-    return told, told
+    if recorded > limit:
+        raise ValueError(f"at most {limit} decompressed bytes were expected, found {recorded}")
+    return recorded, recorded
 
 
 def _blocks(frame: bytes, at: int) -> tuple[int, int]:
-    """As many bytes as the blocks can hold, and where they end."""
+    """Return the most bytes that the blocks can hold, and the offset of their end."""
     limit, last = 0, False
     while not last and at + 3 <= len(frame) and limit <= MAX_DECODED_BYTES:
         header = int.from_bytes(frame[at : at + 3], "little")

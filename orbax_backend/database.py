@@ -1,4 +1,4 @@
-"""A new OCDBT database that takes arrays, or the shards of them that one process holds, and commits them together."""
+"""Write arrays, or one process's shards of them, to a new OCDBT database in one transaction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.object_store import client, specs
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA
 from flax_ckpt_compat._core.tree import Shard
 
-from .encode import Stored
+from .encode import EncodedLeaf
 from .sources import wait
 from .stored_names import key_prefix
 from .zarr import dump_zarray
@@ -31,7 +31,7 @@ _DATABASE = {
     "max_inline_value_bytes": 1024,
     "max_decoded_node_bytes": 100_000_000,
     "manifest_kind": "single",
-    "compression": {"id": "zstd", "level": 1},  # of the nodes; the default level takes twice the time
+    "compression": {"id": "zstd", "level": 1},  # for nodes; the default level takes twice the time
     "version_tree_arity_log2": 4,
 }
 # Several data files let the driver write and sync them at the same time; 64 MiB was the fastest measured.
@@ -41,20 +41,20 @@ _FILE_THREADS = 8
 _DRIVER_FROM_BYTES = 64 << 10
 # Values up to this size lie inline in the B-tree, whose nodes are compressed anyway.
 _COMPRESS_FROM_BYTES = 1025
-# As much as one process's index may have, for how long to wait for a store.
+# Upper bound of one process's index, for the timeout of a store.
 _INDEX_BYTES = 256 << 20
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
 
 
 class Database:
-    """A new database, on which all is one transaction."""
+    """A new OCDBT database, written in one transaction."""
 
     def __init__(self, path: str, url: str | None = None) -> None:
-        """Begins it.
+        """Open the database and its transaction.
 
         Args:
-            path: of its directory.
-            url: of the folder of a store that has the databases that it takes over; None where they are in ``path``.
+            path: directory of the database.
+            url: folder of a store with the databases to merge; None if they are in ``path``.
         """
         self._path, self._url = path, url
         self._spec = {
@@ -64,7 +64,7 @@ class Database:
             "assume_config": True,
             "target_data_file_size": _DATA_FILE_BYTES,
         }
-        # Without a cache: nodes are cached by path, and this path will be another directory's one day.
+        # No cache: nodes are cached by path, and another directory may have this path later.
         self._context = ts.Context(
             {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}},
             parent=None if url is None else specs.context(),
@@ -77,71 +77,71 @@ class Database:
 
     def _base(self, inside: str = "") -> dict[str, Any]:
         if self._url is not None:
-            return layered(self._path, self._url, inside)
+            return stacked_spec(self._path, self._url, inside)
         return paths.local_kvstore(os.path.join(self._path, inside, ""))
 
-    def put(self, name: str, stored: Stored, compressor: dict[str, Any] | None, leads: bool = True) -> None:
-        """Adds one array; its memory must not change before the commit has ended.
+    def put(self, name: str, stored: EncodedLeaf, compressor: dict[str, Any] | None, is_primary: bool = True) -> None:
+        """Add one array; its memory must not change before the commit has finished.
 
         Args:
-            name: that it is stored under.
-            stored: of an array that is spread over processes, only the shards that this one holds are added.
-            compressor: of large arrays.
-            leads: also adds the array's metadata, which one process does.
+            name: stored name.
+            stored: the array; of one that is spread over processes, only the shards of this process are added.
+            compressor: codec of large arrays.
+            is_primary: whether this process also writes the array's metadata.
         """
-        if stored.part == stored.shape and not stored.spread:
+        if stored.write_shape == stored.shape and not stored.spread:
             array = stored.whole()
             if array.nbytes < (_DRIVER_FROM_BYTES if compressor is None else _COMPRESS_FROM_BYTES):
                 self._put_small(name, stored, array)
                 return
-        # Not the largest shard here: processes without any must decide as the others do.
-        nbytes = math.prod(stored.part) * stored.dtype.itemsize
-        used = compressor if nbytes >= _COMPRESS_FROM_BYTES else None
+        # Not the largest local shard: processes without any must decide as the others do.
+        nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
+        codec = compressor if nbytes >= _COMPRESS_FROM_BYTES else None
         shards = stored.shards() if nbytes else []
-        if used is not None or nbytes >= _DRIVER_FROM_BYTES:
-            self._put_by_driver(name, stored, shards, used, leads)
+        if codec is not None or nbytes >= _DRIVER_FROM_BYTES:
+            self._put_by_driver(name, stored, shards, codec, is_primary)
             return
         prefix = key_prefix(name)
-        if leads:
-            self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.part, stored.dtype)
+        if is_primary:
+            self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.write_shape, stored.dtype)
         for shard in shards:
-            cell = [str(side.start // length) for side, length in zip(shard.index, stored.part, strict=True)]
+            cell = [str(side.start // length) for side, length in zip(shard.index, stored.write_shape, strict=True)]
             self._store[prefix + (".".join(cell) or "0")] = shard.data.tobytes()
 
-    def _put_small(self, name: str, stored: Stored, array: np.ndarray[Any, Any]) -> None:
+    def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any]) -> None:
         prefix = key_prefix(name)
         self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.shape, stored.dtype)
         if array.nbytes:
             self._store[prefix + (".".join("0" * array.ndim) or "0")] = array.tobytes()
 
     def _put_by_driver(
-        self, name: str, stored: Stored, shards: list[Shard], compressor: dict[str, Any] | None, leads: bool
+        self, name: str, stored: EncodedLeaf, shards: list[Shard], compressor: dict[str, Any] | None, is_primary: bool
     ) -> None:
-        if not leads and not shards:
+        if not is_primary and not shards:
             return
         spec = {
             "driver": "zarr",
             "kvstore": {**self._spec, "path": key_prefix(name)},
-            "metadata": dump_zarray(stored.shape, stored.part, stored.dtype, compressor),
+            "metadata": dump_zarray(stored.shape, stored.write_shape, stored.dtype, compressor),
             # A reader cannot tell a chunk of zeros that was left out from one that was lost.
             "store_data_equal_to_fill_value": True,
-            **({"create": True} if leads else {"open": True, "assume_metadata": True}),
+            **({"create": True} if is_primary else {"open": True, "assume_metadata": True}),
         }
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
         self._pending.append((opened, shards))
 
-    def take_over(self, names: Sequence[str]) -> None:
-        """Adds references to all values of these databases, which lie in this one's directory and have ended."""
+    def merge(self, names: Sequence[str]) -> None:
+        """Add references to all values of finished databases in this directory."""
         children = {name: {"driver": "ocdbt", "base": self._base(name)} for name in names}
         opened = {name: ts.KvStore.open(spec, context=self._context) for name, spec in children.items()}
         for name, child in opened.items():
-            where = os.path.join(self._url or self._path, name)
-            with storage_errors(where, "merged with those of the other processes"):
-                store = wait(where, child)
-                wait(where, store.experimental_copy_range_to(self._store), _INDEX_BYTES)
+            folder = os.path.join(self._url or self._path, name)
+            with tensorstore_errors(folder, "merged with those of the other processes"):
+                store = wait(folder, child)
+                wait(folder, store.experimental_copy_range_to(self._store), _INDEX_BYTES)
 
-    def begin_commit(self) -> None:
-        """Hands everything to TensorStore, which goes on by itself."""
+    def start_commit(self) -> None:
+        """Start the commit; TensorStore continues in its own threads."""
         copies = []
         for opened, shards in self._pending:
             array = opened.result()
@@ -152,14 +152,14 @@ class Database:
             copied.result()
         self._committed = self._transaction.commit_async()
 
-    def end_commit(self) -> None:
-        """Waits until everything is written and synced."""
+    def finish_commit(self) -> None:
+        """Wait until everything is written and synced."""
         Writeback(os.path.join(self._path, DATA_DIRECTORY)).until_done(self._committed)
 
 
 @contextmanager
-def storage_errors(path: str, doing: str = "written") -> Iterator[None]:
-    """Translates TensorStore's errors about the arrays in ``path``; ``doing`` completes "could not be …"."""
+def tensorstore_errors(path: str, doing: str = "written") -> Iterator[None]:
+    """Translate TensorStore's errors about the arrays in ``path``; ``doing`` completes "could not be …"."""
     try:
         yield
     except StorageError:
@@ -176,28 +176,28 @@ def storage_errors(path: str, doing: str = "written") -> Iterator[None]:
 
 
 def _errno(error: Exception) -> int | None:
-    """The system's error number, which TensorStore only tells in its text."""
+    """Parse the errno out of TensorStore's message, its only place."""
     found = _OS_ERROR_CODE.search(str(error))
     return int(found[1]) if found else None
 
 
 def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """TensorStore takes the machine's byte order, and swaps to a foreign one itself."""
+    """Return the array in native byte order; TensorStore swaps to the stored one."""
     return array if array.dtype.isnative else array.byteswap().view(array.dtype.newbyteorder())
 
 
 @functools.lru_cache(maxsize=4096)
-def _zarray(shape: tuple[int, ...], part: tuple[int, ...], dtype: Any) -> bytes:
-    return json.dumps(dump_zarray(shape, part, dtype, None), separators=(",", ":")).encode()
+def _zarray(shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any) -> bytes:
+    return json.dumps(dump_zarray(shape, write_shape, dtype, None), separators=(",", ":")).encode()
 
 
-def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
-    """A directory that has the databases of single processes from a store, and all else on the local disk.
+def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:
+    """Return the spec of a directory on the local disk with the process databases of a store in it.
 
     Args:
-        local: path of the directory that is to be uploaded.
-        url: of the folder in the store.
-        inside: name of a directory in it, instead of all.
+        local: path of the directory to upload.
+        url: folder in the store.
+        inside: name of a subdirectory to open instead.
     """
     stored = client.spec(url)
     return {
@@ -210,39 +210,39 @@ def layered(local: str, url: str, inside: str = "") -> dict[str, Any]:
     }
 
 
-def locator(local: str, url: str) -> Callable[[str], str]:
-    """Return what finds a file of that directory; see `layered`."""
+def file_locator(local: str, url: str) -> Callable[[str], str]:
+    """Return a function that resolves file names of `stacked_spec`'s directory."""
     return lambda file: f"{url}/{file}" if file.startswith(PROCESS_PREFIX) else os.path.join(local, file)
 
 
-_EVERY = 0.01  # seconds
-_LEAST = 8 << 20
+_POLL_SECONDS = 0.01
+_MIN_BYTES = 8 << 20
 
 
 class Writeback:
-    """Follows the files in a directory as they grow; only hints, so that nothing depends on it."""
+    """Start the kernel's writeback of files in a directory as they grow; a hint for speed only."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        # What was handed over, by inode: files get their names at the end.
-        self._begun: dict[int, int] = {}
+        # Bytes handed over, by inode: files get their final names at the end.
+        self._started: dict[int, int] = {}
 
     def until_done(self, future: Any) -> None:
-        """Waits for TensorStore's future, and raises what it raises."""
+        """Wait for TensorStore's future, and raise its error."""
         while not future.done():
             with suppress(TimeoutError):
-                future.exception(timeout=_EVERY)
+                future.exception(timeout=_POLL_SECONDS)
             with suppress(OSError):
-                self._go_on()
+                self._poll()
         future.result()
 
-    def _go_on(self) -> None:
+    def _poll(self) -> None:
         with os.scandir(self._directory) as entries:
             for entry in entries:
-                size, begun = entry.stat().st_size, self._begun.get(entry.inode(), 0)
-                if size - begun >= _LEAST:
-                    self._begin(entry.path, begun, size)
-                    self._begun[entry.inode()] = size
+                size, started = entry.stat().st_size, self._started.get(entry.inode(), 0)
+                if size - started >= _MIN_BYTES:
+                    self._begin(entry.path, started, size)
+                    self._started[entry.inode()] = size
 
     def _begin(self, path: str, start: int, stop: int) -> None:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""From a stored array to the leaf that it stands for."""
+"""Decode stored arrays to leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .jobs import Job
 from .stored_names import key_prefix
 from .stored_values import Index
 from .structure import UNKNOWN
-from .type_annotations import LeafMark
+from .type_annotations import LeafType
 from .zarr import ArrayInfo
 
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
@@ -31,13 +31,13 @@ _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a n
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder:
-    """Makes a leaf of its stored array.
+    """Decodes the stored array of a leaf.
 
     Attributes:
-        kind: the type it comes back as.
-        shape, dtype: of the array that the leaf is; both the stored ones but for dtypes that zarr lacks.
+        kind: type of the leaf.
+        shape, dtype: those of the leaf; they differ from the stored ones for dtypes that zarr lacks.
         text: ``str`` or ``bytes`` for a numpy text scalar.
-        impl: of a PRNG key.
+        impl: implementation of a PRNG key.
     """
 
     kind: LeafKind
@@ -48,14 +48,14 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Size of the leaf in bytes."""
+        """Return the size of the leaf in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
-        """The leaf.
+        """Return the leaf.
 
         Raises:
-            ValueError: the bytes are no UTF-8.
+            ValueError: the bytes are not UTF-8.
         """
         if self.kind is LeafKind.PRNG_KEY:
             return KeyData(str(self.impl), array)
@@ -71,62 +71,62 @@ class Decoder:
         return typed[()] if self.kind is LeafKind.NUMPY_SCALAR else typed
 
     def _retyped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        # The shape is not that of the leaf where only a box of it was read.
+        # The array may be a box of the leaf only.
         shape = array.shape if len(self.shape) == array.ndim else array.shape[:-1]
         if array.size == 0:
             return np.empty(shape, self.dtype)
         return array.reshape(-1).view(self.dtype).reshape(shape)
 
 
-def make_decoder(value_type: str, info: ArrayInfo, mark: LeafMark, key_impl: str | None) -> Decoder:
-    """How to decode a leaf.
+def make_decoder(value_type: str, info: ArrayInfo, annotation: LeafType, key_impl: str | None) -> Decoder:
+    """Return the decoder of a leaf.
 
     Args:
         value_type: Orbax's name of its type.
         info: its stored array.
-        mark: ours, empty for what the format itself says.
-        key_impl: PRNG implementation, as ``array_metadatas`` has it.
+        annotation: our type annotation; empty where Orbax's format says enough.
+        key_impl: PRNG implementation from ``array_metadatas``.
 
     Raises:
-        ValueError: the mark and the stored array contradict each other.
+        ValueError: the annotation and the stored array contradict each other.
     """
-    impl = mark.impl or key_impl
+    impl = annotation.impl or key_impl
     if impl is not None:
         return Decoder(LeafKind.PRNG_KEY, info.shape, info.dtype, impl=impl)
-    if mark.dtype in _TEXTS or mark.kind in (LeafKind.BYTES, LeafKind.STR):
-        return _text_decoder(info, mark)
-    shape, dtype = _marked_type(info, mark.dtype) if mark.dtype else (info.shape, info.dtype)
-    kind = mark.kind or _kind(value_type, info)
-    if mark.kind is LeafKind.PRNG_KEY:
-        raise ValueError("the type mark of a PRNG key names no implementation")
+    if annotation.dtype in _TEXTS or annotation.kind in (LeafKind.BYTES, LeafKind.STR):
+        return _text_decoder(info, annotation)
+    shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
+    kind = annotation.kind or _kind(value_type, info)
+    if annotation.kind is LeafKind.PRNG_KEY:
+        raise ValueError("the type annotation of a PRNG key names no implementation")
     if kind is not LeafKind.ARRAY and shape != ():
-        raise ValueError(f"the type mark says {kind.value}, but {dtype.name}{list(shape)} is stored")
-    if mark.kind in _FROM_SCALAR and kind is not _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT):
-        raise ValueError(f"the type mark says {kind.value}, but {dtype.name} is stored")
+        raise ValueError(f"the type annotation says {kind.value}, but {dtype.name}{list(shape)} is stored")
+    if annotation.kind in _FROM_SCALAR and kind is not _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT):
+        raise ValueError(f"the type annotation says {kind.value}, but {dtype.name} is stored")
     return Decoder(kind, shape, dtype)
 
 
-def _text_decoder(info: ArrayInfo, mark: LeafMark) -> Decoder:
+def _text_decoder(info: ArrayInfo, annotation: LeafType) -> Decoder:
     if len(info.shape) != 1 or info.dtype != np.uint8:
-        raise ValueError(f"the type mark says text or bytes, but {info.dtype.name}{list(info.shape)} is stored")
-    return Decoder(mark.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, text=mark.dtype)
+        raise ValueError(f"the type annotation says text or bytes, but {info.dtype.name}{list(info.shape)} is stored")
+    return Decoder(annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, text=annotation.dtype)
 
 
-def _marked_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of a leaf for which others are stored."""
+def _annotated_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of a leaf that is stored with others."""
     dtype = dtype_from_name(name)
     if dtype.itemsize == info.dtype.itemsize and dtype.kind not in "US":
         return info.shape, dtype
     if info.dtype == np.uint8 and info.shape and info.shape[-1] == dtype.itemsize:
         return info.shape[:-1], dtype
-    raise ValueError(f"the type mark says {dtype.name}, but {info.dtype.name}{list(info.shape)} is stored")
+    raise ValueError(f"the type annotation says {dtype.name}, but {info.dtype.name}{list(info.shape)} is stored")
 
 
 def kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[LeafKind]]:
-    """What a leaf that others wrote comes back as, and what else it may have been.
+    """Return the kind of a leaf without a type annotation, and the other kinds it may have been.
 
-    Orbax stores Python numbers and numpy scalars alike as 0-d arrays, and until 0.4.2 0-d arrays just so, too.
-    Python's numbers have 64 bits there, bools one byte (0.1.8 to 0.12.8, measured).
+    Orbax stores Python numbers and numpy scalars alike as 0-d arrays, and until 0.4.2 0-d arrays in the same way.
+    Python's numbers are stored with 64 bits, bools with one byte (0.1.8 to 0.12.8, measured).
 
     Args:
         value_type: Orbax's name of its type, or `UNKNOWN`.
@@ -156,21 +156,21 @@ def _utf8(array: np.ndarray[Any, Any]) -> str:
     return array.tobytes().decode("utf-8", "surrogatepass")
 
 
-# Small arrays share memory, which goes when the last of them does.
+# Small arrays share memory, which is freed with the last of them.
 _SMALL = 4096
 _TOGETHER = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayLocator:
-    """How to read a leaf that is stored as an array; leaves of one type share it.
+    """The locator of leaves that are stored as arrays of one type.
 
     Attributes:
-        info: the metadata of the array.
-        decoder: makes the leaf of the array.
-        is_plain: the array is the leaf.
-        handle: kind, shape, dtype and size of a leaf, and what else it may have been: see `LeafHandle`.
-        inline_key: of `inline_key`.
+        info: metadata of the array.
+        decoder: decodes the array.
+        is_plain: whether the array is the leaf.
+        handle: kind, shape, dtype, size and possible kinds of the `LeafHandle`.
+        inline_key: see the function `inline_key`.
     """
 
     info: ArrayInfo
@@ -180,15 +180,15 @@ class ArrayLocator:
     inline_key: str | None
 
     def job(self, handle: LeafHandle, index: Box | None) -> Job:
-        """What to read for a leaf, or a box of it."""
+        """Return the job that reads a leaf, or a box of it."""
         if index is not None:
-            # A dtype that the format lacks is stored with an axis more.
+            # A dtype that zarr lacks is stored with one more axis.
             index = (*index, *grid.whole(self.info.shape[len(index) :]))
         return Job(handle.name, self.info, handle.path, index)
 
 
 def inline_key(info: ArrayInfo) -> str | None:
-    """The key, below the array's own prefix, of the chunk that is a whole small array; None for all others."""
+    """Return the chunk key, below the array's prefix, of a small array in one raw chunk; None for other arrays."""
     is_candidate = info.is_one_raw_chunk and info.nbytes <= _SMALL
     return info.chunk_key((0,) * len(info.shape)) if is_candidate else None
 
@@ -196,15 +196,15 @@ def inline_key(info: ArrayInfo) -> str | None:
 def take_inline(
     index: Index | None, wanted: Sequence[LeafHandle | ArraySlice], values: list[Any]
 ) -> tuple[list[int], list[tuple[LeafHandle, int]]]:
-    """Copies small whole arrays whose bytes the index has.
+    """Copy small whole arrays that are inline in the index.
 
     Args:
-        index: of the checkpoint; None where it has no arrays.
-        wanted: what shall be read.
-        values: where the arrays go, each at its number in what is wanted.
+        index: index of the checkpoint; None if it has no arrays.
+        wanted: handles and slices to read.
+        values: output, one place per handle.
 
     Returns:
-        The numbers of all else that is wanted; and the leaves that are still to be decoded, with their numbers.
+        The numbers of the handles that are left; and the leaves that must still be decoded, with their numbers.
     """
     if index is None:
         return list(range(len(wanted))), []

@@ -1,4 +1,4 @@
-"""One leaf → the array or text that is stored for it, and the mark that makes its type exact."""
+"""One leaf → the array or text that is stored for it, and the annotation that makes its type exact."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, normalize_index, show_path
 
 from .sharding import everywhere, is_spread, shard_shape
-from .type_annotations import LeafMark
+from .type_annotations import LeafType
 from .zarr import typestr
 
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
-# The part that the sharding says, which takes its time to find out.
-_OF_SHARDING = (-1,)
+# The write_shape that the sharding says, which takes its time to find out.
+_FROM_SHARDING = (-1,)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Stored:
+class EncodedLeaf:
     """What is stored for one leaf.
 
     Attributes:
         value_type: Orbax's name of the type.
         dtype, shape: of the stored array.
         source: the array as the user has it (numpy or jax), or the text of a string leaf.
-        mark: what the format does not keep, or None.
+        annotation: what the format does not keep, or None.
         sharding: the jax sharding that it had, or None.
-        part: shape of what is written at once: of one shard, or of the whole array; that of the sharding, like
+        write_shape: shape of what is written at once: of one shard, or of the whole array; that of the sharding, like
             ``spread``, unless given.
         spread: several processes hold it, each some of its shards.
     """
@@ -45,14 +45,14 @@ class Stored:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     source: Any
-    mark: LeafMark | None = None
+    annotation: LeafType | None = None
     sharding: Any = None
-    part: tuple[int, ...] = _OF_SHARDING
+    write_shape: tuple[int, ...] = _FROM_SHARDING
     spread: bool = False
 
     def __post_init__(self) -> None:
-        if self.part is _OF_SHARDING:
-            self.part = shard_shape(self.shape, self.sharding)
+        if self.write_shape is _FROM_SHARDING:
+            self.write_shape = shard_shape(self.shape, self.sharding)
             self.spread = is_spread(self.sharding)
 
     def whole(self) -> np.ndarray[Any, Any]:
@@ -65,7 +65,7 @@ class Stored:
         Replicas are left out, and no shard is copied where the host can see a device's memory. Of what is spread
         over processes, these are the shards of which this one holds the first replica.
         """
-        if self.part == self.shape and not self.spread:
+        if self.write_shape == self.shape and not self.spread:
             return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in host_shards(self.source)]
 
@@ -97,27 +97,27 @@ def _whole(source: Any) -> np.ndarray[Any, Any]:
 class Encoder:
     """Encodes the leaves of one tree, and asks once for each type, dtype and sharding: most leaves have few of them."""
 
-    def __init__(self, together: bool) -> None:
-        self._together = together
+    def __init__(self, multiprocess: bool) -> None:
+        self._together = multiprocess
         self._is_plain = Memo(_is_plain)
         self._jax_types: set[type] = set()
-        # The first of equal shardings, and by shape: part and spread.
+        # The first of equal shardings, and by shape: write_shape and spread.
         self._shardings = Memo[tuple[Any, dict[Any, tuple[tuple[int, ...], bool]]]](lambda sharding: (sharding, {}))
 
-    def encode(self, leaf: Any, path: Path) -> Stored:
+    def encode(self, leaf: Any, path: Path) -> EncodedLeaf:
         """What to store for a leaf; see `encode`."""
         kind = type(leaf)
         if kind is np.ndarray and self._is_plain[leaf.dtype]:
-            return Stored(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
+            return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
         if kind in self._jax_types and self._is_plain[leaf.dtype] and not leaf.is_deleted():
             sharding, parts = self._shardings.of(leaf.sharding)
             known = parts.get(leaf.shape)
             if known is not None:
-                return Stored(JAX_ARRAY, leaf.dtype, leaf.shape, leaf, None, sharding, *known)
+                return EncodedLeaf(JAX_ARRAY, leaf.dtype, leaf.shape, leaf, None, sharding, *known)
         stored = encode(leaf, show_path(path), self._together)
         if is_jax_array(leaf) and not self._together:
             self._jax_types.add(kind)
-            self._shardings[stored.sharding][1][stored.shape] = stored.part, stored.spread
+            self._shardings[stored.sharding][1][stored.shape] = stored.write_shape, stored.spread
         return stored
 
 
@@ -125,130 +125,132 @@ def _is_plain(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and typestr(dtype) is not None
 
 
-def encode(leaf: Any, shown: str, together: bool = False) -> Stored:
+def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
     """What to store for a leaf.
 
     Args:
         leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.prepare` takes, except None.
-        shown: its key path, for messages.
-        together: several processes save it, so that an array may be spread over them.
+        keystr: its key path, for messages.
+        multiprocess: several processes save it, so that an array may be spread over them.
 
     Raises:
         UnsupportedLeafError: the format cannot hold it.
     """
     if isinstance(leaf, np.generic):
-        return _numpy_scalar(leaf, shown)
+        return _numpy_scalar(leaf, keystr)
     if isinstance(leaf, np.ndarray):
-        return _array(leaf, NP_ARRAY, shown)
+        return _array(leaf, NP_ARRAY, keystr)
     if isinstance(leaf, (bool, int, float, complex, str, bytes)):
-        return _python_value(leaf, shown)
+        return _python_value(leaf, keystr)
     if isinstance(leaf, KeyData):
-        stored = encode(leaf.data, shown, together)
-        sharding = everywhere() if together and stored.sharding is None else stored.sharding
-        mark = LeafMark(LeafKind.PRNG_KEY, impl=leaf.impl)
+        stored = encode(leaf.data, keystr, multiprocess)
+        sharding = everywhere() if multiprocess and stored.sharding is None else stored.sharding
+        annotation = LeafType(LeafKind.PRNG_KEY, impl=leaf.impl)
         # Orbax turns only jax.Array leaves back into typed keys.
-        return dataclasses.replace(stored, value_type=JAX_ARRAY, mark=mark, sharding=sharding, part=_OF_SHARDING)
+        return dataclasses.replace(
+            stored, value_type=JAX_ARRAY, annotation=annotation, sharding=sharding, write_shape=_FROM_SHARDING
+        )
     if isinstance(leaf, HostCopy):
-        return _placed(leaf, shown, together)
+        return _placed(leaf, keystr, multiprocess)
     if is_jax_array(leaf):
-        return _jax_array(leaf, shown, together)
-    raise _unsupported(shown, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
+        return _jax_array(leaf, keystr, multiprocess)
+    raise _unsupported(keystr, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")
 
 
-def encode_bytes(data: bytes, mark: LeafMark) -> Stored:
+def encode_bytes(data: bytes, annotation: LeafType) -> EncodedLeaf:
     """A byte string as an array of uint8, which real Orbax can read."""
-    return Stored(NP_ARRAY, _BYTE, (len(data),), np.frombuffer(data, np.uint8), mark)
+    return EncodedLeaf(NP_ARRAY, _BYTE, (len(data),), np.frombuffer(data, np.uint8), annotation)
 
 
-def encode_text_as_bytes(text: str) -> Stored:
+def encode_text_as_bytes(text: str) -> EncodedLeaf:
     """For a text that ``_strings.json`` cannot hold: its UTF-8 form as an array of uint8."""
-    return encode_bytes(text.encode("utf-8", "surrogatepass"), LeafMark(LeafKind.STR))
+    return encode_bytes(text.encode("utf-8", "surrogatepass"), LeafType(LeafKind.STR))
 
 
-def _python_value(leaf: Any, shown: str) -> Stored:
+def _python_value(leaf: Any, keystr: str) -> EncodedLeaf:
     if isinstance(leaf, bytes):
-        return encode_bytes(leaf, LeafMark(LeafKind.BYTES))
+        return encode_bytes(leaf, LeafType(LeafKind.BYTES))
     if isinstance(leaf, str):
         # str.__str__ so that a subclass cannot answer with another text.
         text = str.__str__(leaf)
-        return Stored(STRING, _BYTE, (), text) if _is_utf8(text) else encode_text_as_bytes(text)
+        return EncodedLeaf(STRING, _BYTE, (), text) if _is_utf8(text) else encode_text_as_bytes(text)
     if isinstance(leaf, bool):
         return _scalar(np.dtype("?"), leaf)
     if isinstance(leaf, int):
-        return _scalar(_int_dtype(leaf, shown), leaf)
+        return _scalar(_int_dtype(leaf, keystr), leaf)
     if isinstance(leaf, float):
         return _scalar(np.dtype("<f8"), leaf)
     # An array, because StandardCheckpointer cannot restore a complex scalar (Orbax 0.12.8, measured).
-    return Stored(NP_ARRAY, np.dtype("<c16"), (), np.array(leaf, "<c16"), LeafMark(LeafKind.COMPLEX))
+    return EncodedLeaf(NP_ARRAY, np.dtype("<c16"), (), np.array(leaf, "<c16"), LeafType(LeafKind.COMPLEX))
 
 
-def _scalar(dtype: np.dtype[Any], value: Any) -> Stored:
-    return Stored(SCALAR, dtype, (), np.array(value, dtype))
+def _scalar(dtype: np.dtype[Any], value: Any) -> EncodedLeaf:
+    return EncodedLeaf(SCALAR, dtype, (), np.array(value, dtype))
 
 
-def _int_dtype(value: int, shown: str) -> np.dtype[Any]:
+def _int_dtype(value: int, keystr: str) -> np.dtype[Any]:
     if -(2**63) <= value < 2**63:
         return np.dtype("<i8")
     if 0 <= value < 2**64:
         return np.dtype("<u8")
-    raise _unsupported(shown, f"an int of {value.bit_length()} bits (64 are possible)")
+    raise _unsupported(keystr, f"an int of {value.bit_length()} bits (64 are possible)")
 
 
-def _numpy_scalar(leaf: Any, shown: str) -> Stored:
+def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
     # numpy strips trailing zeros off text and bytes arrays, so these two do not pass through one.
     if isinstance(leaf, np.str_):
         data = str.__str__(leaf).encode("utf-8", "surrogatepass")
-        return encode_bytes(data, LeafMark(LeafKind.NUMPY_SCALAR, dtype="str"))
+        return encode_bytes(data, LeafType(LeafKind.NUMPY_SCALAR, dtype="str"))
     if isinstance(leaf, np.bytes_):
-        return encode_bytes(bytes(leaf), LeafMark(LeafKind.NUMPY_SCALAR, dtype="bytes"))
-    stored = _array(np.asarray(leaf), SCALAR, shown)
+        return encode_bytes(bytes(leaf), LeafType(LeafKind.NUMPY_SCALAR, dtype="bytes"))
+    stored = _array(np.asarray(leaf), SCALAR, keystr)
     value_type = SCALAR if stored.shape == () and stored.dtype.kind != "c" else NP_ARRAY
-    dtype = stored.mark.dtype if stored.mark else None
-    return dataclasses.replace(stored, value_type=value_type, mark=LeafMark(LeafKind.NUMPY_SCALAR, dtype))
+    dtype = stored.annotation.dtype if stored.annotation else None
+    return dataclasses.replace(stored, value_type=value_type, annotation=LeafType(LeafKind.NUMPY_SCALAR, dtype))
 
 
-def _jax_array(leaf: Any, shown: str, together: bool) -> Stored:
+def _jax_array(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
     jax = sys.modules["jax"]
     if isinstance(leaf, jax.core.Tracer):
-        raise _unsupported(shown, "an abstract value that jax is tracing")
+        raise _unsupported(keystr, "an abstract value that jax is tracing")
     if leaf.is_deleted():
-        raise _unsupported(shown, "a jax.Array that was deleted or donated")
+        raise _unsupported(keystr, "a jax.Array that was deleted or donated")
     if not isinstance(leaf.dtype, np.dtype):
-        raise _unsupported(shown, f"a jax.Array of the extended dtype {leaf.dtype}")
-    return _placed(leaf, shown, together)
+        raise _unsupported(keystr, f"a jax.Array of the extended dtype {leaf.dtype}")
+    return _placed(leaf, keystr, multiprocess)
 
 
-def _placed(leaf: Any, shown: str, together: bool) -> Stored:
+def _placed(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
     """A ``jax.Array`` or `HostCopy`."""
     # With a sharding of process 0 alone, real Orbax can restore the array in no other process (0.12.8, measured).
-    local = together and leaf.sharding.is_fully_addressable
-    stored = _array(leaf, JAX_ARRAY, shown, everywhere() if local else leaf.sharding)
-    if stored.spread and not together:
+    local = multiprocess and leaf.sharding.is_fully_addressable
+    stored = _array(leaf, JAX_ARRAY, keystr, everywhere() if local else leaf.sharding)
+    if stored.spread and not multiprocess:
         raise UnsupportedLeafError(
-            f"{shown}: this process sees only a part of the array; use save_checkpoint_multiprocess", leaf=shown
+            f"{keystr}: this process sees only a part of the array; use save_checkpoint_multiprocess", leaf=keystr
         )
     is_cut = stored.spread and not leaf.sharding.is_fully_replicated
-    if is_cut and stored.part == stored.shape and 0 not in stored.shape:
+    if is_cut and stored.write_shape == stored.shape and 0 not in stored.shape:
         raise UnsupportedLeafError(
-            f"{shown}: the array is spread over processes in shards of different sizes ({leaf.sharding}), and zarr has "
-            f"only grids of equal chunks; give it a NamedSharding with jax.device_put before saving",
-            leaf=shown,
+            f"{keystr}: the array is spread over processes in shards of different sizes ({leaf.sharding}), and zarr "
+            f"has only grids of equal chunks; give it a NamedSharding with jax.device_put before saving",
+            leaf=keystr,
         )
     return stored
 
 
-def _array(array: Any, value_type: str, shown: str, sharding: Any = None) -> Stored:
+def _array(array: Any, value_type: str, keystr: str, sharding: Any = None) -> EncodedLeaf:
     if isinstance(array, np.ma.MaskedArray):
-        raise _unsupported(shown, "a masked array")
+        raise _unsupported(keystr, "a masked array")
     dtype, shape = np.dtype(array.dtype), tuple(array.shape)
     if typestr(dtype) is not None:
-        return Stored(value_type, dtype, shape, array, None, sharding)
-    _refuse_unstorable(dtype, shown)
-    mark = LeafMark(dtype=dtype_name(dtype))
+        return EncodedLeaf(value_type, dtype, shape, array, None, sharding)
+    _refuse_unstorable(dtype, keystr)
+    annotation = LeafType(dtype=dtype_name(dtype))
     view = _integers_as_wide(dtype)
     if view is None:
-        return Stored(value_type, _BYTE, (*shape, dtype.itemsize), array, mark, sharding)
-    return Stored(value_type, view, shape, array, mark, sharding)
+        return EncodedLeaf(value_type, _BYTE, (*shape, dtype.itemsize), array, annotation, sharding)
+    return EncodedLeaf(value_type, view, shape, array, annotation, sharding)
 
 
 def _integers_as_wide(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
@@ -257,14 +259,14 @@ def _integers_as_wide(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     return None if dtype.kind in "US" else _UNSIGNED.get(dtype.itemsize)
 
 
-def _refuse_unstorable(dtype: np.dtype[Any], shown: str) -> None:
+def _refuse_unstorable(dtype: np.dtype[Any], keystr: str) -> None:
     if is_storable(dtype):
         try:
             if dtype_from_name(dtype_name(dtype)) == dtype:
                 return
         except ValueError:
             pass
-    raise _unsupported(shown, f"an array of dtype {dtype!r}")
+    raise _unsupported(keystr, f"an array of dtype {dtype!r}")
 
 
 def _is_utf8(text: str) -> bool:
@@ -275,9 +277,9 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _unsupported(shown: str, what: str) -> UnsupportedLeafError:
+def _unsupported(keystr: str, what: str) -> UnsupportedLeafError:
     return UnsupportedLeafError(
-        f"{shown}: {what} cannot be stored in a checkpoint; expected an array of numbers, text or dates, a number, "
+        f"{keystr}: {what} cannot be stored in a checkpoint; expected an array of numbers, text or dates, a number, "
         f"str, bytes or None. Convert the leaf or leave it out of the tree",
-        leaf=shown,
+        leaf=keystr,
     )

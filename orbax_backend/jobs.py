@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 
 from . import grid
 from .grid import Box
-from .key_index import Place
+from .key_index import StoredValue
 from .uncompressed import Copy
 from .zarr import ArrayInfo
 
@@ -27,7 +27,7 @@ class Job:
     box: Box | None = None
 
     @property
-    def shown(self) -> str:
+    def keystr(self) -> str:
         """The key path as people read it."""
         return show_path(self.path)
 
@@ -64,7 +64,7 @@ class ArrayRead:
 
     job: Job
     array: np.ndarray[Any, Any]
-    chunks: list[tuple[Place, Box]]
+    chunks: list[tuple[StoredValue, Box]]
     complete: bool
 
     def copy(self, chunk: Box) -> Copy:

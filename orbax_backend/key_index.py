@@ -24,7 +24,7 @@ from .sources import directory_spec, new_context, read_range, wait
 from .stored_values import ByteRange as ByteRange
 from .stored_values import Index as Index
 from .stored_values import OpaqueValue as OpaqueValue
-from .stored_values import Place as Place
+from .stored_values import StoredValue as StoredValue
 from .stored_values import refuse_escape
 from .stored_values import stays_inside as stays_inside
 
@@ -43,15 +43,15 @@ def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None =
         CorruptCheckpointError: the database does not decode.
     """
     if not use_ocdbt:
-        return Objects(path) if paths.is_url(path) else Files(path)
+        return ObjectIndex(path) if paths.is_url(path) else FileIndex(path)
     if locate is None and not paths.isfile(os.path.join(path, MANIFEST)):
-        raise _without_manifest(path)
+        raise _missing_manifest(path)
     try:
-        return _Known(path, BTree(path, locate).entries())
+        return _BTreeIndex(path, BTree(path, locate).entries())
     except UndecodableError as error:
         if locate is not None:
             raise _undecodable(path, error) from error
-        return _Listed(path)
+        return _DriverIndex(path)
     except (CorruptCheckpointError, StorageError):
         raise
     except OSError as error:
@@ -70,7 +70,7 @@ def process_databases(path: str) -> list[str]:
     return [name for name in names if name.startswith(PROCESS_PREFIX)]
 
 
-def _without_manifest(path: str) -> CheckpointError:
+def _missing_manifest(path: str) -> CheckpointError:
     if process_databases(path):
         return IncompleteCheckpointError(
             f"{path}: the file {MANIFEST} is missing though the databases of single processes are there; "
@@ -88,14 +88,14 @@ def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": directory_spec(path), "path": prefix}
 
 
-class _Known:
+class _BTreeIndex:
     """Every key of an OCDBT database, known from its B-tree."""
 
     def __init__(self, path: str, entries: dict[bytes, bytes | ByteRange]) -> None:
         self._path = path
         self._entries = entries
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         return self._entries.get(key.encode())
 
     def get(self, key: str) -> bytes | None:
@@ -106,7 +106,7 @@ class _Known:
         return ocdbt_spec(self._path, prefix)
 
 
-class _Listed:
+class _DriverIndex:
     """An OCDBT database that only TensorStore's own driver reads, which does not tell where values lie."""
 
     def __init__(self, path: str) -> None:
@@ -119,7 +119,7 @@ class _Listed:
         except (ValueError, OSError) as error:
             raise _undecodable(path, error) from error
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         return OpaqueValue() if key.encode() in self._keys else None
 
     def get(self, key: str) -> bytes | None:
@@ -160,13 +160,13 @@ def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
     )
 
 
-class Files:
+class FileIndex:
     """Files of a local directory."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         """See `Index.find`."""
         file = self._file(key)
         return ByteRange(key, 0, os.path.getsize(file)) if os.path.isfile(file) else None
@@ -188,7 +188,7 @@ class Files:
         return os.path.join(self._path, key)
 
 
-class Objects:
+class ObjectIndex:
     """Objects of a store, listed once; those that describe arrays are read at once too, side by side."""
 
     def __init__(self, url: str) -> None:
@@ -200,7 +200,7 @@ class Objects:
     def _keep(self, key: str) -> None:
         self._metadata[key] = client.read(f"{self._url}/{key}")
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         """See `Index.find`; a size would cost one request for each object."""
         refuse_escape(key, self._url)
         return OpaqueValue() if key in self._keys else None

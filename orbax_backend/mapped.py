@@ -13,9 +13,9 @@ from flax_ckpt_compat._core.local import mapping
 
 from .grid import Box
 from .jobs import Job
-from .key_index import ByteRange, Place
+from .key_index import ByteRange, StoredValue
 
-Located = tuple[list[tuple[Place, Box]], bool]
+Located = tuple[list[tuple[StoredValue, Box]], bool]
 
 
 def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[int, Any]:

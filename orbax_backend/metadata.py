@@ -9,9 +9,9 @@ from typing import Any
 
 from flax_ckpt_compat._core.memo import Memo
 
-from .encode import JAX_ARRAY, STRING, Stored
+from .encode import JAX_ARRAY, STRING, EncodedLeaf
 from .plan import Plan
-from .sharding import ShardingTexts
+from .sharding import ShardingEncoder
 from .zarr import chunk_shape
 
 SEQUENCE_KEY, DICT_KEY = 1, 2
@@ -26,7 +26,7 @@ def tree_metadata(plan: Plan) -> str:
         "use_ocdbt": True,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": plan.marks.to_json(),
+        "custom_metadata": plan.annotations.to_json(),
     }
     # Texts that many leaves share, each made once: thousands of leaves took most of a save's time.
     keys, values = Memo(_key), Memo(_value)
@@ -35,8 +35,8 @@ def tree_metadata(plan: Plan) -> str:
         name = str(tuple([name for name, _ in entry.keys]))
         found = ", ".join([keys[key] for key in entry.keys])
         stored = entry.stored
-        part = stored.part if stored is not None and stored.value_type == JAX_ARRAY else None
-        value = values[entry.marker, None if stored is None else stored.value_type, part]
+        write_shape = stored.write_shape if stored is not None and stored.value_type == JAX_ARRAY else None
+        value = values[entry.marker, None if stored is None else stored.value_type, write_shape]
         entries.append(f'{_text(name)}: {{"key_metadata": [{found}], "value_metadata": {value}}}')
     return f'{{"tree_metadata": {{{", ".join(entries)}}}, {json.dumps(rest)[1:]}'
 
@@ -47,16 +47,16 @@ def _key(key: tuple[str, bool]) -> str:
 
 
 def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> str:
-    marker, value_type, part = described
+    marker, value_type, write_shape = described
     if value_type is None:
         return json.dumps({"value_type": marker, "skip_deserialize": True})
     value: dict[str, Any] = {"value_type": value_type, "skip_deserialize": False}
-    return json.dumps(value if part is None else {**value, "write_shape": part})
+    return json.dumps(value if write_shape is None else {**value, "write_shape": write_shape})
 
 
 def shardings(plan: Plan) -> str:
     """The content of ``_sharding``: URL-safe base64 of the name → JSON text."""
-    texts, quoted = ShardingTexts(), Memo(_text)
+    texts, quoted = ShardingEncoder(), Memo(_text)
     found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
     # Base64 needs no quoting.
     entries = [
@@ -72,18 +72,18 @@ def array_metadatas(plan: Plan, compressed: bool) -> str:
     rests = Memo(_array_metadata)
     entries = []
     for name, stored in _jax_arrays(plan):
-        impl = stored.mark.impl if stored.mark else None
-        rest = rests[stored.shape, stored.part, stored.dtype.itemsize, compressed, impl]
+        impl = stored.annotation.impl if stored.annotation else None
+        rest = rests[stored.shape, stored.write_shape, stored.dtype.itemsize, compressed, impl]
         entries.append(f'{{"array_metadata": {{"param_name": {_text(name)}, {rest}}}')
     return f'{{"array_metadatas": [{", ".join(entries)}]}}'
 
 
 def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool, str | None]) -> str:
     """All but the name, and the brace that ends the object."""
-    shape, part, itemsize, compressed, impl = described
+    shape, write_shape, itemsize, compressed, impl = described
     rest = {
-        "write_shape": part,
-        "chunk_shape": chunk_shape(shape, part, itemsize, compressed),
+        "write_shape": write_shape,
+        "chunk_shape": chunk_shape(shape, write_shape, itemsize, compressed),
         "ext_metadata": {"random_key_impl": impl} if impl else None,
     }
     return json.dumps(rest)[1:]
@@ -94,7 +94,7 @@ def has_jax_arrays(plan: Plan) -> bool:
     return any(e.stored is not None and e.stored.value_type == JAX_ARRAY for e in plan.entries)
 
 
-def _jax_arrays(plan: Plan) -> list[tuple[str, Stored]]:
+def _jax_arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
     leaves = ((e.name, e.stored) for e in plan.entries)
     return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type == JAX_ARRAY]
 
@@ -115,7 +115,7 @@ def step_metadata(started_ns: int) -> dict[str, Any]:
     }
 
 
-def arrays(plan: Plan) -> list[tuple[str, Stored]]:
+def arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
     """Name and content of every leaf that lives in the array database."""
     leaves = ((e.name, e.stored) for e in plan.entries)
     return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type != STRING]

@@ -16,22 +16,21 @@ from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCE
 from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata
-from .database import Database, locator, storage_errors
-from .encode import STRING, Stored
-from .files import make_directory, sync_directory, write_file
-from .files import storage_errors as file_errors
+from .database import Database, file_locator, tensorstore_errors
+from .encode import STRING, EncodedLeaf
+from .files import make_directory, storage_errors, sync_directory, write_file
 from .grid import Shape
 from .jobs import Job
 from .key_index import ByteRange, Index, open_index
 from .plan import Plan
-from .sharding import ShardingTexts
+from .sharding import ShardingEncoder
 from .sources import sizes_of
 from .stored_names import key_prefix
-from .writer import begin_arrays, compressor, end_arrays, finish, sync_database, write_array_metadatas, write_tree
+from .writer import commit, compressor, finish_arrays, start_arrays, sync_database, write_array_metadatas, write_tree
 from .zarr import parse_array_metadata
 
 # In the directory of a process's database until the end: what it took the tree for, written when all else is.
-_ENDED = "ended"
+_DONE_FILE = "ended"
 
 
 def begin(path: str, plan: Plan, options: WriteOptions) -> None:
@@ -62,8 +61,8 @@ def write(
     Raises:
         StorageError: the file system, or the store, refused, or it is not the one that process 0 sees.
     """
-    leads = process.index == 0
-    if upload is not None and not leads:
+    is_primary = process.index == 0
+    if upload is not None and not is_primary:
         begin(path, plan, options)
     if not os.path.isdir(path):
         raise StorageError(
@@ -71,23 +70,23 @@ def write(
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    used, own = compressor(options.compression), _database_of(path, process.index, upload)
+    codec, own = compressor(options.compression), _database_of(path, process.index, upload)
     make_directory(own)
-    arrays = [(name, stored) for name, stored in metadata.arrays(plan) if leads or stored.spread]
-    database = begin_arrays(own, arrays, used, leads)
+    arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spread]
+    database = start_arrays(own, arrays, codec, is_primary)
     try:
         # In a store one list for all does: every process's is the same.
-        if leads or upload is None:
-            write_array_metadatas(path, plan, used is not None, process.index)
-        if leads:
+        if is_primary or upload is None:
+            write_array_metadatas(path, plan, codec is not None, process.index)
+        if is_primary:
             write_tree(path, plan)
     finally:
-        end_arrays(own, database)
-    write_file(os.path.join(own, _ENDED), _digest(plan).encode())
+        finish_arrays(own, database)
+    write_file(os.path.join(own, _DONE_FILE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in uploads.names_in(own)]
-        multiprocess.upload(upload, path, sent, os.path.relpath(os.path.join(own, _ENDED), path))
+        multiprocess.upload(upload, path, sent, os.path.relpath(os.path.join(own, _DONE_FILE), path))
 
 
 def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload | None = None) -> None:
@@ -105,25 +104,23 @@ def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload 
     """
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
-    client.in_parallel(
-        lambda number: _check_ended(base, int(number), databases[int(number)], digest), _numbers(process)
-    )
+    client.in_parallel(lambda number: _check_done(base, int(number), databases[int(number)], digest), _numbers(process))
     if metadata.arrays(plan):
         _merge(path, databases, upload)
         _check(path, plan, upload)
-    client.in_parallel(_forget_ended, databases if upload is None else [*databases, _database_of(path, 0, upload)])
-    finish(path, plan)
+    client.in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
+    commit(path, plan)
 
 
 def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
     """Writes a database with references to the values of all others; no value is read."""
-    with storage_errors(path):
+    with tensorstore_errors(path):
         top = Database(path, None if upload is None else upload.folder)
         # A process that holds the first replica of nothing has written nothing.
         there = _manifests(databases, upload)
-        top.take_over([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
-        top.begin_commit()
-        top.end_commit()
+        top.merge([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
+        top.start_commit()
+        top.finish_commit()
     sync_database(path)
 
 
@@ -139,8 +136,8 @@ def _check(path: str, plan: Plan, upload: MultiprocessUpload | None) -> None:
         index, known = open_index(path, use_ocdbt=True), dict[str, int]()
         check_complete(path, plan, index, lambda file: _size(path, file, known))
         return
-    index = open_index(upload.url, use_ocdbt=True, locate=locator(path, upload.folder))
-    files = [key for key in upload.written() if not key.endswith((MANIFEST, _ENDED))]
+    index = open_index(upload.url, use_ocdbt=True, locate=file_locator(path, upload.folder))
+    files = [key for key in upload.written() if not key.endswith((MANIFEST, _DONE_FILE))]
     found = sizes_of([f"{upload.folder}/{key}" for key in files])
     sizes = {key: size for key, size in zip(files, found, strict=True) if isinstance(size, int)}
     check_complete(upload.url, plan, index, lambda file: sizes.get(file, -1))
@@ -162,21 +159,21 @@ def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> 
 
 
 def _digest(plan: Plan) -> str:
-    """What has to be the same in all processes, for their shards to fit together."""
-    texts, numbers = ShardingTexts(), dict[str | None, int]()
+    """What has to be the same in all processes, for their shards to fit multiprocess."""
+    texts, numbers = ShardingEncoder(), dict[str | None, int]()
     spread = []
     for name, stored in metadata.arrays(plan):
         if stored.spread:
             # The text has the ids of all devices, and few arrays differ in it.
             number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
-            spread.append((name, stored.dtype.name, stored.shape, stored.part, str(stored.mark), number))
+            spread.append((name, stored.dtype.name, stored.shape, stored.write_shape, str(stored.annotation), number))
     return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
 
 
-def _check_ended(path: str, process: int, database: str, digest: str) -> None:
-    file = os.path.join(database, _ENDED)
+def _check_done(path: str, process: int, database: str, digest: str) -> None:
+    file = os.path.join(database, _DONE_FILE)
     try:
-        with file_errors(file, "read"):
+        with storage_errors(file, "read"):
             found = paths.read(file).decode("ascii", "replace")
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -197,23 +194,23 @@ def _check_ended(path: str, process: int, database: str, digest: str) -> None:
         )
 
 
-def _forget_ended(database: str) -> None:
-    file = os.path.join(database, _ENDED)
+def _remove_done_file(database: str) -> None:
+    file = os.path.join(database, _DONE_FILE)
     if paths.is_url(file):
         client.delete(file)
         return
-    with file_errors(file, "removed"):
+    with storage_errors(file, "removed"):
         os.remove(file)
 
 
 Size = Callable[[str], int]
 
 
-def check_complete(shown: str, plan: Plan, index: Index, size: Size) -> None:
+def check_complete(keystr: str, plan: Plan, index: Index, size: Size) -> None:
     """Raises if a chunk of a planned array is not where the index says.
 
     Args:
-        shown: the checkpoint's path, for messages.
+        keystr: the checkpoint's path, for messages.
         plan: of process 0.
         index: of the merged database.
         size: file, relative to the checkpoint → bytes in it, and -1 where there is none.
@@ -225,10 +222,10 @@ def check_complete(shown: str, plan: Plan, index: Index, size: Size) -> None:
         if entry.stored is None or entry.stored.value_type == STRING:
             continue
         leaf = show_path(tuple(name for name, _ in entry.keys))
-        _check_array(shown, index, entry.name, entry.stored, leaf, size)
+        _check_array(keystr, index, entry.name, entry.stored, leaf, size)
 
 
-def _check_array(path: str, index: Index, name: str, stored: Stored, leaf: str, size: Size) -> None:
+def _check_array(path: str, index: Index, name: str, stored: EncodedLeaf, leaf: str, size: Size) -> None:
     prefix = key_prefix(name)
     text = index.get(prefix + ZARR2_METADATA)
     if text is None:
@@ -237,23 +234,23 @@ def _check_array(path: str, index: Index, name: str, stored: Stored, leaf: str, 
     for cell, _ in Job(name, info, ()).cells():
         place = index.find(prefix + info.chunk_key(cell))
         if place is None:
-            raise _incomplete(path, leaf, f"{_whose(stored, cell, info.chunks)} is missing")
+            raise _incomplete(path, leaf, f"{_chunk_owner(stored, cell, info.chunks)} is missing")
         if isinstance(place, ByteRange) and place.offset + place.length > size(place.file):
-            whose = _whose(stored, cell, info.chunks)
+            whose = _chunk_owner(stored, cell, info.chunks)
             raise _incomplete(path, leaf, f"{whose} should be in {place.file}, which is missing or too short")
 
 
-def _incomplete(path: str, shown: str, what: str) -> StorageError:
+def _incomplete(path: str, keystr: str, what: str) -> StorageError:
     error = StorageError(
-        f"{path}: the leaf {shown!r} is not complete: {what}. All processes must save to one directory that they "
+        f"{path}: the leaf {keystr!r} is not complete: {what}. All processes must save to one directory that they "
         f"share, and nothing else may change it. Nothing was saved",
         path=path,
     )
-    error.leaf = shown
+    error.leaf = keystr
     return error
 
 
-def _whose(stored: Stored, cell: Shape, chunks: Shape) -> str:
+def _chunk_owner(stored: EncodedLeaf, cell: Shape, chunks: Shape) -> str:
     """A chunk and the process that holds the first replica of it."""
     at = [number * length for number, length in zip(cell, chunks, strict=True)]
     devices = stored.sharding.devices_indices_map(stored.shape) if stored.spread else {}

@@ -16,7 +16,7 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, MANIFEST, MSGPACK_FILE, TREE_METADATA
 
-from .key_index import ByteRange, Index, Place, open_index, process_databases, stays_inside
+from .key_index import ByteRange, Index, StoredValue, open_index, process_databases, stays_inside
 
 
 def unmerged_database(path: str, names: Iterable[str]) -> str | None:
@@ -43,7 +43,7 @@ class SubdirIndex:
         self._folder = folder
         self._index = open_index(os.path.join(path, folder), use_ocdbt=True)
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         """See `Index.find`."""
         place = self._index.find(key)
         if not isinstance(place, ByteRange):
@@ -59,14 +59,14 @@ class SubdirIndex:
         return self._index.kvstore(prefix)
 
 
-class Nested:
+class NestedIndex:
     """The index of a checkpoint, and of the databases below it."""
 
     def __init__(self, path: str, top: Index) -> None:
         self._path, self._top = path, top
         self._below: dict[str, Index | None] = {}
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         """See `Index.find`."""
         place = self._top.find(key)
         folder, index = self._database_of(key) if place is None else ("", None)

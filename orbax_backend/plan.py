@@ -9,9 +9,9 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
-from .encode import STRING, Encoder, Stored, encode_text_as_bytes
-from .stored_names import NameRegister, pointer_tokens, stored_name
-from .type_annotations import Marks
+from .encode import STRING, EncodedLeaf, Encoder, encode_text_as_bytes
+from .stored_names import NameRegistry, pointer_tokens, stored_name
+from .type_annotations import TypeAnnotations
 
 _EMPTY_MARKERS = {
     Container.DICT: "Dict",
@@ -37,12 +37,12 @@ class Entry:
     keys: Keys
     name: str
     marker: str | None = None
-    stored: Stored | None = None
+    stored: EncodedLeaf | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """All entries in stored order, and what goes to ``_strings.json`` and the marks.
+    """All entries in stored order, and what goes to ``_strings.json`` and the annotations.
 
     Attributes:
         started_ns: when the save began, nanoseconds since 1970.
@@ -50,38 +50,38 @@ class Plan:
 
     entries: list[Entry] = dataclasses.field(default_factory=list)
     strings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    marks: Marks = dataclasses.field(default_factory=Marks)
+    annotations: TypeAnnotations = dataclasses.field(default_factory=TypeAnnotations)
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
 
 
-def make_plan(tree: Node, together: bool = False) -> Plan:
+def make_plan(tree: Node, multiprocess: bool = False) -> Plan:
     """Decides how every leaf of the tree is stored.
 
     Args:
         tree: of values.
-        together: several processes save it, so that arrays may be spread over them.
+        multiprocess: several processes save it, so that arrays may be spread over them.
 
     Raises:
         UnsupportedLeafError, NameCollisionError: with the key path in the message.
     """
     plan = Plan()
     with memory.pause_gc():
-        _Planner(plan, together).add(tree, (), ())
+        _Planner(plan, multiprocess).add(tree, (), ())
     return plan
 
 
 class _Planner:
     """Adds the entries of a tree to a plan."""
 
-    def __init__(self, plan: Plan, together: bool) -> None:
-        self._plan, self._names, self._encoder = plan, NameRegister(), Encoder(together)
+    def __init__(self, plan: Plan, multiprocess: bool) -> None:
+        self._plan, self._names, self._encoder = plan, NameRegistry(), Encoder(multiprocess)
 
     def add(self, node: Node, keys: Keys, path: Path) -> None:
         """Adds a node and all below it, in stored order."""
         if not isinstance(node, Branch):
             self._add_entry(node, keys, path)
             return
-        self._plan.marks.add_branch(path, node)
+        self._plan.annotations.add_branch(path, node)
         if not node.children:
             self._add_entry(node, keys, path)
         sequence = node.container.is_sequence
@@ -99,8 +99,8 @@ class _Planner:
         stored = self._encoder.encode(node, path)
         if stored.value_type == STRING and not _put_string(plan.strings, name, stored.source):
             stored = encode_text_as_bytes(stored.source)
-        if stored.mark is not None:
-            plan.marks.leaves[name] = stored.mark
+        if stored.annotation is not None:
+            plan.annotations.leaves[name] = stored.annotation
         plan.entries.append(Entry(keys, name, stored=stored))
 
 

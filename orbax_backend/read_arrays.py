@@ -20,7 +20,7 @@ from flax_ckpt_compat._core.thread_pools import Pool
 from . import grid, remote_reads, uncompressed
 from .grid import Box
 from .jobs import ArrayRead, Job, by_chunk, show
-from .key_index import ByteRange, Index, OpaqueValue, Place
+from .key_index import ByteRange, Index, OpaqueValue, StoredValue
 from .mapped import arrays as arrays_over_files
 from .sources import new_context, read_range, sizes_of, wait
 from .stored_names import key_prefix
@@ -64,18 +64,18 @@ class Fetcher:
                 groups.setdefault(request.job.name, []).append(request)
         raw = [group for group in groups.values() if _is_plain(group)]
         opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_plain(group)]
-        self._read_pieces([piece for group in raw for piece in _pieces(group)])
+        self._read_pieces([piece for group in raw for piece in _reads_of(group)])
         self._read_opened(opened)
-        self._warn_of_left_out([request for request in requests if self._loose and not request.complete])
+        self._warn_of_missing_chunks([request for request in requests if self._loose and not request.complete])
         return mapping.merge_by_index(ready, [request.array for request in requests])
 
-    def _request(self, job: Job, chunks: list[tuple[Place, Box]], complete: bool) -> ArrayRead:
+    def _request(self, job: Job, chunks: list[tuple[StoredValue, Box]], complete: bool) -> ArrayRead:
         try:
             return ArrayRead(job, memory.empty(job.shape, job.info.dtype), chunks, complete)
         except (MemoryError, ValueError) as error:
             raise self._corrupt(job, f"there is no memory for {show(job)}") from error
 
-    def _locate(self, job: Job, extents: list[tuple[Job, ByteRange]]) -> tuple[list[tuple[Place, Box]], bool]:
+    def _locate(self, job: Job, extents: list[tuple[Job, ByteRange]]) -> tuple[list[tuple[StoredValue, Box]], bool]:
         """Where all chunks lie; a missing one is an error unless the checkpoint's convention is to leave some out."""
         prefix, found, stored, complete = key_prefix(job.name), [], 0, True
         may_lack = self._fills_missing and job.info.has_fill_value
@@ -97,9 +97,9 @@ class Fetcher:
         # Beyond the limit nobody looked, so TensorStore has to.
         return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
 
-    def _warn_of_left_out(self, requests: list[ArrayRead]) -> None:
+    def _warn_of_missing_chunks(self, requests: list[ArrayRead]) -> None:
         """Loose files can be lost in copying without a trace; the keys of a database cannot."""
-        names = sorted({request.job.shown for request in requests})
+        names = sorted({request.job.keystr for request in requests})
         if names:
             _log.warning(
                 f"{self._path}: not all chunk files of the arrays {names[:8]} are there; releases of Orbax before "
@@ -107,7 +107,7 @@ class Fetcher:
                 f"were lost in copying, copy the checkpoint anew"
             )
 
-    def _check(self, job: Job, place: Place, extents: list[tuple[Job, ByteRange]]) -> None:
+    def _check(self, job: Job, place: StoredValue, extents: list[tuple[Job, ByteRange]]) -> None:
         if isinstance(place, OpaqueValue):
             return
         length, expected = _stored_bytes(place), job.info.chunk_nbytes
@@ -176,7 +176,7 @@ class Fetcher:
             raise self._corrupt(pieces[-1].owner, f"the object {file} ends too early")
         for piece in pieces:
             at = piece.extent.offset - start
-            remote_reads.hand_over(piece, data[at : at + piece.extent.length])
+            remote_reads.deliver(piece, data[at : at + piece.extent.length])
 
     def _open(self, job: Job) -> Any:
         spec = {
@@ -184,7 +184,7 @@ class Fetcher:
             "kvstore": self._index.kvstore(key_prefix(job.name)),
             "fill_missing_data_reads": self._fills_missing and job.info.has_fill_value,
         }
-        with _Translated(self, job):
+        with _TranslateErrors(self, job):
             return ts.open(spec, open=True, read=True, context=self._context)
 
     def _read_opened(self, opened: list[tuple[list[ArrayRead], Any]]) -> None:
@@ -193,7 +193,7 @@ class Fetcher:
         shared: list[tuple[list[ArrayRead], Any]] = []
         for group, future in opened:
             job = group[0].job
-            with _Translated(self, job):
+            with _TranslateErrors(self, job):
                 store = wait(self._path, future)
                 if store.shape != job.info.shape:
                     raise ValueError(f"the shape {store.shape} was expected to be {job.info.shape}")
@@ -203,20 +203,20 @@ class Fetcher:
                     started += [(request, _start_copy(request, store)) for request in group]
         nbytes = sum(request.array.nbytes for request, _ in started)
         for request, copied in started:
-            with _Translated(self, request.job):
+            with _TranslateErrors(self, request.job):
                 wait(self._path, copied, nbytes)
             if not request.array.dtype.isnative:
                 request.array.view(request.array.dtype.newbyteorder()).byteswap(inplace=True)
         for group, store in shared:
-            with _Translated(self, group[0].job):
+            with _TranslateErrors(self, group[0].job):
                 _read_by_chunk(self._path, group, store)
 
     def _corrupt(self, job: Job, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self._path}: the array {job.shown!r} (stored as {job.name!r}) cannot be read: {what}; "
+            f"{self._path}: the array {job.keystr!r} (stored as {job.name!r}) cannot be read: {what}; "
             f"restore the files from a copy, or restore the other leaves only",
             path=self._path,
-            leaf=job.shown,
+            leaf=job.keystr,
         )
 
     def _unreadable(self, job: Job, file: str, error: OSError) -> Exception:
@@ -235,7 +235,7 @@ class Fetcher:
         )
 
 
-class _Translated:
+class _TranslateErrors:
     """Turns TensorStore's errors about one array into ours."""
 
     def __init__(self, fetcher: Fetcher, job: Job) -> None:
@@ -288,7 +288,7 @@ def _read_chunk(path: str, store: Any, start: tuple[int, ...], copies: list[Copy
     uncompressed.scatter(values, [Copy(grid.within(copy.source, inner), copy.array, copy.target) for copy in copies])
 
 
-def _pieces(group: list[ArrayRead]) -> list[Piece]:
+def _reads_of(group: list[ArrayRead]) -> list[Piece]:
     """What to read for boxes of one array of plain chunks."""
     job = group[0].job
     if len(group) == 1 and job.is_one_plain_chunk:
@@ -300,7 +300,7 @@ def _pieces(group: list[ArrayRead]) -> list[Piece]:
     return found
 
 
-def _stored_bytes(place: Place) -> int:
+def _stored_bytes(place: StoredValue) -> int:
     if isinstance(place, OpaqueValue):
         return 1 << 40  # nothing is known, so nothing is refused
     return place.length if isinstance(place, ByteRange) else len(place)

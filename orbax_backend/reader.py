@@ -23,11 +23,11 @@ from .encode import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from .grid import Box
 from .items import implementation
 from .key_index import Index, open_index
-from .nested_databases import Nested, SubdirIndex, unmerged_database
+from .nested_databases import NestedIndex, SubdirIndex, unmerged_database
 from .read_arrays import Fetcher
 from .stored_names import key_prefix
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
-from .type_annotations import LeafMark
+from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata
 
 _EMPTY: dict[str, Callable[[], Node]] = {
@@ -52,7 +52,7 @@ def _within(handle: LeafHandle, index: Box | None) -> LeafHandle | ArraySlice:
 class OrbaxReader:
     """One open directory; see `flax_ckpt_compat._core.backend.Reader`.
 
-    Arrays up to 4 KiB that lie in the database's own nodes and are read together share blocks of memory of up to
+    Arrays up to 4 KiB that lie in the database's own nodes and are read multiprocess share blocks of memory of up to
     256 KiB, each in its own aligned part.
     """
 
@@ -111,10 +111,10 @@ class OrbaxReader:
             self._aggregate.close()
 
     def _value(self, handle: LeafHandle, arrays: Iterator[Any], aggregated: Iterator[Any]) -> Any:
-        where = handle.locator
-        if isinstance(where, ArrayLocator):
-            return next(arrays) if where.is_plain else self._decode(handle, next(arrays))
-        return next(aggregated) if isinstance(where, LeafHandle) else where
+        locator = handle.locator
+        if isinstance(locator, ArrayLocator):
+            return next(arrays) if locator.is_plain else self._decode(handle, next(arrays))
+        return next(aggregated) if isinstance(locator, LeafHandle) else locator
 
     def _node(self, entry: LeafEntry) -> Node:
         # A value in the msgpack file overrides the arrays, as in real Orbax.
@@ -144,30 +144,30 @@ class OrbaxReader:
         if found is None:
             key = key_prefix(entry.name) + ARRAY_METADATA_FILES[self._structure.zarr3]
             raise self._corrupt(show_path(entry.path), f"its metadata {key!r} is missing")
-        mark = self._structure.marks.leaves.get(entry.name) if self._structure.marks else None
-        of_release = self._value_type(entry) if self._structure.marks is None else None
-        known = (found[1:], entry.value_type, of_release, mark, self._structure.key_impls.get(entry.name))
-        where = self._known.get(known)
-        if where is None:
-            where = self._known[known] = self._where(entry, found, mark or LeafMark())
-        kind, shape, dtype, nbytes, possible_kinds = where.handle
-        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where, False, possible_kinds)
+        annotation = self._structure.annotations.leaves.get(entry.name) if self._structure.annotations else None
+        of_release = self._value_type(entry) if self._structure.annotations is None else None
+        known = (found[1:], entry.value_type, of_release, annotation, self._structure.key_impls.get(entry.name))
+        locator = self._known.get(known)
+        if locator is None:
+            locator = self._known[known] = self._make_locator(entry, found, annotation or LeafType())
+        kind, shape, dtype, nbytes, possible_kinds = locator.handle
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, locator, False, possible_kinds)
 
-    def _where(self, entry: LeafEntry, found: tuple[str, bytes, bool], mark: LeafMark) -> ArrayLocator:
+    def _make_locator(self, entry: LeafEntry, found: tuple[str, bytes, bool], annotation: LeafType) -> ArrayLocator:
         """How to read a leaf, by the metadata of its array."""
         key, text, zarr3 = found
-        shown, possible_kinds = show_path(entry.path), frozenset[LeafKind]()
+        keystr, possible_kinds = show_path(entry.path), frozenset[LeafKind]()
         try:
             info = parse_array_metadata(text, zarr3)
         except ValueError as error:
-            raise self._corrupt(shown, f"{key!r}: {error}") from error
-        if self._structure.marks is None:
+            raise self._corrupt(keystr, f"{key!r}: {error}") from error
+        if self._structure.annotations is None:
             kind, possible_kinds = kinds_of(self._value_type(entry), info)
-            mark = LeafMark(kind if kind is not LeafKind.ARRAY else None)
+            annotation = LeafType(kind if kind is not LeafKind.ARRAY else None)
         try:
-            decoder = make_decoder(entry.value_type, info, mark, self._key_impl(entry, info))
+            decoder = make_decoder(entry.value_type, info, annotation, self._key_impl(entry, info))
         except ValueError as error:
-            raise self._corrupt(shown, str(error)) from error
+            raise self._corrupt(keystr, str(error)) from error
         shape, dtype = decoder.shape, decoder.dtype
         if decoder.kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
             shape = ()
@@ -189,8 +189,10 @@ class OrbaxReader:
         except ValueError as error:
             raise self._corrupt(show_path(handle.path), f"its text is no UTF-8 ({error})") from error
 
-    def _handle(self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, where: Any) -> LeafHandle:
-        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, where)
+    def _handle(
+        self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, locator: Any
+    ) -> LeafHandle:
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, locator)
 
     def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
         impl = self._structure.key_impls.get(entry.name)
@@ -225,11 +227,11 @@ class OrbaxReader:
             leaf=leaf,
         )
 
-    def _corrupt(self, shown: str, what: str) -> CorruptCheckpointError:
+    def _corrupt(self, keystr: str, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self.path}: the leaf {shown!r} cannot be read: {what}; restore the files from a copy",
+            f"{self.path}: the leaf {keystr!r} cannot be read: {what}; restore the files from a copy",
             path=self.path,
-            leaf=shown,
+            leaf=keystr,
         )
 
 
@@ -263,7 +265,7 @@ def _index_of(path: str, structure: Structure) -> Index | None:
         return None
     alone = unmerged_database(path, names) if structure.use_ocdbt else None
     index = SubdirIndex(path, alone) if alone else open_index(path, structure.use_ocdbt)
-    return Nested(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
+    return NestedIndex(path, index) if structure.use_ocdbt and any("/" in name for name in names) else index
 
 
 def _warn_of_shared_names(path: str, structure: Structure) -> None:
@@ -279,7 +281,7 @@ def _warn_of_shared_names(path: str, structure: Structure) -> None:
 
 def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
     """Typed PRNG keys are plain arrays but for ``array_metadatas``; says so where that has gone."""
-    if structure.marks is not None:
+    if structure.annotations is not None:
         return
     unlisted = {
         e.name for e in structure.entries

@@ -15,7 +15,7 @@ _AT_ONCE = 16
 
 
 def runs(pieces: list[Piece]) -> list[list[Piece]]:
-    """Puts pieces that lie side by side together.
+    """Puts pieces that lie side by side multiprocess.
 
     Args:
         pieces: by file and offset.
@@ -33,7 +33,7 @@ def runs(pieces: list[Piece]) -> list[list[Piece]]:
     return found
 
 
-def hand_over(piece: Piece, data: memoryview) -> None:
+def deliver(piece: Piece, data: memoryview) -> None:
     """Puts a piece's bytes where they belong."""
 
     def fill(_: Piece, target: memoryview) -> None:

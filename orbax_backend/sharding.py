@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import normalize_index
 
 
-class ShardingTexts:
+class ShardingEncoder:
     """Turns shardings into text, each distinct one once."""
 
     def __init__(self) -> None:

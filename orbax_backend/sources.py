@@ -12,8 +12,8 @@ from flax_ckpt_compat._core.object_store import client, specs, store_errors
 from flax_ckpt_compat._core.thread_pools import Pool
 
 # Of waiting for TensorStore, which tries again by itself: seconds, beside the time that the bytes may take.
-_PATIENCE = 60.0
-_SLOWEST = 2**20  # bytes/s
+_TIMEOUT = 60.0
+_SLOWEST_RATE = 2**20  # bytes/s
 _SIZES_AT_ONCE = 16
 
 
@@ -37,7 +37,7 @@ def wait(path: str, future: Any, nbytes: int = 0) -> Any:
     if not paths.is_url(path):
         return future.result()
     try:
-        return future.result(timeout=_PATIENCE + nbytes / _SLOWEST)
+        return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)
     except (ValueError, OSError, TimeoutError) as error:
         if isinstance(error, TimeoutError) or store_errors.is_refusal(error):
             raise store_errors.refused(path, "read", error) from error

@@ -36,7 +36,7 @@ def pointer_tokens(name: str) -> tuple[str, ...] | None:
     return tuple(token.replace("~1", "/").replace("~0", "~") for token in name.split("/"))
 
 
-class NameRegister:
+class NameRegistry:
     """Refuses names that cannot be told apart, or not be stored at all."""
 
     def __init__(self) -> None:
@@ -70,7 +70,8 @@ class NameRegister:
         try:
             "".join(path).encode()
         except UnicodeEncodeError as error:
-            shown = show_path(path).encode(errors="backslashreplace").decode()
+            keystr = show_path(path).encode(errors="backslashreplace").decode()
             raise UnsupportedLeafError(
-                f"the key path {shown} holds half a surrogate pair, which has no UTF-8 form; rename the key", leaf=shown
+                f"the key path {keystr} holds half a surrogate pair, which has no UTF-8 form; rename the key",
+                leaf=keystr,
             ) from error

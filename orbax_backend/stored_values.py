@@ -26,13 +26,13 @@ class OpaqueValue:
     """A value that is there, but of which only TensorStore knows where."""
 
 
-Place = bytes | ByteRange | OpaqueValue
+StoredValue = bytes | ByteRange | OpaqueValue
 
 
 class Index(Protocol):
     """The values of a checkpoint by key."""
 
-    def find(self, key: str) -> Place | None:
+    def find(self, key: str) -> StoredValue | None:
         """The value itself, where it lies, or None if the key is absent."""
         ...
 
@@ -46,7 +46,7 @@ class Index(Protocol):
 
 
 def stays_inside(relative: str) -> bool:
-    """Whether a relative path leads to something below the directory it is relative to."""
+    """Whether a relative path is_primary to something below the directory it is relative to."""
     return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
 
 

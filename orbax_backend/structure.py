@@ -37,7 +37,7 @@ from .key_index import holds_array, process_databases, stays_inside
 from .metadata import DICT_KEY, SEQUENCE_KEY
 from .saved_shardings import read_shardings
 from .stored_names import pointer_tokens, stored_name
-from .type_annotations import Marks, parse_marks
+from .type_annotations import TypeAnnotations, parse_annotations
 
 # Of a leaf of which only the name is known: it is an array or a text.
 UNKNOWN = "unknown"
@@ -74,10 +74,10 @@ class Structure:
         entries: of the stored tree, in stored order.
         use_ocdbt, zarr3: how arrays are stored.
         fills_missing: chunks that equal the fill value were not stored.
-        marks: ours, or None in a checkpoint that others wrote.
+        annotations: ours, or None in a checkpoint that others wrote.
         strings: content of ``_strings.json``, or None.
         key_impls: PRNG implementation, or None for plain arrays, by the name of every array that the files list; not
-            read where our marks tell.
+            read where our annotations tell.
         is_single_array: it is the item of one array, without a tree.
         is_typed_key: that array is the data of a typed PRNG key.
         aggregate: the msgpack file that old releases wrote, or None.
@@ -88,7 +88,7 @@ class Structure:
     use_ocdbt: bool
     zarr3: bool
     fills_missing: bool
-    marks: Marks | None
+    annotations: TypeAnnotations | None
     strings: dict[str, Any] | None
     key_impls: dict[str, str | None]
     is_single_array: bool
@@ -114,13 +114,13 @@ class Structure:
             value = value.get(token) if isinstance(value, dict) else None
         if isinstance(value, str):
             return value
-        shown = show_path(entry.path)
+        keystr = show_path(entry.path)
         what = "the file is missing" if self.strings is None else "it has no such text"
         raise CorruptCheckpointError(
-            f"{os.path.join(self.path, STRINGS)}: the leaf {shown!r} is a str kept in this file, but {what}; "
+            f"{os.path.join(self.path, STRINGS)}: the leaf {keystr!r} is a str kept in this file, but {what}; "
             f"restore the file from a copy",
             path=self.path,
-            leaf=shown,
+            leaf=keystr,
         )
 
 
@@ -142,8 +142,8 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not say it (history of Orbax).
         use_ocdbt = _holds_database(path)
-    entries = _parse_entries(file, metadata) if metadata is not None else _entries_without(path, aggregate, use_ocdbt)
-    marks = parse_marks((metadata or {}).get("custom_metadata"), file)
+    entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(path, aggregate, use_ocdbt)
+    annotations = parse_annotations((metadata or {}).get("custom_metadata"), file)
     has_array = [entry.keys for entry in entries] == [((SINGLE_ARRAY, DICT_KEY),)] and aggregate is None
     return Structure(
         path=path,
@@ -151,9 +151,9 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         use_ocdbt=use_ocdbt,
         zarr3=(metadata or {}).get("use_zarr3") is True,
         fills_missing=(metadata or {}).get("store_array_data_equal_to_fill_value") is not True,
-        marks=marks,
+        annotations=annotations,
         strings=_read_strings(path, entries),
-        key_impls={} if marks is not None else _read_key_impls(path, entries),
+        key_impls={} if annotations is not None else _read_key_impls(path, entries),
         is_single_array=has_array and (metadata is None or is_single_array(path, metadata, use_ocdbt)),
         is_typed_key=has_array and is_typed_key(path),
         aggregate=aggregate,
@@ -176,7 +176,7 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
     return [_parse_entry(file, key, value) for key, value in tree.items()]
 
 
-def _entries_without(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
+def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
     """The entries of a directory without ``_METADATA``: of the msgpack file, or the one of a single array."""
     if aggregate is not None:
         return [_entry(keys, leaf) for keys, leaf in aggregate.leaves.items()]
@@ -184,8 +184,8 @@ def _entries_without(path: str, aggregate: Aggregate | None, use_ocdbt: bool) ->
         if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
             return [_entry(((SINGLE_ARRAY, DICT_KEY),), None)]
     except CorruptCheckpointError as error:
-        raise _without_metadata(path) from error
-    raise _without_metadata(path)
+        raise _missing_structure(path) from error
+    raise _missing_structure(path)
 
 
 def _entry(keys: Keys, leaf: LeafHandle | str | None) -> LeafEntry:
@@ -194,7 +194,7 @@ def _entry(keys: Keys, leaf: LeafHandle | str | None) -> LeafEntry:
     return LeafEntry(keys, path, stored_name(path), leaf if isinstance(leaf, str) else UNKNOWN, leaf is not None, False)
 
 
-def _without_metadata(path: str) -> Exception:
+def _missing_structure(path: str) -> Exception:
     if not paths.isdir(path):
         return CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
     names = sorted(paths.listdir(path))

@@ -4,7 +4,7 @@ It lives in ``_METADATA["custom_metadata"]["flax_ckpt_compat"]``, where Orbax 0.
 looks at none of it (measured with `PyTreeCheckpointer`, `StandardCheckpointer` and v1 ``load``)::
 
     {"format": 1,
-     "leaves": {NAME: {"kind": KIND, "dtype": DTYPE, "impl": IMPL}},     each part only where it says something
+     "leaves": {NAME: {"kind": KIND, "dtype": DTYPE, "impl": IMPL}},     each text only where it says something
      "containers": [[PATH, CONTAINER, INT_KEYS], …]}                     tuples, empty namedtuples, int keys
 
 KIND is a value of `LeafKind`. DTYPE is the leaf's own dtype where another one is stored: integers of the same
@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LeafMark:
+class LeafType:
     """What the format itself does not say about one leaf; None where it says enough.
 
     Attributes:
@@ -40,7 +40,7 @@ class LeafMark:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ContainerMark:
+class ContainerType:
     """What a branch was, where the format's own answer would differ."""
 
     container: Container
@@ -48,29 +48,29 @@ class ContainerMark:
 
 
 @dataclasses.dataclass(slots=True)
-class Marks:
-    """All marks of one checkpoint, by stored name and by key path."""
+class TypeAnnotations:
+    """All annotations of one checkpoint, by stored name and by key path."""
 
-    leaves: dict[str, LeafMark] = dataclasses.field(default_factory=dict)
-    containers: dict[Path, ContainerMark] = dataclasses.field(default_factory=dict)
+    leaves: dict[str, LeafType] = dataclasses.field(default_factory=dict)
+    containers: dict[Path, ContainerType] = dataclasses.field(default_factory=dict)
 
     def add_branch(self, path: Path, branch: Branch) -> None:
-        """Marks a branch if Orbax's format alone would give back another container."""
+        """TypeAnnotations a branch if Orbax's format alone would give back another container."""
         empty_namedtuple = branch.container is Container.NAMEDTUPLE and not branch.children
         # An empty tuple has a marker of its own in Orbax's format.
         tuples = branch.container is Container.TUPLE and bool(branch.children)
         if empty_namedtuple or tuples or branch.int_keys:
-            self.containers[path] = ContainerMark(branch.container, branch.int_keys)
+            self.containers[path] = ContainerType(branch.container, branch.int_keys)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON value of ``custom_metadata``."""
-        leaves = {name: _leaf_to_json(mark) for name, mark in self.leaves.items()}
+        leaves = {name: _leaf_to_json(annotation) for name, annotation in self.leaves.items()}
         containers = [[list(p), m.container.value, sorted(m.int_keys)] for p, m in self.containers.items()]
         return {_KEY: {"format": _FORMAT, "leaves": leaves, "containers": containers}}
 
 
-def parse_marks(custom_metadata: object, file: str) -> Marks | None:
-    """The marks of a checkpoint, or None if it is not one of ours.
+def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | None:
+    """The annotations of a checkpoint, or None if it is not one of ours.
 
     Raises:
         UnrecognizedFormatError: a newer release wrote them.
@@ -82,33 +82,37 @@ def parse_marks(custom_metadata: object, file: str) -> Marks | None:
     try:
         if value["format"] != _FORMAT:
             raise UnrecognizedFormatError(
-                f"{file}: type marks of format {value['format']!r} were found, this release reads format {_FORMAT}; "
-                f"read it with the release of flax_ckpt_compat that wrote it, or a newer one",
+                f"{file}: type annotations of format {value['format']!r} were found, this release reads format "
+                f"{_FORMAT}; read it with the release of flax_ckpt_compat that wrote it, or a newer one",
                 path=file,
             )
-        leaves = {str(name): _leaf_from_json(mark) for name, mark in value["leaves"].items()}
+        leaves = {str(name): _leaf_from_json(annotation) for name, annotation in value["leaves"].items()}
         containers = {
-            tuple(path): ContainerMark(Container(container), frozenset(int_keys))
+            tuple(path): ContainerType(Container(container), frozenset(int_keys))
             for path, container, int_keys in value["containers"]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UnrecognizedFormatError):
             raise
         raise CorruptCheckpointError(
-            f"{file}: the type marks under custom_metadata/{_KEY} do not decode ({error!r}); "
+            f"{file}: the type annotations under custom_metadata/{_KEY} do not decode ({error!r}); "
             f"removing that entry gives the values without their exact types",
             path=file,
         ) from error
-    return Marks(leaves, containers)
+    return TypeAnnotations(leaves, containers)
 
 
-def _leaf_to_json(mark: LeafMark) -> dict[str, str]:
-    parts = {"kind": mark.kind.value if mark.kind else None, "dtype": mark.dtype, "impl": mark.impl}
-    return {name: part for name, part in parts.items() if part is not None}
+def _leaf_to_json(annotation: LeafType) -> dict[str, str]:
+    parts = {
+        "kind": annotation.kind.value if annotation.kind else None,
+        "dtype": annotation.dtype,
+        "impl": annotation.impl,
+    }
+    return {name: text for name, text in parts.items() if text is not None}
 
 
-def _leaf_from_json(mark: dict[str, Any]) -> LeafMark:
-    kind, dtype, impl = mark.get("kind"), mark.get("dtype"), mark.get("impl")
-    if not all(part is None or isinstance(part, str) for part in (dtype, impl)):
-        raise TypeError(f"{mark!r} is not a mark")
-    return LeafMark(LeafKind(kind) if kind is not None else None, dtype, impl)
+def _leaf_from_json(annotation: dict[str, Any]) -> LeafType:
+    kind, dtype, impl = annotation.get("kind"), annotation.get("dtype"), annotation.get("impl")
+    if not all(text is None or isinstance(text, str) for text in (dtype, impl)):
+        raise TypeError(f"{annotation!r} is not a annotation")
+    return LeafType(LeafKind(kind) if kind is not None else None, dtype, impl)

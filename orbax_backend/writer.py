@@ -22,8 +22,8 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 
 from . import metadata
-from .database import Database, storage_errors
-from .encode import JAX_ARRAY, Stored
+from .database import Database, tensorstore_errors
+from .encode import JAX_ARRAY, EncodedLeaf
 from .files import Writes, make_directory, sync_directory, write_file
 from .plan import Plan
 
@@ -43,21 +43,21 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
         SettingError: an unknown compression.
         StorageError: the file system refused.
     """
-    used, lists_arrays = compressor(options.compression), metadata.has_jax_arrays(plan)
+    codec, lists_arrays = compressor(options.compression), metadata.has_jax_arrays(plan)
     make_directory(path)
-    database = begin_arrays(path, metadata.arrays(plan), used)
+    database = start_arrays(path, metadata.arrays(plan), codec)
     try:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
         with Writes() as writes:
             if lists_arrays:
-                _put_array_metadatas(path, plan, used is not None, 0, writes.add)
+                _write_array_metadatas(path, plan, codec is not None, 0, writes.add)
             write_tree(path, plan, writes.add)
         if lists_arrays:
             sync_directory(os.path.join(path, ARRAY_METADATAS))
     finally:
-        end_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
-    finish(path, plan)
+        finish_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
+    commit(path, plan)
 
 
 def compressor(name: str | None) -> dict[str, Any] | None:
@@ -76,11 +76,11 @@ def compressor(name: str | None) -> dict[str, Any] | None:
 def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int) -> None:
     """Writes the list of all jax arrays that each process leaves; its directory exists unless there are none."""
     if metadata.has_jax_arrays(plan):
-        _put_array_metadatas(path, plan, compressed, process, write_file)
+        _write_array_metadatas(path, plan, compressed, process, write_file)
         sync_directory(os.path.join(path, ARRAY_METADATAS))
 
 
-def _put_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write) -> None:
+def _write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write) -> None:
     content = metadata.array_metadatas(plan, compressed)
     write(os.path.join(path, ARRAY_METADATAS, f"process_{process}"), content.encode())
 
@@ -100,8 +100,8 @@ def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
         write(os.path.join(path, STRINGS), json.dumps(plan.strings).encode())
 
 
-def begin_arrays(
-    path: str, arrays: list[tuple[str, Stored]], compressor: dict[str, Any] | None, leads: bool = True
+def start_arrays(
+    path: str, arrays: list[tuple[str, EncodedLeaf]], compressor: dict[str, Any] | None, is_primary: bool = True
 ) -> Database | None:
     """All arrays in one transaction on a new database in ``path``, whose commit is under way; None without arrays.
 
@@ -109,25 +109,25 @@ def begin_arrays(
         path: of the database.
         arrays: name and content of each; of one that is spread over processes, this process's shards are written.
         compressor: of large arrays.
-        leads: also writes the arrays' metadata.
+        is_primary: also writes the arrays' metadata.
     """
     if not arrays:
         return None
-    _begin_transfers(arrays)
-    with storage_errors(path):
+    _start_transfers(arrays)
+    with tensorstore_errors(path):
         database = Database(path)
         with pause_gc():
             for name, stored in arrays:
-                database.put(name, stored, compressor, leads)
-        database.begin_commit()
+                database.put(name, stored, compressor, is_primary)
+        database.start_commit()
     return database
 
 
-def end_arrays(path: str, database: Database | None) -> None:
+def finish_arrays(path: str, database: Database | None) -> None:
     """Waits for the arrays, and makes their files durable."""
     if database is not None:
-        with storage_errors(path):
-            database.end_commit()
+        with tensorstore_errors(path):
+            database.finish_commit()
         sync_database(path)
 
 
@@ -138,7 +138,7 @@ def sync_database(path: str) -> None:
         sync_directory(files)
 
 
-def finish(path: str, plan: Plan) -> None:
+def commit(path: str, plan: Plan) -> None:
     """Writes what says that the checkpoint in ``path`` is whole."""
     step = json.dumps(metadata.step_metadata(plan.started_ns))
     write_file(os.path.join(path, STEP_METADATA), step.encode())
@@ -148,7 +148,7 @@ def finish(path: str, plan: Plan) -> None:
     sync_directory(path)
 
 
-def _begin_transfers(arrays: list[tuple[str, Stored]]) -> None:
+def _start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
     """Starts all copies from accelerators; on the CPU there is nothing to copy, and asking takes its time."""
     jax = sys.modules.get("jax")
     of_jax = [stored.source for _, stored in arrays if stored.value_type == JAX_ARRAY]

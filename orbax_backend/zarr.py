@@ -114,7 +114,7 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if dtype.name in _NAMED and dtype.isnative else None
 
 
-def chunk_shape(shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
+def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
     """How an array is cut into chunks.
 
     Plain parts of up to 2 GiB are one chunk each, which is read straight into its place. Larger ones and compressed
@@ -123,12 +123,12 @@ def chunk_shape(shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, co
 
     Args:
         shape: of the whole array.
-        part: shape of what is written at once, one shard or the whole; no chunk reaches over two of them.
+        write_shape: shape of what is written at once, one shard or the whole; no chunk reaches over two of them.
         itemsize: in bytes.
         compressed: with a codec.
     """
     # A chunk cannot have an empty side, so an array without elements has chunks that it never stores.
-    chunks = [max(1, length) for length in part]
+    chunks = [max(1, length) for length in write_shape]
     limit = _COMPRESSED_CHUNK_BYTES if compressed else _PLAIN_CHUNK_BYTES
     for axis in range(len(chunks)):
         parts = -(-math.prod(chunks) * itemsize // limit)
@@ -137,7 +137,7 @@ def chunk_shape(shape: tuple[int, ...], part: tuple[int, ...], itemsize: int, co
         wanted = max(1, chunks[axis] // parts)
         # The last chunk is stored whole, so all are about as long.
         wanted = -(-chunks[axis] // -(-chunks[axis] // wanted))
-        chunks[axis] = wanted if part[axis] == shape[axis] else _divisor(chunks[axis], wanted)
+        chunks[axis] = wanted if write_shape[axis] == shape[axis] else _divisor(chunks[axis], wanted)
     return chunks
 
 
@@ -148,11 +148,11 @@ def _divisor(length: int, wanted: int) -> int:
 
 
 def dump_zarray(
-    shape: tuple[int, ...], part: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None
+    shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes; for the arguments see `chunk_shape`."""
     return {
-        "chunks": chunk_shape(shape, part, dtype.itemsize, compressor is not None),
+        "chunks": chunk_shape(shape, write_shape, dtype.itemsize, compressor is not None),
         "compressor": compressor,
         "dimension_separator": ".",
         "dtype": typestr(dtype),

@@ -49,7 +49,7 @@ def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
     assert [one["param_name"] for one in listed] == list(arrays)
     for one, stored in zip(listed, arrays.values(), strict=True):
         assert one["write_shape"] == one["chunk_shape"] == list(stored.shape)
-        impl = stored.mark.impl if stored.mark else None
+        impl = stored.annotation.impl if stored.annotation else None
         assert one["ext_metadata"] == ({"random_key_impl": impl} if impl else None)
     shardings = json.loads(metadata.shardings(plan))
     assert [base64.urlsafe_b64decode(key).decode() for key in shardings] == list(arrays)
