@@ -25,11 +25,11 @@ def test_copies_have_the_values(found: list[tuple[np.ndarray, bool]], piece: int
     """Arrays of any dtype, shape and order, cut anywhere, are copied into memory of their own in C order."""
     sources = [array.T if turned else array for array, turned in found]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copies, "_PIECE", piece)
-        patch.setattr(host_copies, "_WORTH_THREADS", 0)
+        patch.setattr(host_copies, "_PIECE_BYTES", piece)
+        patch.setattr(host_copies, "_MIN_PARALLEL_BYTES", 0)
         patch.setattr(host_copies, "_THREADS", threads)
         copies = Copies()
-        made = [copies.of(source) for source in sources]
+        made = [copies.add(source) for source in sources]
         copies.make()
     for source, copy in zip(sources, made, strict=True):
         assert copy.dtype == source.dtype
@@ -42,7 +42,7 @@ def test_views_of_jax_arrays_are_copied() -> None:
     """What numpy shows of an array on the CPU is a view, which donating the array would give to others."""
     array = jnp.arange(3_000_000.0)
     copies = Copies()
-    copy = copies.of(np.asarray(array))
+    copy = copies.add(np.asarray(array))
     copies.make()
     jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(array).block_until_ready()
     np.testing.assert_array_equal(copy, np.arange(3_000_000.0, dtype=np.float32))

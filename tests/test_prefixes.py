@@ -19,7 +19,7 @@ from tests.support.saves import names, tree
 def fresh() -> Iterator[None]:
     """Nothing remembered of other tests."""
     prefixes._saved.clear()
-    prefixes._told.clear()
+    prefixes._warned.clear()
     yield
 
 

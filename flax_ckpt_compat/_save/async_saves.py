@@ -1,4 +1,4 @@
-"""Saving in the background: Flax's AsyncManager, and what makes sure that no failure is lost."""
+"""Run async saves: Flax's AsyncManager, and a registry from which every failure is raised or logged."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flax_ckpt_compat._core.errors import CleanupError
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
-_saves: dict[str, list[Future[Any]]] = {}  # real directory → background saves whose outcome nobody has seen
-_joint: dict[str, list[_JointSave]] = {}  # real directory → this process's parts of saves by several that go on
+_saves: dict[str, list[Future[Any]]] = {}  # real directory → background saves whose failure would not be raised yet
+_joint_saves: dict[str, list[_JointSave]] = {}  # real directory → running multi-process saves
 
 
 class AsyncManager:
-    """Tracks background saves: pass one to every ``save_checkpoint(…, async_manager=)``.
+    """Tracker of background saves: pass one to every ``save_checkpoint(…, async_manager=)``.
 
     Attributes:
-        executor: the pool that saves run in; the interpreter waits for it at exit.
+        executor: the thread pool; the interpreter waits for it at exit.
         save_future: the latest save, or None.
     """
 
@@ -34,21 +34,21 @@ class AsyncManager:
         self.save_future: Future[Any] | None = None
 
     def wait_previous_save(self) -> None:
-        """Blocks until the previous save has ended.
+        """Block until the previous save has ended.
 
         Raises:
-            Exception: whatever that save failed with, once, however long ago it ended.
+            Exception: the failure of that save, once, however long ago it ended.
         """
         future, self.save_future = self.save_future, None
         if future is not None:
-            _seen(future)
+            _mark_seen(future)
             future.result()
 
     def save_async(self, task: Callable[[], Any]) -> None:
-        """Runs a task in the background, after the previous one; it is tracked as ``save_future``.
+        """Run a task in the background, after the previous one, as ``save_future``.
 
         Raises:
-            RuntimeError: the executor was shut down, or the interpreter ends; `save_checkpoint` then saves at once.
+            RuntimeError: the executor was shut down, or the interpreter exits; `save_checkpoint` then saves at once.
         """
         self.wait_previous_save()
         self.save_future = self.executor.submit(task)
@@ -56,41 +56,43 @@ class AsyncManager:
 
 @dataclasses.dataclass(eq=False)
 class _JointSave:
-    """This process's part of a background save by several processes.
+    """This process's part of a background multi-process save.
 
     Attributes:
-        patience: seconds that a look-up waits for it at most.
-        ended: it was published, or has failed.
-        future: has its outcome a moment later, where its manager has such a thing.
-        thread: the identifier of the thread that it runs in, once it does.
+        lookup_timeout: seconds that a look-up waits for it at most.
+        ended: set once it was published or has failed.
+        future: its outcome, a moment later, if the manager has a future.
+        thread: identifier of the running thread.
     """
 
-    patience: float
+    lookup_timeout: float
     ended: threading.Event = dataclasses.field(default_factory=threading.Event)
     future: Future[Any] | None = None
     thread: int | None = None
 
 
-def start(manager: Any, directory: str, task: Callable[[], Any], *, joint: float | None = None) -> None:
-    """Hand a save to a manager (ours, Flax's own, or a user's) and remember it until its outcome is seen.
+def start(manager: Any, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None) -> None:
+    """Start a save with a manager (ours, Flax's, or a user's), and keep it until its outcome is raised.
+
+    If the manager's pool refuses new tasks, save in the foreground.
 
     Args:
         manager: has ``save_async``.
-        directory: that the checkpoint goes to.
+        directory: the checkpoint's.
         task: the save.
-        joint: other processes take part in it, and look-ups of this one wait for it, so many seconds at most.
+        lookup_timeout: for a multi-process save, the seconds that look-ups of this process wait for it at most.
     """
-    save = thread_pools.Once(_carry_out, task)
+    save = thread_pools.Once(_run, task)
     try:
-        if joint is None:
+        if lookup_timeout is None:
             manager.save_async(save)
         else:
-            _start_joint(manager, directory, save, _JointSave(joint))
+            _start_joint(manager, directory, save, _JointSave(lookup_timeout))
     except RuntimeError as error:
         if not thread_pools.is_refusal(error):
             raise
-        # The pool was shut down, or the program has ended and calls this from an exit handler or a late thread.
-        _log.info("Saving into %s in the foreground, because the background refuses: %s", directory, error)
+        # The pool was shut down, or an exit handler or a late thread calls this.
+        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, error)
         save()
         return
     future = getattr(manager, "save_future", None)
@@ -112,12 +114,12 @@ def _start_joint(manager: Any, directory: str, task: Callable[[], Any], save: _J
     def end(_: Any = None) -> None:
         save.ended.set()
         with _lock, suppress(KeyError, ValueError):
-            _joint[key].remove(save)
-            if not _joint[key]:
-                del _joint[key]
+            _joint_saves[key].remove(save)
+            if not _joint_saves[key]:
+                del _joint_saves[key]
 
     with _lock:
-        _joint.setdefault(key, []).append(save)
+        _joint_saves.setdefault(key, []).append(save)
     try:
         manager.save_async(run)
     except BaseException:
@@ -129,8 +131,8 @@ def _start_joint(manager: Any, directory: str, task: Callable[[], Any], save: _J
         future.add_done_callback(end)  # it may be cancelled before it runs
 
 
-def _carry_out(task: Callable[[], Any]) -> None:
-    """Run a save; a failed clean-up is only logged: raised at the next save, it would keep that from being saved."""
+def _run(task: Callable[[], Any]) -> None:
+    """Run a save. Log a failed clean-up, which would prevent the next save if it was raised there."""
     try:
         task()
     except CleanupError as error:
@@ -138,29 +140,29 @@ def _carry_out(task: Callable[[], Any]) -> None:
 
 
 def wait_for_joint_saves(directory: str) -> None:
-    """Wait until the background saves into a directory that this process takes part in were published, or failed.
+    """Wait until this process's multi-process background saves into a directory were published or failed.
 
-    Call this before every look-up of what the directory holds: processes that have all called the same saves then
-    find the same checkpoints. It waits for no other process, and raises no failure.
+    Call this before every look-up in the directory, so that processes that called the same saves find the same
+    checkpoints. It waits for no other process, and raises no failure.
     """
-    if not _joint:
+    if not _joint_saves:
         return
     with _lock:
-        saves = list(_joint.get(_key(directory), ()))
+        saves = list(_joint_saves.get(_key(directory), ()))
     for save in saves:
-        if save.thread != threading.get_ident() and save.ended.wait(save.patience) and save.future is not None:
+        if save.thread != threading.get_ident() and save.ended.wait(save.lookup_timeout) and save.future is not None:
             with suppress(CancelledError, TimeoutError):
-                save.future.exception(save.patience)
+                save.future.exception(save.lookup_timeout)
 
 
 def wait(manager: Any) -> None:
-    """Waits for a manager's previous save and raises its failure, also where the manager itself would not."""
+    """Wait for a manager's previous save and raise its failure, even if the manager itself would not."""
     future = getattr(manager, "save_future", None)
     try:
         manager.wait_previous_save()
     finally:
         if isinstance(future, Future):
-            _seen(future)
+            _mark_seen(future)
             if manager.save_future is future:
                 manager.save_future = None
     # Flax's own manager drops the failure of a save that has already ended.
@@ -169,23 +171,23 @@ def wait(manager: Any) -> None:
 
 
 def wait_for_pending_saves(directory: str) -> None:
-    """Waits for every background save into a directory, so that commits keep the order of the calls.
+    """Wait for every background save into a directory, so that commits keep the order of the calls.
 
     Raises:
-        Exception: what the first failed one failed with.
+        Exception: the failure of the first one that failed.
     """
-    for future in _unseen(directory):
-        # futures.wait() would wait for ever for one that its pool's shutdown cancelled.
+    for future in _unseen_saves(directory):
+        # futures.wait() would never return for a future that its pool's shutdown cancelled.
         with suppress(CancelledError):
             future.exception()
     raise_failures(directory)
 
 
 def raise_failures(directory: str) -> None:
-    """Raises the failure of a background save into this directory that nobody has seen yet; waits for none."""
-    for future in _unseen(directory):
+    """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
+    for future in _unseen_saves(directory):
         if future.done():
-            _seen(future)
+            _mark_seen(future)
             future.result()
 
 
@@ -193,12 +195,12 @@ def _key(directory: str) -> str:
     return directory if paths.is_url(directory) else os.path.realpath(directory)
 
 
-def _unseen(directory: str) -> list[Future[Any]]:
+def _unseen_saves(directory: str) -> list[Future[Any]]:
     with _lock:
         return list(_saves.get(_key(directory), ()))
 
 
-def _seen(future: Future[Any]) -> None:
+def _mark_seen(future: Future[Any]) -> None:
     with _lock:
         for directory, saves in list(_saves.items()):
             if future in saves:
@@ -207,21 +209,21 @@ def _seen(future: Future[Any]) -> None:
                     del _saves[directory]
 
 
-def _forget_after_fork() -> None:
-    # The threads that would end these saves live in the parent only; waiting for them here would never end.
+def _clear_after_fork() -> None:
+    # The threads of these saves exist in the parent only: waiting for them here would never end.
     global _lock
     _lock = threading.Lock()
     _saves.clear()
-    _joint.clear()
+    _joint_saves.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+    os.register_at_fork(after_in_child=_clear_after_fork)
 
 
 @atexit.register
 def _log_failures() -> None:
-    # The interpreter has joined all pools before it comes here.
+    # By now, the interpreter has joined all pools.
     for directory, saves in _saves.items():
         for future in saves:
             error = future.exception() if future.done() and not future.cancelled() else None

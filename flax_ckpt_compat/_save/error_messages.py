@@ -1,4 +1,4 @@
-"""An error as text that goes to the other processes, and back."""
+"""Encode errors as JSON for other processes, and decode them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
 
-# Those that are made of a message and a path alone.
+# Errors whose constructors take a message and a path.
 _PLAIN = {
     "CleanupError", "DepthError", "NameCollisionError", "SettingError", "StepError", "StorageError",
     "MultiprocessSaveError", "UnsupportedLeafError",
@@ -16,7 +16,7 @@ _PLAIN = {
 
 
 def encode_error(error: BaseException | None) -> dict[str, Any] | None:
-    """What JSON can hold of an error; None for none."""
+    """Return a JSON-serializable form of an error; None for None."""
     if error is None:
         return None
     return {
@@ -28,15 +28,15 @@ def encode_error(error: BaseException | None) -> dict[str, Any] | None:
     }
 
 
-def decode_error(told: Mapping[str, Any], path: str) -> CheckpointError:
-    """The error again, of the class that it had where that is one of ours."""
-    kind, message, where = told["kind"], told["message"], told["path"] or path
+def decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
+    """Return the error of `encode_error`, as a MultiprocessSaveError if its class is not one of ours."""
+    kind, message, error_path = encoded["kind"], encoded["message"], encoded["path"] or path
     if kind == "InvalidCheckpointError":
-        return errors.InvalidCheckpointError(message, path=where, step=None)
+        return errors.InvalidCheckpointError(message, path=error_path, step=None)
     if kind == "ProcessTimeoutError":
-        return ProcessTimeoutError(message, path=where, absent=tuple(told["absent"]))
+        return ProcessTimeoutError(message, path=error_path, absent=tuple(encoded["absent"]))
     if kind in _PLAIN:
-        error: CheckpointError = getattr(errors, kind)(message, path=where)
-        error.leaf = told["leaf"]
+        error: CheckpointError = getattr(errors, kind)(message, path=error_path)
+        error.leaf = encoded["leaf"]
         return error
-    return MultiprocessSaveError(f"{path}: {message}", path=where)
+    return MultiprocessSaveError(f"{path}: {message}", path=error_path)

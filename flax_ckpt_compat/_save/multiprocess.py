@@ -1,4 +1,4 @@
-"""What happens in a save by several processes: they meet before writing and after; process 0 commits."""
+"""Run a multi-process save: a barrier before and after writing; process 0 commits."""
 
 from __future__ import annotations
 
@@ -15,71 +15,73 @@ from flax_ckpt_compat._core import staging
 from flax_ckpt_compat._core.backend import Backend, Format, WriteOptions
 from flax_ckpt_compat._core.write_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import agreement, async_saves, checkpointer_adapter, snapshot
+from flax_ckpt_compat._save import async_saves, checkpointer_adapter, snapshot, tree_summary
 from flax_ckpt_compat._save.coordination import Coordinator
 from flax_ckpt_compat._save.request import SaveRequest
 
-# How often a look-up waits for ``coordination_timeout`` until it stops waiting for this process's part of a save.
-_PATIENCE = 4
+# Look-ups wait for this process's part of a background save, for so many times ``coordination_timeout``.
+_LOOKUP_TIMEOUTS = 4
 
 
 def save(request: SaveRequest, target: Any, async_manager: Any) -> None:
-    """Saves a tree of which each process holds a part; called by all of them.
+    """Save a tree of which each process holds a part; all processes call this.
 
     Raises:
-        ProcessTimeoutError, MultiprocessSaveError: others did not come, or failed; nothing was saved.
-        CheckpointError: what this process, or process 0, failed with.
+        ProcessTimeoutError, MultiprocessSaveError: other processes are missing or failed; nothing was saved.
+        CheckpointError: the failure of this process or of process 0.
     """
-    team = Coordinator(request.path, config.current().coordination_timeout)
+    coordinator = Coordinator(request.path, config.current().coordination_timeout)
     options = WriteOptions(compression=config.current().compression)
     backend, prepared, failed, summary = backend_for(request.format), None, None, None
-    agree = f"{request.format.value} with overwrite={request.overwrite}"
+    signature = f"{request.format.value} with overwrite={request.overwrite}"
     try:
         if async_manager:
             async_saves.wait(async_manager)
-        async_saves.wait_for_pending_saves(request.where.directory)
-        tree = snapshot.tree_to_save(target, request, copied=bool(async_manager), together=True)
-        prepared = backend.prepare(tree, team.share)
-        summary = agreement.Summary(tree)
+        async_saves.wait_for_pending_saves(request.checkpoint_dir.directory)
+        tree = snapshot.tree_to_save(target, request, copy=bool(async_manager), multiprocess=True)
+        prepared = backend.prepare(tree, coordinator.process)
+        summary = tree_summary.TreeSummary(tree)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
-    begin = functools.partial(_begin, request, backend, prepared, options, team)
-    to_json = team.gather(failed=failed, agree=agree, tree=summary, lead=begin)
+    begin = functools.partial(_begin, request, backend, prepared, options, coordinator)
+    staging_json = coordinator.join(failed=failed, signature=signature, summary=summary, on_primary=begin)
 
-    task = functools.partial(_write_and_commit, request, backend, prepared, options, team, to_json)
+    task = functools.partial(_write_and_commit, request, backend, prepared, options, coordinator, staging_json)
     if async_manager:
-        _start(async_manager, request.where.directory, task, _PATIENCE * team.timeout)
+        _start(async_manager, request.checkpoint_dir.directory, task, _LOOKUP_TIMEOUTS * coordinator.timeout)
     else:
         task()
 
 
-def _start(manager: Any, directory: str, task: Callable[..., None], patience: float) -> None:
-    begun = threading.Event()
+def _start(manager: Any, directory: str, task: Callable[..., None], lookup_timeout: float) -> None:
+    started = threading.Event()
 
     def run() -> None:
-        begun.set()
+        started.set()
         task()
 
     try:
-        async_saves.start(manager, directory, run, joint=patience)
+        async_saves.start(manager, directory, run, lookup_timeout=lookup_timeout)
     except BaseException as error:
-        if not begun.is_set():  # the others must not wait for this process
+        if not started.is_set():  # the others must not wait for this process
             task(failed=error)
         raise
 
 
-def _begin(request: SaveRequest, backend: Backend, prepared: Any, options: WriteOptions, team: Coordinator) -> str:
-    """Process 0 chooses the temporary, and makes what the others write into."""
+def _begin(
+    request: SaveRequest, backend: Backend, prepared: Any, options: WriteOptions, coordinator: Coordinator
+) -> str:
+    """Create the staging area that all processes write to, in process 0; return it as JSON."""
     request.check()
     request.prepare_directory()
-    site = staging.begin(request.path, in_gda_folder=backend.format is Format.MSGPACK)
+    staged = staging.begin(request.path, in_gda_folder=backend.format is Format.MSGPACK)
     try:
-        with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
-            backend.begin_multiprocess(site.path, prepared, options, team.share, site.upload)
+        with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
+            backend.begin_multiprocess(staged.path, prepared, options, coordinator.process, staged.upload)
     except BaseException:
-        site.cleanup(is_primary=True)
+        staged.cleanup(is_primary=True)
         raise
-    return site.to_json()
+    return staged.to_json()
 
 
 def _write_and_commit(
@@ -87,65 +89,71 @@ def _write_and_commit(
     backend: Backend,
     prepared: Any,
     options: WriteOptions,
-    team: Coordinator,
-    to_json: str,
+    coordinator: Coordinator,
+    staging_json: str,
     failed: BaseException | None = None,
 ) -> None:
-    site, leads = None, team.share.index == 0
+    staged, is_primary = None, coordinator.process.index == 0
     try:
-        site = staging.from_json(to_json, leads)
+        staged = staging.from_json(staging_json, is_primary)
         if failed is None:
-            with writing(request.path, site.path), jax.transfer_guard_device_to_host("allow"):
-                backend.write_process_part(site.path, prepared, options, team.share, site.upload)
+            with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
+                backend.write_process_part(staged.path, prepared, options, coordinator.process, staged.upload)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
 
     def commit() -> str:
-        assert site is not None
+        assert staged is not None
         if backend.format is Format.MSGPACK:
             monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
-        with writing(request.path, site.path):
-            backend.finish_multiprocess(site.path, prepared, options, team.share, site.upload)
+        with writing(request.path, staged.path):
+            backend.finish_multiprocess(staged.path, prepared, options, coordinator.process, staged.upload)
         request.check_again()
-        request.publish(functools.partial(site.publish, request.path))
-        request.committed()
+        request.publish(functools.partial(staged.publish, request.path))
+        request.on_committed()
         return ""
 
     try:
-        team.meet("commit", failed=failed, lead=commit)
+        coordinator.barrier("commit", failed=failed, on_primary=commit)
     except BaseException:
-        if site is not None:
-            site.cleanup(leads, late=team.is_over)
+        if staged is not None:
+            staged.cleanup(is_primary, late=coordinator.is_aborted)
         raise
-    if not leads and site is not None:
-        site.remove_local()
+    if not is_primary and staged is not None:
+        staged.remove_local()
 
 
-def save_through(checkpointer: Any, request: SaveRequest, target: Any) -> None:
-    """Lets a checkpointer of real Orbax, which meets the other processes itself, write; process 0 cleans up."""
-    team = Coordinator(request.path, config.current().coordination_timeout)
+def save_with_checkpointer(checkpointer: Any, request: SaveRequest, target: Any) -> None:
+    """Save with a user's Orbax checkpointer, which synchronizes the processes itself; process 0 cleans up."""
+    coordinator = Coordinator(request.path, config.current().coordination_timeout)
     failed = None
     try:
-        checkpointer_adapter.wait_for_pending_saves(checkpointer, request.where.directory)
-    except BaseException as error:  # noqa: BLE001  (told to the others)
+        checkpointer_adapter.wait_for_pending_saves(checkpointer, request.checkpoint_dir.directory)
+    except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
 
     def begin() -> str:
-        request.refuse_store("an orbax_checkpointer", "leave it out: the format is the same")
+        request.reject_url("an orbax_checkpointer", "leave it out: the format is the same")
         request.check()
         request.prepare_directory()
         return checkpointer_adapter.written_path(request.path)
 
-    written = team.gather(failed=failed, lead=begin)
+    written = coordinator.join(failed=failed, on_primary=begin)
     save_it = functools.partial(
-        checkpointer_adapter.save, checkpointer, request.path, target, request.committed, written=written, team=team
+        checkpointer_adapter.save,
+        checkpointer,
+        request.path,
+        target,
+        request.on_committed,
+        written=written,
+        coordinator=coordinator,
     )
     if checkpointer_adapter.is_async(checkpointer):
         save_it()
         return
     try:
         save_it()
-    except BaseException as error:  # noqa: BLE001  (told to the others)
+    except BaseException as error:  # noqa: BLE001  (reported to the others)
         failed = error
-    # Process 0 has published only now.
-    team.meet("commit", failed=failed)
+    # Only now has process 0 published.
+    coordinator.barrier("commit", failed=failed)

@@ -1,4 +1,4 @@
-"""What happens in a save, for every format: checks, snapshot, write, atomic commit, clean-up."""
+"""Run a save, for every format: validate, snapshot, write, publish, retain."""
 
 from __future__ import annotations
 
@@ -41,108 +41,103 @@ def save(
     replace_only_checkpoints: bool = False,
     format: Format | None = None,
 ) -> str:
-    """Saves a tree as one step of a directory; see `flax_ckpt_compat.checkpoints.save_checkpoint`.
+    """Save a tree as one step of a directory; see `flax_ckpt_compat.checkpoints.save_checkpoint`.
 
-    Args:
-        ckpt_dir: normalised directory.
-        by_all: all processes of the job save it, each what it holds.
-        careful: replace nothing but checkpoints, and remove none that are newer.
-        format: None writes what Flax's flag says.
+    ``ckpt_dir`` is normalised, and a ``format`` of None follows Flax's flag. With ``is_multiprocess`` all processes of
+    the job save, each what it holds. With ``replace_only_checkpoints`` nothing but checkpoints is replaced, and newer
+    ones stay.
 
     Returns:
         The checkpoint's path in the caller's form.
     """
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
-    text, where = steps.step_text(step), _place(ckpt_dir, prefix)
-    name = steps.check_name(where.prefix + text)
-    if replace_only_checkpoints and os.path.basename(where.directory) == name:
-        parent = os.path.dirname(where.directory)
+    text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
+    name = steps.check_name(checkpoint_dir.prefix + text)
+    if replace_only_checkpoints and os.path.basename(checkpoint_dir.directory) == name:
+        parent = os.path.dirname(checkpoint_dir.directory)
         message = (
-            f"{where.directory} has the name of step {step} itself; leave out step=, or pass its directory {parent}"
+            f"{checkpoint_dir.directory} is named like step {step} itself; leave out step=, or pass its parent {parent}"
         )
-        raise StepError(message, path=where.directory)
+        raise StepError(message, path=checkpoint_dir.directory)
     kept, every = steps.check_keep(keep), steps.check_every(keep_every_n_steps)
     # Flax sorts the maps of a msgpack file in save_checkpoint_multiprocess only (0.12.8, measured).
     request = SaveRequest(
-        where,
+        checkpoint_dir,
         name,
         step,
         bool(overwrite),
         kept,
         every,
         replace_only_checkpoints,
-        format or _flags_format(),
+        format or _default_format(),
         is_multiprocess,
         start,
     )
-    carry_out = _carry_out_together if is_multiprocess and jax.process_count() > 1 else _carry_out
-    carry_out(request, target, async_manager, orbax_checkpointer)
+    save_request = _save_multiprocess if is_multiprocess and jax.process_count() > 1 else _save_single_process
+    save_request(request, target, async_manager, orbax_checkpointer)
     return os.path.join(ckpt_dir, f"{prefix}{text}")
 
 
 @depth.limited("saved")
 def save_at(path: str, target: Any, overwrite: bool, async_manager: Any, format: Format) -> str:
-    """Saves a tree at exactly this path, and looks at no other checkpoint; see `flax_ckpt_compat.save`.
-
-    Args:
-        path: normalised path.
+    """Save a tree at exactly this path, without looking at other checkpoints; see `flax_ckpt_compat.save`.
 
     Returns:
-        The path.
+        ``path``, which is normalised.
     """
     monitoring.record_event("/jax/flax/checkpoint/save")
     start = time.time()
     directory, name = os.path.split(paths.local(path))
     if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
-        raise StepError(f"{path!r} names no file or directory to write a checkpoint to; give it a name, or pass step=")
-    where = _place(directory, "")
-    _refuse_nul(name)
-    request = SaveRequest(where, steps.check_name(name), None, overwrite, 0, None, True, format, False, start)
-    _carry_out(request, target, async_manager, None)
+        raise StepError(f"{path!r} names no file or directory to write; add a name, or pass step=")
+    checkpoint_dir = _checkpoint_dir(directory, "")
+    _check_nul(name)
+    request = SaveRequest(checkpoint_dir, steps.check_name(name), None, overwrite, 0, None, True, format, False, start)
+    _save_single_process(request, target, async_manager, None)
     return path
 
 
-def _flags_format() -> Format:
+def _default_format() -> Format:
     return Format.ORBAX if config.use_orbax_format() else Format.MSGPACK
 
 
-def _place(ckpt_dir: str, prefix: str) -> CheckpointDir:
-    _refuse_nul(prefix + ckpt_dir)
+def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
+    _check_nul(prefix + ckpt_dir)
     return listing.checkpoint_dir(ckpt_dir, prefix)
 
 
-def _refuse_nul(text: str) -> None:
+def _check_nul(text: str) -> None:
     if "\0" in text:
         raise StepError("a directory or prefix cannot contain the NUL character")
 
 
-def _carry_out(request: SaveRequest, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:
+def _save_single_process(request: SaveRequest, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:
     if async_manager:
         async_saves.wait(async_manager)
-    checkpointer_adapter.wait_for_pending_saves(orbax_checkpointer, request.where.directory)
-    async_saves.wait_for_pending_saves(request.where.directory)
+    checkpointer_adapter.wait_for_pending_saves(orbax_checkpointer, request.checkpoint_dir.directory)
+    async_saves.wait_for_pending_saves(request.checkpoint_dir.directory)
     request.check()
     if orbax_checkpointer:
-        request.refuse_store("an orbax_checkpointer", "leave it out: the format is the same")
+        request.reject_url("an orbax_checkpointer", "leave it out: the format is the same")
         request.prepare_directory()
-        checkpointer_adapter.save(orbax_checkpointer, request.path, target, on_commit=request.committed)
+        checkpointer_adapter.save(orbax_checkpointer, request.path, target, on_commit=request.on_committed)
     else:
-        _save_alone(request, target, async_manager)
+        _write(request, target, async_manager)
     monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - request.start)
 
 
-def _carry_out_together(request: SaveRequest, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:
+def _save_multiprocess(request: SaveRequest, target: Any, async_manager: Any, orbax_checkpointer: Any) -> None:
     if orbax_checkpointer:
-        multiprocess.save_through(orbax_checkpointer, request, target)
+        multiprocess.save_with_checkpointer(orbax_checkpointer, request, target)
     else:
         multiprocess.save(request, target, async_manager)
     monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - request.start)
 
 
-def _save_alone(request: SaveRequest, target: Any, async_manager: Any) -> None:
+def _write(request: SaveRequest, target: Any, async_manager: Any) -> None:
     backend = backend_for(request.format)
-    tree = snapshot.tree_to_save(target, request, copied=bool(async_manager))
+    tree = snapshot.tree_to_save(target, request, copy=bool(async_manager))
     prepared = backend.prepare(tree)
     options = WriteOptions(compression=config.current().compression)
 
@@ -150,7 +145,7 @@ def _save_alone(request: SaveRequest, target: Any, async_manager: Any) -> None:
         _write_and_commit(request, backend, prepared, options, tree)
 
     if async_manager:
-        async_saves.start(async_manager, request.where.directory, task)
+        async_saves.start(async_manager, request.checkpoint_dir.directory, task)
     else:
         task()
 
@@ -169,4 +164,4 @@ def _write_and_commit(request: SaveRequest, backend: Backend, prepared: Any, opt
     except BaseException:
         atomic.remove_temporary(temporary)
         raise
-    request.committed()
+    request.on_committed()

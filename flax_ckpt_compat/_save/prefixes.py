@@ -1,7 +1,7 @@
-"""Which prefix saved which checkpoint in this process, for prefixes of which one is the beginning of another.
+"""Record which prefix saved which checkpoint in this process, to tell apart prefixes such as ``v`` and ``v2``.
 
-``v23`` is step 23 of the prefix ``v`` and step 3 of ``v2``. What one of them saved is neither counted nor removed by
-the retention of the other; another process cannot tell, so that a save warns.
+``v23`` is step 23 of the prefix ``v`` and step 3 of ``v2``. Retention of one neither counts nor removes checkpoints
+of the other. Other processes cannot know, so a save warns.
 """
 
 from __future__ import annotations
@@ -15,50 +15,53 @@ from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
-_saved: dict[str, dict[str, str]] = {}  # directory → name → prefix that it was saved with
-_told: set[tuple[str, str, str]] = set()
+_saved: dict[str, dict[str, str]] = {}  # directory → name → prefix it was saved with
+_warned: set[tuple[str, str, str]] = set()
 
 
-def record(where: CheckpointDir, name: str) -> None:
+def record(checkpoint_dir: CheckpointDir, name: str) -> None:
     """Remember the prefix of a committed checkpoint."""
     with _lock:
-        _saved.setdefault(_key(where), {})[name] = where.prefix
+        _saved.setdefault(_key(checkpoint_dir), {})[name] = checkpoint_dir.prefix
 
 
-def forget(where: CheckpointDir, name: str) -> None:
+def forget(checkpoint_dir: CheckpointDir, name: str) -> None:
     """Forget a checkpoint that was removed."""
     with _lock:
-        _saved.get(_key(where), {}).pop(name, None)
+        _saved.get(_key(checkpoint_dir), {}).pop(name, None)
 
 
-def of_others(where: CheckpointDir) -> set[str]:
-    """Return the names that look like steps of this prefix, but were saved with another one."""
+def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
+    """Return names that look like steps of this prefix, but were saved with another one."""
     with _lock:
-        known = dict(_saved.get(_key(where), {}))
-    return {name for name, prefix in known.items() if prefix != where.prefix and _is_step(name, where.prefix)}
+        known = dict(_saved.get(_key(checkpoint_dir), {}))
+    return {
+        name
+        for name, prefix in known.items()
+        if prefix != checkpoint_dir.prefix and _is_step(name, checkpoint_dir.prefix)
+    }
 
 
-def warn_of_overlap(where: CheckpointDir, name: str) -> None:
-    """Log a warning, once for two prefixes, where a checkpoint about to be saved belongs to both, or one that is there.
+def warn_of_overlap(checkpoint_dir: CheckpointDir, name: str) -> None:
+    """Warn, once for a pair of prefixes, if a saved checkpoint, or the one to be saved, is a step of both.
 
     Args:
-        where: directory and prefix.
-        name: of the checkpoint about to be saved.
+        checkpoint_dir: directory and prefix.
+        name: name of the checkpoint to be saved.
     """
     with _lock:
-        known = dict(_saved.get(_key(where), {}))
+        known = dict(_saved.get(_key(checkpoint_dir), {}))
     for other_name, other in known.items():
-        if other == where.prefix:
+        if other == checkpoint_dir.prefix:
             continue
-        both = name if _is_step(name, other) else other_name if _is_step(other_name, where.prefix) else None
-        first, second = sorted((where.prefix, other))
-        if both is not None and (_key(where), first, second) not in _told:
-            _told.add((_key(where), first, second))
+        both = name if _is_step(name, other) else other_name if _is_step(other_name, checkpoint_dir.prefix) else None
+        first, second = sorted((checkpoint_dir.prefix, other))
+        if both is not None and (_key(checkpoint_dir), first, second) not in _warned:
+            _warned.add((_key(checkpoint_dir), first, second))
             _log.warning(
-                "The prefixes %r and %r are both saved to %s, and %s is a step of either: other processes and later "
-                "runs mistake the checkpoints of one for those of the other. Use prefixes that no other begins with, "
-                "such as %r",
-                first, second, where.directory, both, first + "_",
+                "The prefixes %r and %r are both saved to %s, and %s is a step of both: other processes and later "
+                "runs confuse their checkpoints. Use prefixes of which none is the start of another, such as %r",
+                first, second, checkpoint_dir.directory, both, first + "_",
             )  # fmt: skip
 
 
@@ -66,5 +69,9 @@ def _is_step(name: str, prefix: str) -> bool:
     return steps.step_of(name, prefix) is not None
 
 
-def _key(where: CheckpointDir) -> str:
-    return where.directory if paths.is_url(where.directory) else os.path.realpath(where.directory)
+def _key(checkpoint_dir: CheckpointDir) -> str:
+    return (
+        checkpoint_dir.directory
+        if paths.is_url(checkpoint_dir.directory)
+        else os.path.realpath(checkpoint_dir.directory)
+    )

@@ -1,4 +1,4 @@
-"""One save: what it may replace, and what it removes once it is committed."""
+"""Describe one save: its options, its overwrite checks, and its clean-up after the commit."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _last_saved = time.time()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """One save after its arguments were checked.
+    """One save with validated arguments.
 
     Attributes:
-        where: directory and prefix.
-        name: of the checkpoint.
+        checkpoint_dir: directory and prefix.
+        name: name of the checkpoint in the directory.
         step: as the caller gave it, for messages; None for a checkpoint that is no step of a directory.
         overwrite: replace what has that name.
-        keep: how many to keep; 0 keeps all.
-        careful: replace nothing but checkpoints, and remove none that are newer.
-        format: what to write.
+        keep: number of checkpoints to keep; 0 keeps all.
+        keep_every_n_steps: also keep one checkpoint in so many steps; None for none.
+        replace_only_checkpoints: replace nothing but checkpoints, and remove none that are newer.
+        format: format to write.
         sort_keys: write the maps of a msgpack file sorted.
-        start: of the call, in seconds since the epoch.
+        start: start of the call, in seconds since the epoch.
     """
 
-    where: CheckpointDir
+    checkpoint_dir: CheckpointDir
     name: str
     step: Any
     overwrite: bool
@@ -48,73 +49,75 @@ class SaveRequest:
 
     @property
     def path(self) -> str:
-        """Absolute final path."""
-        return self.where.path(self.name)
+        """Return the absolute final path."""
+        return self.checkpoint_dir.path(self.name)
 
     def check(self) -> None:
-        """Refuses what ``overwrite`` does not allow."""
+        """Raise unless this save may write, and ``overwrite`` allows what it replaces."""
         if self.step is not None:
-            prefixes.warn_of_overlap(self.where, self.name)
-        with paths.listing_cache(self.where.directory):
-            retention.check_directory(self.where, self.name, self.step)
+            prefixes.warn_of_overlap(self.checkpoint_dir, self.name)
+        with paths.listing_cache(self.checkpoint_dir.directory):
+            retention.check_directory(self.checkpoint_dir, self.name, self.step)
             self._check_replaced()
             if self.step is not None and not self.overwrite:
                 retention.check_overwrite(
-                    self.where, self.name, self.step, removes_newer=not self.replace_only_checkpoints
+                    self.checkpoint_dir, self.name, self.step, removes_newer=not self.replace_only_checkpoints
                 )
 
     def check_again(self) -> None:
-        """Refuses to replace what came into this place during the save."""
-        # In a store the look at what else is there would be one more request.
-        if self.replace_only_checkpoints or not paths.is_url(self.where.directory):
-            with paths.listing_cache(self.where.directory):
+        """Check again, just before publishing, what other writers put there during the save."""
+        # In a store this would be one more request.
+        if self.replace_only_checkpoints or not paths.is_url(self.checkpoint_dir.directory):
+            with paths.listing_cache(self.checkpoint_dir.directory):
                 self._check_replaced()
 
     def _check_replaced(self) -> None:
         if self.replace_only_checkpoints:
-            retention.check_replaceable(self.where, self.name, self.step, overwrite=self.overwrite)
+            retention.check_replaceable(self.checkpoint_dir, self.name, self.step, overwrite=self.overwrite)
         else:
-            retention.check_not_foreign(self.where, self.name, self.step)
+            retention.check_not_foreign(self.checkpoint_dir, self.name, self.step)
 
     def publish(self, publish: Callable[..., None]) -> None:
-        """Give what was written its name.
+        """Publish the written checkpoint under its final name.
 
         Args:
-            publish: does that; takes ``new``, which forbids to replace what another writer saved meanwhile.
+            publish: renames or uploads; its argument ``new`` forbids to replace what another writer saved meanwhile.
 
         Raises:
-            InvalidCheckpointError: it would have replaced something, and ``overwrite`` was not given.
+            InvalidCheckpointError: something has that name, and ``overwrite`` was not given.
         """
         try:
             publish(new=not self.overwrite)
         except StorageError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                self.check()  # says what is there
+                self.check()  # raises an error that names what is there
             raise
 
     def clean_up(self) -> None:
-        """What overwrite and retention remove, after the commit."""
+        """Remove what overwrite and retention remove, after the commit."""
         if self.step is not None:
             newer = self.overwrite and not self.replace_only_checkpoints
-            retention.clean_up(self.where, self.name, self.keep, self.overwrite, self.keep_every_n_steps, newer)
+            retention.clean_up(
+                self.checkpoint_dir, self.name, self.keep, self.overwrite, self.keep_every_n_steps, newer
+            )
 
     def prepare_directory(self) -> None:
-        """Makes the directory, and frees it from what dead writers left."""
-        paths.prepare_directory(self.where.directory)
+        """Create the directory, and remove temporaries of dead writers."""
+        paths.prepare_directory(self.checkpoint_dir.directory)
 
-    def refuse_store(self, what: str, remedy: str) -> None:
-        """Raises for what cannot be done to a URL."""
+    def reject_url(self, feature: str, remedy: str) -> None:
+        """Raise if the checkpoint's path is a URL."""
         if paths.is_url(self.path):
-            raise StorageError(f"{self.path}: {what} cannot save to an object store; {remedy}", path=self.path)
+            raise StorageError(f"{self.path}: {feature} cannot save to an object store; {remedy}", path=self.path)
 
-    def committed(self) -> None:
-        """What follows the commit: clean-up, and the event that Flax records."""
+    def on_committed(self) -> None:
+        """Clean up after the commit, and record the event that Flax records."""
         global _last_saved
         if self.step is not None:
-            prefixes.record(self.where, self.name)
+            prefixes.record(self.checkpoint_dir, self.name)
         try:
             self.clean_up()
-        finally:  # it is saved in any case
+        finally:  # the checkpoint is saved even if the clean-up failed
             monitoring.record_event_duration_secs(
                 "/jax/checkpoint/write/duration_since_last_checkpoint_secs", self.start - _last_saved
             )

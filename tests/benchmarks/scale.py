@@ -142,9 +142,11 @@ def _counted(one: dict[str, Any]) -> tuple[str, ...]:
 
 def _timed(one: dict[str, Any]) -> tuple[str, ...]:
     lead = one["save"][0]["seconds"]
-    write = max(result["seconds"]["write_share"] for result in one["save"])
+    write = max(result["seconds"]["write_process_part"] for result in one["save"])
     restore = max(result["seconds"] for result in one["restore"])
-    return tuple(f"{value:.2f}" for value in (lead["prepare"], write, lead["end_shared"], lead["all"], restore))
+    return tuple(
+        f"{value:.2f}" for value in (lead["prepare"], write, lead["finish_multiprocess"], lead["all"], restore)
+    )
 
 
 def played_tables(workdir: str, *, quick: bool) -> list[Table]:
@@ -163,7 +165,7 @@ def played_tables(workdir: str, *, quick: bool) -> list[Table]:
 
 
 def _met(count: int) -> tuple[str, ...]:
-    results = _alone(1, lambda team: [team.call(scale_play.meetings, count, timeout=300)[0] for _ in range(3)])
+    results = _alone(1, lambda team: [team.call(scale_play.barriers, count, timeout=300)[0] for _ in range(3)])
     seconds = statistics.median(result["seconds"] for result in results)
     return f"{min(sum(result['messages'].values()) for result in results):,}", f"{seconds:.2f}"
 

@@ -26,10 +26,10 @@ def messages(processes: int) -> dict[str, int]:
     """
     others = processes - 1
     return {
-        # In the lobby and at the second meeting each takes a seat; each gets an answer of its own and a common one.
+        # Each process registers and reports at the second barrier; each gets a result of its own and a common one.
         "key_value_set": others + others + processes + 1,
         "blocking_key_value_get": 2 * others,
-        # What was left in the lobby, the answers, and the note of an earlier failure.
+        # The registrations, the results, and an earlier failure.
         "key_value_delete": 2 * others + 1,
         "key_value_dir_get": 2,
     }

@@ -17,13 +17,13 @@ from flax_ckpt_compat.orbax_backend import BACKEND as ORBAX
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._save import coordination
+from flax_ckpt_compat._save import key_value_store
 from tests.benchmarks import scale_costs
 from tests.multiprocess.jobs import mesh, use
 
 # Divides by 16 devices, and is small enough to be stored inside of the index of Orbax's format.
 LENGTH = 64
-_STAGES = ("prepare", "begin_shared", "write_share", "end_shared")
+_STAGES = ("prepare", "begin_multiprocess", "write_process_part", "finish_multiprocess")
 
 
 class Counting:
@@ -74,11 +74,11 @@ def save(folder: str, orbax: bool, leaves: int, step: int) -> dict[str, Any]:
     """
     use(orbax)
     tree = {"params": arrays(leaves, step)}
-    counting, seconds = Counting(coordination._client()), dict[str, float]()
+    counting, seconds = Counting(key_value_store._client()), dict[str, float]()
     backend = ORBAX if orbax else MSGPACK
     start = time.perf_counter()
     with contextlib.ExitStack() as stack, config.override(coordination_timeout=300.0):
-        stack.enter_context(mock.patch.object(coordination, "_client", lambda: counting))
+        stack.enter_context(mock.patch.object(key_value_store, "_client", lambda: counting))
         for stage in _STAGES:
             stack.enter_context(_timed(backend, stage, seconds))
         checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=2)
@@ -111,8 +111,8 @@ def restore(folder: str, leaves: int, step: int) -> dict[str, Any]:
     """
     wanted = arrays(leaves, step)
     target = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in wanted.items()}
-    counting = Counting(coordination._client())
-    with mock.patch.object(coordination, "_client", lambda: counting):
+    counting = Counting(key_value_store._client())
+    with mock.patch.object(key_value_store, "_client", lambda: counting):
         before, start = _reads(), time.perf_counter()
         got = jax.block_until_ready(checkpoints.restore_checkpoint(folder, {"params": target}, step))["params"]
         seconds, after = time.perf_counter() - start, _reads()

@@ -17,21 +17,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
-from flax_ckpt_compat._save import coordination
+from flax_ckpt_compat._save import coordination, key_value_store
 from tests.benchmarks.scale_jobs import Counting
 
 # Elements of a shard, of float32: just too large to be stored inside of the index.
 ELEMENTS = 260
-_AGREE = f"orbax with overwrite=False and 5000 arrays spread over processes (names, shapes and dtypes: {'0' * 8})"
+_SIGNATURE = f"orbax with overwrite=False and 5000 arrays spread over processes (names, shapes and dtypes: {'0' * 8})"
 
 
-def meetings(count: int) -> dict[str, Any]:
-    """The two meetings of a save by so many processes, each a thread of this one.
+def barriers(count: int) -> dict[str, Any]:
+    """Run the two barriers of a save by so many processes, each a thread of this one.
 
     Returns:
         ``messages`` (by method) and, of process 0, ``seconds``.
     """
-    counting, here = Counting(coordination._client()), threading.local()
+    counting, here = Counting(key_value_store._client()), threading.local()
     played = types.SimpleNamespace(process_index=lambda: here.index, process_count=lambda: count)
     all_there, seconds = threading.Barrier(count), list[float]()
 
@@ -40,13 +40,13 @@ def meetings(count: int) -> dict[str, Any]:
         one = coordination.Coordinator("/checkpoints/run/checkpoint_100000", 300.0)
         all_there.wait()
         start = time.perf_counter()
-        one.gather(agree=_AGREE)
-        one.meet("commit")
+        one.join(signature=_SIGNATURE)
+        one.barrier("commit")
         if index == 0:
             seconds.append(time.perf_counter() - start)
 
     clients, jaxes = (
-        mock.patch.object(coordination, "_client", lambda: counting),
+        mock.patch.object(key_value_store, "_client", lambda: counting),
         mock.patch.object(coordination, "jax", played),
     )
     with clients, jaxes, ThreadPoolExecutor(count) as pool:

@@ -38,7 +38,7 @@ def test_files_of_a_msgpack_checkpoint(processes: int, tmp_path: Path) -> None:
 
 def test_messages_of_many_that_one_process_plays() -> None:
     """The formula for messages holds for a hundred processes."""
-    found = Counter(team_of(1).call(scale_play.meetings, 100)[0]["messages"])
+    found = Counter(team_of(1).call(scale_play.barriers, 100)[0]["messages"])
     _check_at_least(found, 100)
 
 

@@ -96,7 +96,7 @@ def look(killed, step):
     assert n in (0 if before == "none" else 1, 2), n
     files.reclaim(folder)
     assert found() == n
-    retention._collect_orphans(Place(folder, "checkpoint_", folder))
+    retention._remove_orphaned_arrays(Place(folder, "checkpoint_", folder))
     if n:
         check_tidy(n)
     else:

@@ -16,14 +16,14 @@ SLACK = 5.0
 
 @pytest.mark.parametrize(("count", "absent"), [(2, [1]), (2, [0]), (4, [1, 3])])
 def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, absent: list[int]) -> None:
-    """The others fail within the bound, and name the absent and the meeting; saving the same step again works."""
+    """The others fail within the bound, naming missing processes and barrier; saving the step again works."""
     team = team_of(count)
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
     here = [index for index in range(count) if index not in absent]
     outcomes = team.run(jobs.save_small, str(tmp_path), orbax, 2, None, WAIT, only=here, timeout=20)
     for index in here:
         assert outcomes[index].kinds[:2] == ("ProcessTimeoutError", "MultiprocessSaveError")
-        assert f"process {', '.join(map(str, absent))} of {count} did not come" in outcomes[index].error
+        assert f"process {', '.join(map(str, absent))} of {count} did not reach" in outcomes[index].error
         assert "'begin'" in outcomes[index].error
         assert "coordination_timeout" in outcomes[index].error
         assert outcomes[index].seconds < 2 * WAIT + SLACK

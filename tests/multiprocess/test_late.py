@@ -17,7 +17,7 @@ def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Pa
     before = jobs.names(str(tmp_path))
     for error in team.call(late_jobs.save_late, str(tmp_path), orbax, 2):
         assert error.startswith("ProcessTimeoutError: "), error
-        assert "process 1 of 2 did not come to the meeting 'commit'" in error
+        assert "process 1 of 2 did not reach barrier 'commit'" in error
     assert jobs.names(str(tmp_path)) == before
     team.call(jobs.save_small, str(tmp_path), orbax, 2)
 
