@@ -1,4 +1,4 @@
-"""One leaf → the array or text that is stored for it, and the annotation that makes its type exact."""
+"""Encode leaves as stored arrays or texts, with the annotations that keep their exact types."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from .zarr import typestr
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
-# The write_shape that the sharding says, which takes its time to find out.
+# Default of write_shape: derive it from the sharding, which takes time.
 _FROM_SHARDING = (-1,)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class EncodedLeaf:
-    """What is stored for one leaf.
+    """The stored form of one leaf.
 
     Attributes:
         value_type: Orbax's name of the type.
-        dtype, shape: of the stored array.
-        source: the array as the user has it (numpy or jax), or the text of a string leaf.
-        annotation: what the format does not keep, or None.
-        sharding: the jax sharding that it had, or None.
-        write_shape: shape of what is written at once: of one shard, or of the whole array; that of the sharding, like
-            ``spread``, unless given.
-        spread: several processes hold it, each some of its shards.
+        dtype, shape: those of the stored array.
+        source: the user's array (numpy or jax), or the text of a string leaf.
+        annotation: the type that Orbax's format does not keep, or None.
+        sharding: jax sharding, or None.
+        write_shape: shape of one shard, or of the whole array; derived from the sharding, like ``spread``, by default.
+        spread: whether several processes hold it, each some of its shards.
     """
 
     value_type: str
@@ -56,14 +55,14 @@ class EncodedLeaf:
             self.spread = is_spread(self.sharding)
 
     def whole(self) -> np.ndarray[Any, Any]:
-        """What to store as one array, in host memory and C order, with the stored dtype."""
+        """Return the whole array in host memory and C order, with the stored dtype."""
         return self._stored_form(_whole(self.source))
 
     def shards(self) -> list[Shard]:
-        """What to store, each distinct shard once, in host memory and C order, with the stored dtype.
+        """Return each distinct shard in host memory and C order, with the stored dtype.
 
-        Replicas are left out, and no shard is copied where the host can see a device's memory. Of what is spread
-        over processes, these are the shards of which this one holds the first replica.
+        Shards are not copied if the host can see the device's memory. Of an array that is spread over processes,
+        these are the shards with their first replica in this process.
         """
         if self.write_shape == self.shape and not self.spread:
             return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
@@ -72,7 +71,7 @@ class EncodedLeaf:
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if array.dtype == self.dtype:
             return array
-        # Only dtypes that jax does not have are stored with an axis more, and those are in one piece.
+        # Only dtypes that jax lacks are stored with one more axis, and their arrays are never sharded.
         shape = array.shape if array.ndim == len(self.shape) else self.shape
         if array.nbytes == 0:
             return np.empty(shape, self.dtype)
@@ -80,7 +79,7 @@ class EncodedLeaf:
 
 
 def host_shards(source: Any) -> tuple[Shard, ...]:
-    """Each distinct shard of a ``jax.Array`` or `HostCopy` once among all processes, in host memory."""
+    """Return the shards of a ``jax.Array`` or `HostCopy` with their first replica in this process, in host memory."""
     if isinstance(source, HostCopy):
         return source.shards
     return tuple(
@@ -95,17 +94,17 @@ def _whole(source: Any) -> np.ndarray[Any, Any]:
 
 
 class Encoder:
-    """Encodes the leaves of one tree, and asks once for each type, dtype and sharding: most leaves have few of them."""
+    """Encodes the leaves of one tree; caches what it learns about types, dtypes and shardings."""
 
     def __init__(self, multiprocess: bool) -> None:
-        self._together = multiprocess
+        self._multiprocess = multiprocess
         self._is_plain = Memo(_is_plain)
         self._jax_types: set[type] = set()
-        # The first of equal shardings, and by shape: write_shape and spread.
+        # Sharding → the first equal one, and shape → (write_shape, spread).
         self._shardings = Memo[tuple[Any, dict[Any, tuple[tuple[int, ...], bool]]]](lambda sharding: (sharding, {}))
 
     def encode(self, leaf: Any, path: Path) -> EncodedLeaf:
-        """What to store for a leaf; see `encode`."""
+        """Encode a leaf; see the function `encode`."""
         kind = type(leaf)
         if kind is np.ndarray and self._is_plain[leaf.dtype]:
             return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
@@ -114,8 +113,8 @@ class Encoder:
             known = parts.get(leaf.shape)
             if known is not None:
                 return EncodedLeaf(JAX_ARRAY, leaf.dtype, leaf.shape, leaf, None, sharding, *known)
-        stored = encode(leaf, show_path(path), self._together)
-        if is_jax_array(leaf) and not self._together:
+        stored = encode(leaf, show_path(path), self._multiprocess)
+        if is_jax_array(leaf) and not self._multiprocess:
             self._jax_types.add(kind)
             self._shardings[stored.sharding][1][stored.shape] = stored.write_shape, stored.spread
         return stored
@@ -126,15 +125,15 @@ def _is_plain(dtype: Any) -> bool:
 
 
 def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
-    """What to store for a leaf.
+    """Encode a leaf.
 
     Args:
-        leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.prepare` takes, except None.
-        keystr: its key path, for messages.
-        multiprocess: several processes save it, so that an array may be spread over them.
+        leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.prepare` accepts, except None.
+        keystr: key path for messages.
+        multiprocess: whether arrays may be spread over processes.
 
     Raises:
-        UnsupportedLeafError: the format cannot hold it.
+        UnsupportedLeafError: the format cannot store it.
     """
     if isinstance(leaf, np.generic):
         return _numpy_scalar(leaf, keystr)
@@ -158,12 +157,12 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
 
 
 def encode_bytes(data: bytes, annotation: LeafType) -> EncodedLeaf:
-    """A byte string as an array of uint8, which real Orbax can read."""
+    """Encode a byte string as an array of uint8, which real Orbax can read."""
     return EncodedLeaf(NP_ARRAY, _BYTE, (len(data),), np.frombuffer(data, np.uint8), annotation)
 
 
 def encode_text_as_bytes(text: str) -> EncodedLeaf:
-    """For a text that ``_strings.json`` cannot hold: its UTF-8 form as an array of uint8."""
+    """Encode a text that ``_strings.json`` cannot hold as an array of its UTF-8 bytes."""
     return encode_bytes(text.encode("utf-8", "surrogatepass"), LeafType(LeafKind.STR))
 
 
@@ -171,7 +170,7 @@ def _python_value(leaf: Any, keystr: str) -> EncodedLeaf:
     if isinstance(leaf, bytes):
         return encode_bytes(leaf, LeafType(LeafKind.BYTES))
     if isinstance(leaf, str):
-        # str.__str__ so that a subclass cannot answer with another text.
+        # str.__str__, because a subclass may override it.
         text = str.__str__(leaf)
         return EncodedLeaf(STRING, _BYTE, (), text) if _is_utf8(text) else encode_text_as_bytes(text)
     if isinstance(leaf, bool):
@@ -180,7 +179,7 @@ def _python_value(leaf: Any, keystr: str) -> EncodedLeaf:
         return _scalar(_int_dtype(leaf, keystr), leaf)
     if isinstance(leaf, float):
         return _scalar(np.dtype("<f8"), leaf)
-    # An array, because StandardCheckpointer cannot restore a complex scalar (Orbax 0.12.8, measured).
+    # As an array, because StandardCheckpointer cannot restore a complex scalar (Orbax 0.12.8, measured).
     return EncodedLeaf(NP_ARRAY, np.dtype("<c16"), (), np.array(leaf, "<c16"), LeafType(LeafKind.COMPLEX))
 
 
@@ -197,7 +196,7 @@ def _int_dtype(value: int, keystr: str) -> np.dtype[Any]:
 
 
 def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
-    # numpy strips trailing zeros off text and bytes arrays, so these two do not pass through one.
+    # numpy arrays strip trailing zeros off text and bytes.
     if isinstance(leaf, np.str_):
         data = str.__str__(leaf).encode("utf-8", "surrogatepass")
         return encode_bytes(data, LeafType(LeafKind.NUMPY_SCALAR, dtype="str"))
@@ -221,8 +220,8 @@ def _jax_array(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
 
 
 def _placed(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
-    """A ``jax.Array`` or `HostCopy`."""
-    # With a sharding of process 0 alone, real Orbax can restore the array in no other process (0.12.8, measured).
+    """Encode a ``jax.Array`` or `HostCopy`."""
+    # If saved with a sharding of process 0 alone, real Orbax restores it in no other process (0.12.8, measured).
     local = multiprocess and leaf.sharding.is_fully_addressable
     stored = _array(leaf, JAX_ARRAY, keystr, everywhere() if local else leaf.sharding)
     if stored.spread and not multiprocess:
@@ -247,13 +246,13 @@ def _array(array: Any, value_type: str, keystr: str, sharding: Any = None) -> En
         return EncodedLeaf(value_type, dtype, shape, array, None, sharding)
     _refuse_unstorable(dtype, keystr)
     annotation = LeafType(dtype=dtype_name(dtype))
-    view = _integers_as_wide(dtype)
+    view = _unsigned_dtype(dtype)
     if view is None:
         return EncodedLeaf(value_type, _BYTE, (*shape, dtype.itemsize), array, annotation, sharding)
     return EncodedLeaf(value_type, view, shape, array, annotation, sharding)
 
 
-def _integers_as_wide(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+def _unsigned_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     if dtype.kind in "mM":
         return np.dtype("<i8" if dtype.isnative else ">i8")
     return None if dtype.kind in "US" else _UNSIGNED.get(dtype.itemsize)

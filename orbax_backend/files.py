@@ -1,4 +1,4 @@
-"""Small files and directories, synced to disk; operating-system errors become ours."""
+"""Write small files and directories, synced to disk; raise `StorageError` for OSErrors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRITES_AT_ONCE = 4
 
 @contextlib.contextmanager
 def storage_errors(path: str, doing: str) -> Iterator[None]:
-    """Translates an OSError; ``doing`` completes "could not be …"."""
+    """Translate an OSError; ``doing`` completes "could not be …"."""
     try:
         yield
     except StorageError:
@@ -31,13 +31,13 @@ def storage_errors(path: str, doing: str) -> Iterator[None]:
 
 
 def make_directory(path: str) -> None:
-    """Creates a directory; its parent exists."""
+    """Create a directory in an existing one."""
     with storage_errors(path, "created"):
         os.mkdir(path)
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Writes a new file and syncs it."""
+    """Write and sync a new file."""
     with storage_errors(path, "written"), open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -45,24 +45,24 @@ def write_file(path: str, data: bytes) -> None:
 
 
 class Writes:
-    """New files that are written and synced side by side; leaving the block waits for all of them."""
+    """Writes and syncs new files concurrently; leaving the block waits for them."""
 
     def __enter__(self) -> Self:
         self._pool = Pool(_WRITES_AT_ONCE, thread_name_prefix="flax-ckpt-write")
-        self._waiting: list[concurrent.futures.Future[None]] = []
+        self._pending: list[concurrent.futures.Future[None]] = []
         return self
 
     def add(self, path: str, data: bytes) -> None:
-        """Begins to write a file."""
-        self._waiting.append(self._pool.submit(write_file, path, data))
+        """Start to write a file."""
+        self._pending.append(self._pool.submit(write_file, path, data))
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._pool.shutdown()
-        for write in self._waiting if kind is None else ():
+        for write in self._pending if kind is None else ():
             write.result()
 
 
 def sync_directory(path: str) -> None:
-    """Makes the names in a directory durable."""
+    """Sync the entries of a directory."""
     with storage_errors(path, "synced"):
         atomic.sync_directory(path)

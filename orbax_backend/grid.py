@@ -1,4 +1,4 @@
-"""Boxes of arrays: which chunks they touch, and which runs of elements two arrays share."""
+"""Compute boxes of arrays: the chunks they intersect, and their contiguous runs of elements."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ Shape = tuple[int, ...]
 
 
 def whole(shape: Shape) -> Box:
-    """All of an array."""
+    """Return the box of a whole array."""
     return tuple(slice(0, length) for length in shape)
 
 
 def shape_of(box: Box) -> Shape:
-    """Its lengths."""
+    """Return the shape of a box."""
     return tuple(side.stop - side.start for side in box)
 
 
 def overlap(one: Box, other: Box) -> Box:
-    """What both contain; they do meet."""
+    """Return the intersection of two boxes, which must not be empty."""
     return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
 
 
 def hull(boxes: Sequence[Box]) -> Box:
-    """The smallest box around them."""
+    """Return the smallest box around others."""
     return tuple(slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*boxes, strict=True))
 
 
 def within(box: Box, outer: Box) -> Box:
-    """A box as seen from the start of another one."""
+    """Return a box relative to the start of another one."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
 def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
-    """Index and extent (beyond the array's end, too) of every chunk that a box touches."""
+    """Yield index and box of every chunk that a box intersects; chunks at the edge reach beyond the array."""
     if 0 in shape_of(box):
         return
     first = [side.start // length for side, length in zip(box, chunks, strict=True)]
     counts = [-(-side.stop // length) - at for side, length, at in zip(box, chunks, first, strict=True)]
-    # Not itertools.product, which lays out every axis in memory: a hostile grid has 2**60 chunks.
+    # Not itertools.product, which materializes every axis: a hostile grid has 2**60 chunks.
     for flat in range(math.prod(counts)):
         index: list[int] = []
         for start, count in zip(reversed(first), reversed(counts), strict=True):
@@ -53,14 +53,16 @@ def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
 
 
 def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tuple[int, Iterator[tuple[int, int]]]:
-    """How a box of one C-order array lies in a box of another, run by run.
+    """Find the contiguous runs of elements that a copy between boxes of two C-order arrays consists of.
 
     Args:
-        source, target: shapes of the arrays.
-        source_box, target_box: boxes of one shape in them.
+        source: shape of the source array.
+        source_box: box in the source.
+        target: shape of the target array.
+        target_box: box in the target, of the same shape.
 
     Returns:
-        The number of elements of a run, and where each begins in the source and in the target, in elements.
+        The number of elements of a run; and the offsets of each run in source and target, in elements.
     """
     extent = shape_of(source_box)
     axis = max(0, len(extent) - 1)
@@ -76,12 +78,12 @@ def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tupl
 
 
 def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
-    """Cuts the rows that a box touches into boxes that lie in one piece in a C-order array.
+    """Split the rows that a box intersects into boxes that are contiguous in a C-order array.
 
     Args:
-        box: in the array.
-        shape: of the array.
-        limit: elements of one piece.
+        box: box in the array.
+        shape: shape of the array.
+        limit: most elements of one contiguous box.
     """
     return _bands(box, shape, limit, [])
 
@@ -101,7 +103,7 @@ def _bands(box: Box, shape: Shape, limit: int, fixed: list[slice]) -> Iterator[B
 
 
 def offset(shape: Shape, box: Box) -> int:
-    """Where a box begins in a C-order array, in elements."""
+    """Return the offset of a box in a C-order array, in elements."""
     return sum(side.start * step for side, step in zip(box, _strides(shape), strict=True))
 
 

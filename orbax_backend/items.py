@@ -1,4 +1,4 @@
-"""Items that are no tree: one array, or one PRNG key."""
+"""Recognize items that are not trees: one array, or one PRNG key."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ARRAY_HANDLER = "ArrayCheckpointHandler"
 
 
 def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> bool:
-    """Whether a directory whose only leaf is called ``checkpoint`` is one array rather than a tree of one leaf.
+    """Return whether a directory with the single leaf ``checkpoint`` is one array rather than a tree.
 
-    The directory itself or the step above it says so, since 0.11.6. Array items have a ``_METADATA`` only since
-    0.11.25, so what has one and is older is a tree: where there is a note without handlers, or none of what
-    0.10.0 added to ``_METADATA``. Where the note has gone from a later one: trees of such a leaf have been
-    OCDBT by default, which array items never are.
+    Since 0.11.6 the step metadata of the directory or of its parent names the handler. Array items have a
+    ``_METADATA`` only since 0.11.25, so an older directory with one is a tree: its step metadata has no handlers, or
+    its ``_METADATA`` lacks what 0.10.0 added. If the step metadata of a later one is lost: trees of such a leaf are
+    OCDBT by default, array items never are.
     """
     if os.path.basename(path.rstrip("/")) == JAX_KEY:
         return True
@@ -42,31 +42,31 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
 
 
 def holds_array_folder(path: str) -> bool:
-    """Whether the directory has the folder of one array, as array items without OCDBT do."""
+    """Return whether a directory has a subdirectory with one array, as array items without OCDBT do."""
     return any(paths.isfile(os.path.join(path, SINGLE_ARRAY, name)) for name in ARRAY_METADATA_FILES)
 
 
 def is_typed_key(path: str) -> bool:
-    """Whether the single array in ``path`` is the data of a typed PRNG key.
+    """Return whether the single array in ``path`` is the data of a typed PRNG key.
 
     Raises:
-        CorruptCheckpointError: it is of a key item whose note is missing or damaged.
+        CorruptCheckpointError: the metadata of the key item is missing or damaged.
     """
     item, name = os.path.split(path.rstrip("/"))
     if name != JAX_KEY:
         return False
-    note = read_json(item, JAX_KEY_METADATA)
-    typed = note.get("typed") if note is not None else None
+    metadata = read_json(item, JAX_KEY_METADATA)
+    typed = metadata.get("typed") if metadata is not None else None
     if not isinstance(typed, bool):
-        what = "is missing" if note is None else "does not say so"
-        raise corrupt(os.path.join(item, JAX_KEY_METADATA), f"it tells typed PRNG keys from raw key data, but {what}")
+        what = "is missing" if metadata is None else "does not"
+        raise corrupt(os.path.join(item, JAX_KEY_METADATA), f"it should say whether the PRNG key is typed, but {what}")
     return typed
 
 
 def implementation(width: int) -> tuple[str, bool]:
-    """jax's name of the PRNG implementation of key data of this width, and whether it is a guess.
+    """Return jax's PRNG implementation for key data of a width, and whether it is a guess.
 
-    The note of key items does not name it (orbax-checkpoint 0.5.7 to 0.12.8, measured).
+    The metadata of key items does not name it (orbax-checkpoint 0.5.7 to 0.12.8, measured).
 
     Raises:
         ValueError: no implementation has such keys.
@@ -75,13 +75,13 @@ def implementation(width: int) -> tuple[str, bool]:
         return "threefry2x32", False
     if width == 4:
         return "rbg", True
-    raise ValueError(f"key data of width {width} is of no PRNG implementation that is known")
+    raise ValueError(f"expected PRNG key data of width 2 or 4, found {width}")
 
 
 def _handlers(path: str) -> Any:
-    """The handlers that the note in this directory names, '' if it is older than such names, None without a note."""
+    """Return the handlers in a directory's step metadata: '' if it predates them, None without the file."""
     try:
-        note = read_json(path, STEP_METADATA)
+        metadata = read_json(path, STEP_METADATA)
     except CorruptCheckpointError:
         return None
-    return note.get("item_handlers", "") if note is not None else None
+    return metadata.get("item_handlers", "") if metadata is not None else None

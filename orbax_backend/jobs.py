@@ -1,4 +1,4 @@
-"""What of which array is to be read, and which chunks that touches."""
+"""Describe array reads: the box to read, and the chunks that it intersects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from .zarr import ArrayInfo
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Job:
-    """One array to read, or a box of it: its stored name, metadata, and key path for messages."""
+    """An array, or a box of it, to read.
+
+    Attributes:
+        name: stored name.
+        info: metadata of the array.
+        path: key path, for messages.
+        box: box to read; None for the whole array.
+    """
 
     name: str
     info: ArrayInfo
@@ -28,38 +35,40 @@ class Job:
 
     @property
     def keystr(self) -> str:
-        """The key path as people read it."""
+        """Return the key path as text."""
         return show_path(self.path)
 
     @property
     def region(self) -> Box:
-        """What of the array is wanted."""
+        """Return the box to read."""
         return grid.whole(self.info.shape) if self.box is None else self.box
 
     @property
     def is_one_plain_chunk(self) -> bool:
-        """Whether it is exactly the bytes of one chunk, as almost all arrays are."""
+        """Return whether it is exactly the bytes of one chunk, as almost all arrays are."""
         return self.box is None and self.info.is_one_raw_chunk
 
     def cells(self) -> Iterator[tuple[grid.Shape, Box]]:
-        """Index and extent of every chunk that it touches."""
+        """Yield index and box of every chunk that it intersects."""
         if self.is_one_plain_chunk:
             return iter([((0,) * len(self.info.shape), grid.whole(self.info.shape))])
         return grid.cells(self.region, self.info.chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is wanted."""
+        """Return the shape of the box to read."""
         return self.info.shape if self.box is None else grid.shape_of(self.box)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayRead:
-    """A job and the memory for it.
+    """A job with the memory for its result.
 
     Attributes:
-        chunks: those that it touches: where each is stored, and where it lies in the array.
-        complete: none of them is left out on disk.
+        job: the job.
+        array: memory for the result.
+        chunks: stored value and box of each chunk that the job intersects.
+        complete: whether all chunks are stored.
     """
 
     job: Job
@@ -68,13 +77,13 @@ class ArrayRead:
     complete: bool
 
     def copy(self, chunk: Box) -> Copy:
-        """What belongs from one chunk into the memory."""
+        """Return the copy of a chunk's elements into the array."""
         part = grid.overlap(chunk, self.job.region)
         return Copy(grid.within(part, chunk), self.array, grid.within(part, self.job.region))
 
 
 def by_chunk(group: list[ArrayRead]) -> dict[tuple[int, ...], tuple[Any, list[Copy]]]:
-    """Start of every chunk → where it is stored, and what all requests want of it."""
+    """Return start of each chunk → its stored value and the copies of all reads."""
     wanted: dict[tuple[int, ...], tuple[Any, list[Copy]]] = {}
     for request in group:
         for place, chunk in request.chunks:
@@ -84,5 +93,5 @@ def by_chunk(group: list[ArrayRead]) -> dict[tuple[int, ...], tuple[Any, list[Co
 
 
 def show(job: Job) -> str:
-    """Its dtype and shape, for messages."""
+    """Format dtype and shape for messages."""
     return f"{job.info.dtype.name}{list(job.shape)}"

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a checkpoint, whoever wrote them."""
+"""Read the JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .files import storage_errors
 
 
 def read_json(path: str, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file of the directory ``path``, or None if there is no file.
+    """Return the JSON object in a file of the directory ``path``, or None if there is no file.
 
     Raises:
         CorruptCheckpointError: it does not decode.
@@ -36,7 +36,7 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
 
 
 def read_ahead(path: str, names: Collection[str]) -> None:
-    """Asks a store for several files at once that `read_json` is going to ask for; on a disk it does nothing."""
+    """Prefetch files of a store for `read_json`; do nothing on a local disk."""
     if paths.is_url(path):
         files = [os.path.join(path, name) for name in names]
         with storage_errors(path, "read"):
@@ -44,5 +44,5 @@ def read_ahead(path: str, names: Collection[str]) -> None:
 
 
 def corrupt(file: str, what: str) -> CorruptCheckpointError:
-    """The error for a file that does not decode."""
+    """Return the error for a file that does not decode."""
     return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)

@@ -1,4 +1,4 @@
-"""Where the values of a checkpoint's keys lie: the keys of an OCDBT database, or files of their own."""
+"""Locate the values of a checkpoint's keys in an OCDBT database, or in files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None =
     """Open the index of a checkpoint's directory.
 
     Args:
-        path: of the directory.
-        use_ocdbt: it has a database.
-        locate: of `BTree`, where the files of the database are not all in the directory.
+        path: directory of the checkpoint.
+        use_ocdbt: whether it has a database.
+        locate: see `BTree`; for databases with files elsewhere.
 
     Raises:
         CorruptCheckpointError: the database does not decode.
@@ -59,13 +59,13 @@ def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None =
 
 
 def holds_array(path: str) -> bool:
-    """Whether the database in ``path`` has an array called ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
+    """Return whether the database in ``path`` has an array ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
     index = open_index(path, use_ocdbt=True)
     return any(index.find(f"{SINGLE_ARRAY}/{name}") is not None for name in ARRAY_METADATA_FILES)
 
 
 def process_databases(path: str) -> list[str]:
-    """The databases of single processes, which the last act of a save merges into one."""
+    """Return the names of process databases, which a save merges at its end."""
     names = paths.listdir(path) if paths.isdir(path) else []
     return [name for name in names if name.startswith(PROCESS_PREFIX)]
 
@@ -73,7 +73,7 @@ def process_databases(path: str) -> list[str]:
 def _missing_manifest(path: str) -> CheckpointError:
     if process_databases(path):
         return IncompleteCheckpointError(
-            f"{path}: the file {MANIFEST} is missing though the databases of single processes are there; "
+            f"{path}: the file {MANIFEST} is missing, but databases of single processes are there; "
             f"the save was not finished, or the file was lost: restore it from a copy",
             path=path,
         )
@@ -84,12 +84,12 @@ def _missing_manifest(path: str) -> CheckpointError:
 
 
 def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
-    """How TensorStore opens the database in ``path``, at the keys that start with ``prefix``."""
+    """Return TensorStore's spec of the keys below ``prefix`` in the database in ``path``."""
     return {"driver": "ocdbt", "base": directory_spec(path), "path": prefix}
 
 
 class _BTreeIndex:
-    """Every key of an OCDBT database, known from its B-tree."""
+    """The index of an OCDBT database whose B-tree we decoded."""
 
     def __init__(self, path: str, entries: dict[bytes, bytes | ByteRange]) -> None:
         self._path = path
@@ -107,7 +107,7 @@ class _BTreeIndex:
 
 
 class _DriverIndex:
-    """An OCDBT database that only TensorStore's own driver reads, which does not tell where values lie."""
+    """The index of an OCDBT database that only TensorStore's driver reads; it does not expose byte ranges."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -136,13 +136,13 @@ class _DriverIndex:
 
 
 def _read_small(path: str, extent: ByteRange) -> bytes:
-    """The bytes of the metadata of an array."""
+    """Read the metadata of an array."""
     full = os.path.join(path, extent.file)
     try:
         data = read_range(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{full}: the file is missing, to which the array database refers; restore it from a copy", path=full
+            f"{full}: the file is missing, but the array database refers to it; restore it from a copy", path=full
         ) from error
     if len(data) != extent.length:
         raise CorruptCheckpointError(
@@ -161,7 +161,7 @@ def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
 
 
 class FileIndex:
-    """Files of a local directory."""
+    """The index of a local directory of files."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -189,7 +189,7 @@ class FileIndex:
 
 
 class ObjectIndex:
-    """Objects of a store, listed once; those that describe arrays are read at once too, side by side."""
+    """The index of a folder in a store, listed once; prefetches the metadata of all arrays."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -201,7 +201,7 @@ class ObjectIndex:
         self._metadata[key] = client.read(f"{self._url}/{key}")
 
     def find(self, key: str) -> StoredValue | None:
-        """See `Index.find`; a size would cost one request for each object."""
+        """See `Index.find`; byte ranges would cost one request for each object."""
         refuse_escape(key, self._url)
         return OpaqueValue() if key in self._keys else None
 

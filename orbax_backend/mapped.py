@@ -1,4 +1,4 @@
-"""Arrays over mappings of the data files, in place of memory of their own."""
+"""Map arrays over data files instead of reading them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Located = tuple[list[tuple[StoredValue, Box]], bool]
 
 
 def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[int, Any]:
-    """Those arrays that are one plain chunk of a local file, by their index among the jobs.
+    """Map the arrays that are one raw chunk of a local file; return them by their index in the jobs.
 
     Args:
-        path: of the checkpoint.
-        jobs: what is wanted.
-        located: chunks of each, and whether they are all there.
+        path: directory of the checkpoint.
+        jobs: arrays to read.
+        located: chunks of each job, and whether all are stored.
     """
     if paths.is_url(path):
         return {}
@@ -46,7 +46,7 @@ def _map(file: str, extents: list[ByteRange]) -> list[np.ndarray[Any, Any] | Non
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return []  # whoever reads it instead tells what is wrong
+        return []  # the read that follows reports the error
     try:
         return mapping.map_regions(fd, [(extent.offset, extent.length) for extent in extents])
     finally:

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, as they are written."""
+"""Encode the JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheck
 
 
 def tree_metadata(plan: Plan) -> str:
-    """The content of ``_METADATA``."""
+    """Return the content of ``_METADATA``."""
     rest = {
         "use_ocdbt": True,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": plan.annotations.to_json(),
     }
-    # Texts that many leaves share, each made once: thousands of leaves took most of a save's time.
+    # Memoized texts: with thousands of leaves, JSON took most of a save's time.
     keys, values = Memo(_key), Memo(_value)
     entries = []
     for entry in plan.entries:
@@ -55,7 +55,7 @@ def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> 
 
 
 def shardings(plan: Plan) -> str:
-    """The content of ``_sharding``: URL-safe base64 of the name → JSON text."""
+    """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
     texts, quoted = ShardingEncoder(), Memo(_text)
     found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
     # Base64 needs no quoting.
@@ -68,7 +68,7 @@ def shardings(plan: Plan) -> str:
 
 
 def array_metadatas(plan: Plan, compressed: bool) -> str:
-    """The content of ``array_metadatas/process_N``, which is where Orbax keeps the types of PRNG keys."""
+    """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys."""
     rests = Memo(_array_metadata)
     entries = []
     for name, stored in _jax_arrays(plan):
@@ -79,7 +79,7 @@ def array_metadatas(plan: Plan, compressed: bool) -> str:
 
 
 def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool, str | None]) -> str:
-    """All but the name, and the brace that ends the object."""
+    """Encode an entry without its name and opening brace."""
     shape, write_shape, itemsize, compressed, impl = described
     rest = {
         "write_shape": write_shape,
@@ -90,7 +90,7 @@ def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool
 
 
 def has_jax_arrays(plan: Plan) -> bool:
-    """Whether there is anything for ``_sharding`` and ``array_metadatas``."""
+    """Return whether there are jax arrays, which ``_sharding`` and ``array_metadatas`` list."""
     return any(e.stored is not None and e.stored.value_type == JAX_ARRAY for e in plan.entries)
 
 
@@ -100,10 +100,10 @@ def _jax_arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
 
 
 def step_metadata(started_ns: int) -> dict[str, Any]:
-    """The content of ``_CHECKPOINT_METADATA``.
+    """Return the content of ``_CHECKPOINT_METADATA``.
 
     Args:
-        started_ns: when the save began, nanoseconds since 1970.
+        started_ns: start of the save, in ns since 1970.
     """
     return {
         "item_handlers": _HANDLER,
@@ -116,6 +116,6 @@ def step_metadata(started_ns: int) -> dict[str, Any]:
 
 
 def arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
-    """Name and content of every leaf that lives in the array database."""
+    """Return name and encoding of every leaf in the array database."""
     leaves = ((e.name, e.stored) for e in plan.entries)
     return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type != STRING]
