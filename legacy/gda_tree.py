@@ -229,7 +229,7 @@ def choose(paths: Sequence[Path], taken: Collection[str]) -> dict[Path, str]:
     spelled: dict[Path, Path] = {}
     chosen = {}
     for number, path in enumerate(paths):
-        plain = all(map(_is_plain, path)) and not (path and temporaries.is_nest(path[0]))
+        plain = all(map(_is_plain, path)) and not (path and temporaries.is_generation(path[0]))
         plain = plain and len("/".join(path).encode()) <= _MAX_SUBPATH and _claim(path, spelled)
         chosen[path] = "/".join(path) if plain else f"{safe}/{number}"
     return chosen

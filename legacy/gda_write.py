@@ -50,7 +50,7 @@ def _base(path: str, upload: MultiprocessUpload | None) -> str:
     """The folder that the paths of the arrays are relative to."""
     if upload is not None:
         return f"{upload.folder}/{upload.tag}"
-    return os.path.join(gda_folder.folder_of(path), gda_folder.nest_in(path))
+    return os.path.join(gda_folder.folder_of(path), gda_folder.generation_prefix(path))
 
 
 def write_process_part(
@@ -63,7 +63,7 @@ def write_process_part(
     else:
         multiprocess.check_goes_on(upload, gda_upload.write_shards(base, prepared.arrays, upload))
     if process.index == 0:
-        write_tree(path, prepared.document(gda_folder.nest_in(path) if upload is None else f"{upload.tag}/"))
+        write_tree(path, prepared.document(gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"))
 
 
 def end(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:

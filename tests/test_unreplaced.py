@@ -79,10 +79,10 @@ def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: s
         final.write_text("" if "empty" in there else "old")
     if there in ("file", "directory"):
         with pytest.raises(errors.StorageError, match="another process has saved"):
-            no_replace.put_new(str(temporary), str(final))
+            no_replace.publish_new(str(temporary), str(final))
         assert temporary.exists()
         assert (final / "old").exists() if there == "directory" else final.read_text() == "old"
     else:
-        no_replace.put_new(str(temporary), str(final))
+        no_replace.publish_new(str(temporary), str(final))
         assert os.listdir(tmp_path) == ["c_1"]
         assert (final / "new" if directory else final).read_text() == "new"

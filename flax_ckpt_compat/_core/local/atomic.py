@@ -1,7 +1,7 @@
-"""Atomic publishing and removal on a local file system; this and `arrays` are the only places that rename or delete.
+"""Publish and remove checkpoints atomically on a local file system; only this room renames or deletes.
 
-Nothing appears under a checkpoint's name before it is complete and synced, and nothing that has a
-checkpoint's name is ever half deleted: replacing is one atomic exchange, deleting starts with a rename.
+Nothing appears under a checkpoint's name before it is complete and synced, and nothing under that name is ever half
+deleted: replacing is one atomic exchange, deleting starts with a rename.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
-from flax_ckpt_compat._core.local.no_replace import put_new, rename_new
+from flax_ckpt_compat._core.local.no_replace import publish_new, rename_new
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
 from flax_ckpt_compat._core.local.temporaries import GONE, abandon, is_alive, parse
@@ -30,7 +30,7 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 
 def remove_stale(directory: str) -> list[str]:
-    """Remove what dead writers left, after `restore_set_aside`, and return the names; a live writer's files stay."""
+    """Remove temporaries of dead writers, after `restore_set_aside`, and return their names."""
     removed = []
     with translated(directory):
         names = os.listdir(directory)
@@ -44,35 +44,35 @@ def remove_stale(directory: str) -> list[str]:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Removes it; False where it cannot be, which is no reason to refuse a save."""
+    """Remove a stale temporary; return False on failure, which must not prevent a save."""
     try:
-        with suppress(*GONE):  # other writers reclaim too
-            if gda_folder.is_witness(os.path.basename(path)):
-                gda_folder.finish(path)
+        with suppress(*GONE):  # other writers remove it too
+            if gda_folder.is_link_marker(os.path.basename(path)):
+                gda_folder.recover(path)
             else:
                 _delete(path)
     except OSError as error:
-        _log.warning("Cannot remove %s, which an interrupted save left behind: %s", path, error)
+        _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)
         return False
     return True
 
 
 def has_live_writer(path: str) -> bool:
-    """True while a live writer may be about to publish a checkpoint at ``path``."""
+    """Return whether a live writer may still publish a checkpoint at ``path``."""
     directory, wanted = os.path.split(path)
     with translated(directory):
         names = os.listdir(directory)
     for name in names:
         match = parse(name)
-        # Names that are too long are cut short in those of temporaries.
+        # A temporary's name may hold a shortened form of a long name.
         if match and wanted.startswith(match["name"]) and is_alive(match, os.path.join(directory, name)):
             return True
     return False
 
 
 def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
-    """Puts back checkpoints that a writer set aside and then died before it replaced them; returns their names."""
-    recovered = []
+    """Put back checkpoints that a writer set aside before it died, and return their names."""
+    restored = []
     for name in names:
         match = parse(name)
         if not match or match["role"] != "old":
@@ -81,25 +81,25 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
         if not os.path.lexists(original) and os.path.lexists(path) and not is_alive(match, path):
             with translated(path), suppress(*GONE):  # another process was faster
                 if rename_new(path, original):
-                    recovered.append(match["name"])
-    return recovered
+                    restored.append(match["name"])
+    return restored
 
 
 def publish(temporary: str, final: str, *, new: bool = False) -> None:
-    """Give the finished temporary its final name, atomically, replacing what has that name; synced to disk.
+    """Rename a finished temporary to its final path, atomically replacing what is there, and sync the names to disk.
 
-    A folder of arrays beside either of them is seen to as well; see `arrays`.
+    Folders of arrays beside the two are moved along; see `gda_folder`.
 
     Args:
-        temporary: of `temporary_path`.
-        final: the name.
-        new: replace nothing but what is void.
+        temporary: result of `temporary_path`.
+        final: final path.
+        new: replace nothing but an empty file or directory.
 
     Raises:
         StorageError: the file system refused, or with ``new`` another checkpoint has the name.
     """
     with translated(final):
-        move = gda_folder.move_in(temporary, final)
+        move = gda_folder.place_arrays(temporary, final)
         try:
             replaced = _put_in_place(temporary, final, new)
         except BaseException:
@@ -112,7 +112,7 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
 
 
 def _remove_replaced(replaced: str, final: str) -> None:
-    """Delete what had the name before; a failure is only logged, because the new checkpoint is in its place."""
+    """Delete the replaced checkpoint; only log a failure, because the new one is in place."""
     try:
         _delete(replaced)
         sync_directory(os.path.dirname(final))
@@ -121,14 +121,14 @@ def _remove_replaced(replaced: str, final: str) -> None:
 
 
 def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
-    """Rename, and return where that which had the name is now, if anything is left of it."""
+    """Rename; return the path of the replaced checkpoint if it still exists."""
     if new:
-        put_new(temporary, final)
+        publish_new(temporary, final)
         return None
     try:
         os.replace(temporary, final)
     except OSError as error:
-        # What the system does not replace in one step: directories that hold something, files by directories.
+        # os.replace refuses non-empty directories, and files for directories.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             raise
         return temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
@@ -136,11 +136,11 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
 
 
 def _replace_in_two_steps(temporary: str, final: str) -> str | None:
-    """Replace without an exchange of names; return the path of the old one. `restore_set_aside` mends a crash."""
+    """Replace with two renames; return the path of the old one. After a crash, `restore_set_aside` puts it back."""
     aside = temporary_path(final, "old")
     try:
         os.rename(final, aside)
-    except FileNotFoundError:  # another process has just evicted it
+    except FileNotFoundError:  # another process evicted it
         os.rename(temporary, final)
         return None
     try:
@@ -152,7 +152,7 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
 
 
 def discard(path: str) -> None:
-    """Deletes a file or directory so that a crash in the middle leaves no half checkpoint under its name."""
+    """Delete a file or directory; a crash in the middle leaves no half checkpoint under its name."""
     with translated(path):
         if os.path.isdir(path) and not os.path.islink(path) and not is_temporary(os.path.basename(path)):
             doomed = temporary_path(path)
@@ -162,7 +162,7 @@ def discard(path: str) -> None:
 
 
 def remove_temporary(temporary: str) -> None:
-    """Removes what a failed save wrote, its arrays too; what cannot be removed now is reclaimed later."""
+    """Remove what a failed save wrote, with its arrays; a later save removes what this cannot."""
     abandon(temporary)
     for path in (temporary, gda_folder.folder_of(temporary)):
         for _ in range(_TRIES):  # late processes of the same save may remove it at the same time
@@ -172,7 +172,7 @@ def remove_temporary(temporary: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Creates a directory and its parents, and syncs the names of those that are new.
+    """Create a directory and its parents, and sync the new names.
 
     Raises:
         StorageError: it, or one of its parents, is a file; or the file system refused.
@@ -193,7 +193,7 @@ def make_directory(path: str) -> None:
 
 @contextmanager
 def translated(path: str) -> Iterator[None]:
-    """The one seam at which OSError turns into StorageError."""
+    """Translate OSError into StorageError."""
     try:
         yield
     except StorageError:
@@ -211,7 +211,7 @@ def _delete(path: str) -> None:
 
 
 def _exchange(first: str, second: str) -> bool:
-    """Swaps two names in one atomic step; False where the system cannot (then the caller renames twice)."""
+    """Swap two names atomically; return False if the system cannot."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "darwin":

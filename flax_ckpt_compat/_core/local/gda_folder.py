@@ -1,10 +1,9 @@
-"""The folder of arrays beside a msgpack file, and how both are replaced without a moment in which they disagree.
+"""Publish a msgpack file and the folder of arrays beside it as one atomic step.
 
-A new checkpoint's folder is renamed before its file. Where the name is taken, the old arrays must stay as long as
-the old file does: the new ones then go into a subfolder with a name of its own (a nest) in the same folder, where
-the new file looks for them; renaming the file replaces both, and only then do the old arrays go. A second link to
-the new file, the witness, tells after a crash whether the renaming took place: whether it is the same file as the
-one that now has the name.
+The folder of a new checkpoint is renamed before its file. To replace a checkpoint, the new arrays go into a uniquely
+named subfolder (a generation) of the existing folder, where the new file refers to them. Renaming the file replaces
+both; the old arrays are removed afterwards. A second hard link to the new file, the link marker, shows after a crash
+whether the rename happened: it did if both names lead to the same file.
 """
 
 from __future__ import annotations
@@ -28,67 +27,63 @@ _CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 
 
 def folder_of(path: str) -> str:
-    """The folder of a checkpoint's, or a temporary's, arrays."""
+    """Return the folder of arrays of a checkpoint or a temporary."""
     return path + ARRAYS_POSTFIX
 
 
 def begin(temporary: str) -> str:
-    """Makes the folder for a temporary's arrays; see `nest_in`.
-
-    Returns:
-        What stands before every array's path in the file: empty, or a nest and a slash.
-    """
-    final, nest = temporaries.destination(temporary), temporaries.nest_of(temporary)
+    """Create the folder for a temporary's arrays and return its `generation_prefix`."""
+    final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
     folder = folder_of(temporary)
     os.mkdir(folder)
     taken = final is None or os.path.lexists(final) or os.path.lexists(folder_of(final))
-    if nest is not None and taken:
-        os.mkdir(os.path.join(folder, nest))
-    return nest_in(temporary)
+    if generation is not None and taken:
+        os.mkdir(os.path.join(folder, generation))
+    return generation_prefix(temporary)
 
 
-def nest_in(temporary: str) -> str:
-    """What stands before every array's path, as `begin` decided."""
-    nest = temporaries.nest_of(temporary)
-    return f"{nest}/" if nest and os.path.isdir(os.path.join(folder_of(temporary), nest)) else ""
+def generation_prefix(temporary: str) -> str:
+    """Return the prefix of the arrays' paths in the file, as `begin` chose it: empty, or a generation and a slash."""
+    generation = temporaries.generation_of(temporary)
+    return f"{generation}/" if generation and os.path.isdir(os.path.join(folder_of(temporary), generation)) else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """What `move_in` did.
+    """Steps done by `place_arrays`, for `undo` and `remove_replaced`.
 
     Attributes:
-        temporary: path of the file that gets its final name next.
-        final: that name.
-        identity: device and inode of the file, which its renaming does not change.
-        nest: the subfolder that its arrays are in, or None.
-        witness: the second link to the file, or None.
-        renamed: the folder of arrays got its final name.
-        replaces: other arrays are to be removed after the file's renaming.
+        temporary: path of the file to rename next.
+        final: its final path.
+        identity: device and inode of the file, which a rename keeps.
+        generation: subfolder of its arrays, or None.
+        marker: second hard link to the file, or None.
+        renamed: the folder of arrays has its final name.
+        replaces: older arrays must be removed after the file's rename.
     """
 
     temporary: str
     final: str
     identity: tuple[int, int]
-    nest: str | None = None
-    witness: str | None = None
+    generation: str | None = None
+    marker: str | None = None
     renamed: bool = False
     replaces: bool = False
 
 
-def move_in(temporary: str, final: str) -> Move:
-    """Puts the arrays of a finished temporary where the file will look for them once it has its final name."""
+def place_arrays(temporary: str, final: str) -> Move:
+    """Move the arrays of a finished temporary to the place that the renamed file refers to."""
     identity = _identity(temporary)
-    own, folder, nest = folder_of(temporary), folder_of(final), nest_in(temporary).rstrip("/")
-    if os.path.isdir(own) and not nest:
+    own, folder, generation = folder_of(temporary), folder_of(final), generation_prefix(temporary).rstrip("/")
+    if os.path.isdir(own) and not generation:
         _rename_folder(own, folder)
         return Move(temporary, final, identity, renamed=True)
-    if not nest and not os.path.isdir(folder):
+    if not generation and not os.path.isdir(folder):
         return Move(temporary, final, identity)
-    move = Move(temporary, final, identity, nest or None, _testify(temporary), replaces=True)
-    if nest:
+    move = Move(temporary, final, identity, generation or None, _link_marker(temporary), replaces=True)
+    if generation:
         os.makedirs(folder, exist_ok=True)
-        os.rename(os.path.join(own, nest), os.path.join(folder, nest))
+        os.rename(os.path.join(own, generation), os.path.join(folder, generation))
         sync_directory(folder)
     sync_directory(os.path.dirname(final))
     return move
@@ -100,59 +95,59 @@ def _rename_folder(own: str, folder: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        message = f"{folder} was not there when this save began: another one wrote the same checkpoint; save it again"
+        message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
         raise StorageError(message, path=folder, errno=error.errno) from error
     sync_directory(os.path.dirname(folder))
 
 
-def _testify(temporary: str) -> str | None:
-    witness = temporaries.witness_of(temporary)
-    if witness is None or os.path.isdir(temporary):
+def _link_marker(temporary: str) -> str | None:
+    marker = temporaries.link_marker_of(temporary)
+    if marker is None or os.path.isdir(temporary):
         return None
     try:
-        os.link(temporary, witness)
-    except OSError:  # a file system without hard links: a crash can leave old arrays behind, and does no harm
+        os.link(temporary, marker)
+    except OSError:  # no hard links on this file system: a crash can leave old arrays behind, which is harmless
         return None
     sync_directory(os.path.dirname(temporary))
-    return witness
+    return marker
 
 
 def remove_replaced(move: Move) -> None:
-    """Removes the arrays that the file, now renamed, replaced; what cannot be removed is named in a warning."""
+    """Remove the arrays that the renamed file replaced; log a warning on failure."""
     if not move.replaces:
         return
     try:
         _remove_replaced(move)
         _remove_empty(folder_of(move.temporary))
-        if move.witness is not None:
-            os.unlink(move.witness)
+        if move.marker is not None:
+            os.unlink(move.marker)
     except OSError as error:  # the checkpoint itself is complete
-        _log.warning("Cannot remove all that was replaced in %s: %s", folder_of(move.final), error)
+        _log.warning("Cannot remove replaced arrays in %s: %s", folder_of(move.final), error)
 
 
 def undo(move: Move) -> None:
-    """Takes the arrays out again after the renaming of the file failed, which the caller reports."""
-    if _has_its_name(move):  # it was interrupted after the renaming
+    """Undo `place_arrays` after the rename of the file failed."""
+    if _is_published(move):  # interrupted after the rename
         return
-    with suppress(OSError):  # what this leaves is removed later, because of the witness
+    with suppress(OSError):  # `recover` removes the rest later
         if move.renamed:
             os.rename(folder_of(move.final), folder_of(move.temporary))
-        if move.nest is not None:
-            if os.path.isdir(nest := os.path.join(folder_of(move.final), move.nest)):
-                shutil.rmtree(nest)
+        if move.generation is not None:
+            if os.path.isdir(generation := os.path.join(folder_of(move.final), move.generation)):
+                shutil.rmtree(generation)
             _remove_empty(folder_of(move.final))
-        if move.witness is not None:
-            os.unlink(move.witness)
+        if move.marker is not None:
+            os.unlink(move.marker)
 
 
-def finish(witness: str) -> None:
-    """Does what a writer that died would have done next: `remove_replaced` or `undo`."""
-    final = temporaries.destination(witness)
+def recover(marker: str) -> None:
+    """Complete the save of a dead writer by its link marker: `remove_replaced` or `undo`."""
+    final = temporaries.destination(marker)
     if final is None:
         return
-    nest = temporaries.nest_of(witness)
-    move = Move(witness, final, _identity(witness), nest, witness, replaces=True)
-    if _has_its_name(move):
+    generation = temporaries.generation_of(marker)
+    move = Move(marker, final, _identity(marker), generation, marker, replaces=True)
+    if _is_published(move):
         remove_replaced(move)
     else:
         undo(move)
@@ -163,7 +158,7 @@ def _identity(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _has_its_name(move: Move) -> bool:
+def _is_published(move: Move) -> bool:
     try:
         return _identity(move.final) == move.identity
     except temporaries.GONE:
@@ -176,30 +171,31 @@ def _remove_replaced(move: Move) -> None:
         entries = os.listdir(folder)
     except temporaries.GONE:
         return
-    # Writers of the same checkpoint whose file is not renamed yet. Listed after the entries: a nest that belongs to
-    # none of them was put in place before.
-    others = {temporaries.nest_of(name) for name in os.listdir(os.path.dirname(move.final)) if is_witness(name)}
-    if not _has_its_name(move):
-        return  # another writer has just replaced this checkpoint: what is there may be its own
+    # Generations of writers whose file is not renamed yet. Listed after the entries, so that a generation
+    # without a marker is an old one.
+    siblings = os.listdir(os.path.dirname(move.final))
+    pending = {temporaries.generation_of(name) for name in siblings if is_link_marker(name)}
+    if not _is_published(move):
+        return  # another writer replaced this checkpoint: the arrays may be its own
     for name in entries:
-        if temporaries.is_nest(name) and name != move.nest and name not in others:
+        if temporaries.is_generation(name) and name != move.generation and name not in pending:
             shutil.rmtree(os.path.join(folder, name))
     _remove_arrays(folder)
     _remove_empty(folder)
 
 
-def is_witness(name: str) -> bool:
-    """True for the names of witnesses."""
+def is_link_marker(name: str) -> bool:
+    """Return whether a name is that of a link marker."""
     match = temporaries.parse(name)
     return match is not None and match["role"] == "put"
 
 
 def _remove_arrays(folder: str) -> None:
-    """Removes arrays and the folders that only held arrays, and nothing that is neither; nests stay."""
+    """Remove arrays and the folders that only held arrays; keep generations and everything else."""
     with os.scandir(folder) as found:
         entries = list(found)
     for entry in entries:
-        if entry.is_dir(follow_symlinks=False) and not temporaries.is_nest(entry.name):
+        if entry.is_dir(follow_symlinks=False) and not temporaries.is_generation(entry.name):
             _remove_arrays(entry.path)
             _remove_empty(entry.path)
     if any(entry.name == ZARR2_METADATA for entry in entries):

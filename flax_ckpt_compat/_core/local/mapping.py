@@ -1,6 +1,6 @@
-"""Private mappings of local files: arrays that show a file's bytes and keep to themselves what is written to them.
+"""Map local files privately: arrays over a file's bytes, copied on write.
 
-Not Python's ``mmap``: it keeps a descriptor open for every mapping, and a checkpoint may have thousands of files.
+Python's ``mmap`` keeps a descriptor open for every mapping, and a checkpoint may have thousands of files.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
-# Below this a copy costs no more than the page faults.
+# Bytes below which a copy costs no more than the page faults.
 MIN_BYTES = 32 * 2**10
 _FAILED = ctypes.c_void_p(-1).value
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
-# Linux refuses private mappings larger than its memory unless told that few pages will ever be written to.
+# Linux refuses private mappings larger than its memory unless they reserve no swap.
 _KIND = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 Region = tuple[int, int]
 
 
 class _Mapping:
-    """Mapped memory, which goes back to the system with the last array over it."""
+    """Mapped memory, unmapped with the last array over it."""
 
     def __init__(self, address: int, length: int):
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (length,), "data": (address, False)}
@@ -37,18 +37,18 @@ class _Mapping:
 
 
 def map_regions(fd: int, regions: Sequence[Region]) -> list[np.ndarray[Any, Any] | None]:
-    """The bytes of regions of a file, as memory over one mapping of it.
+    """Map regions of a file as arrays over one mapping.
 
-    Writing to it changes neither the file nor another region. Truncating the file while the memory is alive kills the
-    process that touches it; the descriptor is not needed any more.
+    Writing to an array changes neither the file nor another region. Truncating the file while an array is alive kills
+    the process that touches it. The descriptor may be closed afterwards.
 
     Args:
-        fd: of a local file.
+        fd: descriptor of a local file.
         regions: offset and length of each, in bytes.
 
     Returns:
-        Writable arrays of uint8; None for what has to be read instead: what the file does not have, what overlaps
-        another region, and everything where the system does not map the file.
+        Writable arrays of uint8. None for regions to read instead: those beyond the end of the file or overlapping
+        another region, and all if the system cannot map the file.
     """
     size = os.fstat(fd).st_size
     views: list[np.ndarray[Any, Any] | None] = [None] * len(regions)
@@ -70,11 +70,11 @@ def map_regions(fd: int, regions: Sequence[Region]) -> list[np.ndarray[Any, Any]
 
 
 def merge_by_index(found: Mapping[int, Any], others: Iterable[Any]) -> list[Any]:
-    """Values at their places, and others, in their order, at all places between and behind them."""
+    """Return one list with the values of ``found`` at their indices and ``others``, in order, at all other indices."""
     rest = iter(others)
     merged: list[Any] = []
-    for place in sorted(found):
-        merged += [*itertools.islice(rest, place - len(merged)), found[place]]
+    for index in sorted(found):
+        merged += [*itertools.islice(rest, index - len(merged)), found[index]]
     return merged + list(rest)
 
 

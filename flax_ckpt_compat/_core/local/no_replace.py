@@ -1,4 +1,4 @@
-"""Giving a finished checkpoint its name without replacing another that was saved under it meanwhile."""
+"""Publish a finished checkpoint without replacing one that another process saved meanwhile."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.temporaries import GONE, temporary_path
 
-# What systems say of a name that is taken: by a file, by a directory that holds something, by a file for a directory.
+# Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _TRIES = 3
 
 
 def rename_new(path: str, final: str) -> bool:
-    """Rename without replacing anything but an empty directory; False where the name is taken."""
+    """Rename without replacing anything but an empty directory; return False if the name is taken."""
     try:
         if os.path.isdir(path) or os.path.islink(path):
-            os.rename(path, final)  # onto a checkpoint, which is not empty, this fails
+            os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
             return True
         os.link(path, final)
     except OSError as error:
@@ -34,8 +34,8 @@ def rename_new(path: str, final: str) -> bool:
     return True
 
 
-def put_new(temporary: str, final: str) -> None:
-    """Give a finished temporary its final name, which nothing has but what is void: empty, or of no size.
+def publish_new(temporary: str, final: str) -> None:
+    """Rename a finished temporary to its final name, replacing only an empty file or directory.
 
     Raises:
         StorageError: another checkpoint has the name.
@@ -48,15 +48,15 @@ def put_new(temporary: str, final: str) -> None:
 
 
 def _clear(final: str) -> None:
-    """Remove what is void. It is renamed first, because by then a checkpoint of another process may have the name."""
-    if not is_void(final):
+    """Remove an empty file or directory; rename it first, because another process may publish under the name."""
+    if not is_empty(final):
         raise _taken(final)
     aside = temporary_path(final)
     try:
         os.rename(final, aside)
     except GONE:
         return
-    if not is_void(aside):
+    if not is_empty(aside):
         rename_new(aside, final)
         raise _taken(final)
     if os.path.isdir(aside):
@@ -65,8 +65,8 @@ def _clear(final: str) -> None:
         os.unlink(aside)
 
 
-def is_void(path: str) -> bool:
-    """Whether a local path holds nothing at all: an empty directory or a file of no size. Links never do."""
+def is_empty(path: str) -> bool:
+    """Return whether a local path is an empty directory or file; False for links."""
     if os.path.islink(path):
         return False
     try:

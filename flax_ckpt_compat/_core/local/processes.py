@@ -1,4 +1,4 @@
-"""Telling whether a process, of which only the id in a file's name is left, still lives."""
+"""Identify processes by host, pid and start time, to tell whether a file's writer is alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 @functools.cache
 def machine() -> str:
-    """A name for the set of processes whose pids we can look up: this boot, host and pid namespace."""
+    """Return an id of this host, boot and pid namespace, within which pids can be looked up."""
     parts = [platform.node()]
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         parts.append(file.read().strip())
@@ -22,12 +22,12 @@ def machine() -> str:
 
 
 def start_time(pid: int) -> int:
-    """When a process started, in the kernel's ticks; 0 where that is unknown but it lives, -1 where it does not."""
+    """Return the start time of a process in kernel ticks; 0 if it lives but that is unknown, -1 if it is dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command in parentheses may hold blanks, so the fields are counted from after it.
+            # The command in parentheses may contain blanks, so split behind it.
             fields = file.read().rpartition(b")")[2].split()
-        # A zombie writes no more, even if its parent never asks how it ended.
+        # A zombie never writes again, even if its parent never reaps it.
         return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         pass

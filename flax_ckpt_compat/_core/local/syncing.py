@@ -1,4 +1,4 @@
-"""What makes written bytes and names durable."""
+"""Make written bytes and names durable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Asks the kernel to begin writing a range of a file to disk, without waiting; only a hint, errors mean nothing."""
+    """Ask the kernel to start writing a range of a file to disk, without waiting; a hint, so ignore errors."""
     function = _sync_file_range()
     if function is not None and length:
         function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), 2)  # SYNC_FILE_RANGE_WRITE
@@ -25,10 +25,10 @@ def _sync_file_range() -> Any:
 
 
 def sync_directory(path: str) -> None:
-    """Makes the names in a directory durable."""
+    """Sync the names in a directory to disk."""
     try:
         descriptor = os.open(path or ".", os.O_RDONLY)
-    except PermissionError:  # one may write into a directory that one may not read
+    except PermissionError:  # a directory may be writable but not readable
         return
     try:
         os.fsync(descriptor)

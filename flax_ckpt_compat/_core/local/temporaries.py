@@ -1,4 +1,4 @@
-"""Names of what a writer has begun, which tell whose they are; and whether that writer still lives."""
+"""Name temporaries after their writer, and tell whether that writer is alive."""
 
 from __future__ import annotations
 
@@ -24,68 +24,68 @@ _TEMPORARY = re.compile(
     rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})(?:{re.escape(TEMPORARY)}|{re.escape(ARRAYS_POSTFIX)})*",
     re.DOTALL,
 )
-_NEST = re.compile(rf"\.{_TAG}")
-# Seconds without a change before another machine's writer counts as dead. A checkpoint that was set aside is
-# missing from its place for as long, so it is put back sooner: a writer that still lives then fails, aloud.
-_PATIENCE = {"new": 24 * 3600.0, "put": 24 * 3600.0, "old": 3600.0}
+_GENERATION = re.compile(rf"\.{_TAG}")
+# Seconds without a change after which another machine's writer counts as dead. A checkpoint that was set aside is
+# missing until then, so it is put back sooner; a writer that is still alive then fails with an error.
+_STALE_AFTER = {"new": 24 * 3600.0, "put": 24 * 3600.0, "old": 3600.0}
 _MAX_NAME = 255
 _counter = itertools.count()
-# Tags of temporaries of this process that nothing will be made of any more. What is still there of them, because it
-# could not be removed or a late process of the same job wrote it again, is removed by the next save.
+# Tags of failed saves of this process. The next save removes what is left of them, because it could not be removed
+# or a late process of the same job wrote it again.
 _abandoned: set[str] = set()
 
 
 def temporary_path(path: str, role: str = "new") -> str:
-    """A path beside ``path`` for this writer alone; `parse` knows it by its name."""
+    """Return a path beside ``path``, unique to this writer, with a name that `parse` recognizes."""
     directory, name = os.path.split(path)
     tag = f".{processes.machine()}-{os.getpid()}-{processes.start_time(os.getpid())}-{next(_counter)}{role}"
     tail = tag + TEMPORARY + ARRAYS_POSTFIX
     encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
-    if len(encoded) > room and role == "old":  # its whole name is needed to put it back
+    if len(encoded) > room and role == "old":  # putting it back needs its whole name
         raise StorageError(f"{path}: the name is too long to be set aside", path=path, errno=errno.ENAMETOOLONG)
-    room -= len(ARRAYS_POSTFIX) if role == "new" else 0  # for the folder of its arrays
+    room -= len(ARRAYS_POSTFIX) if role == "new" else 0  # of the folder of arrays
     shown = name if len(encoded) <= room else encoded[:room].decode("utf-8", "ignore")
     return os.path.join(directory, f".{shown}{tail}")
 
 
 def staging_path(path: str) -> str:
-    """Like `temporary_path`, for writers that refuse Orbax's temporary suffix in the names they are given."""
+    """Return a `temporary_path` for writers that refuse names with Orbax's temporary suffix."""
     return temporary_path(path).replace(TEMPORARY + ARRAYS_POSTFIX, _STAGED + ARRAYS_POSTFIX)
 
 
 def parse(name: str) -> re.Match[str] | None:
-    """Whose it is (groups ``name``, ``tag``, ``machine``, ``pid``, ``start``, ``role``); None for other names."""
+    """Match a temporary's name (groups ``name``, ``tag``, ``machine``, ``pid``, ``start``, ``role``)."""
     return _TEMPORARY.fullmatch(name)
 
 
 def is_temporary(name: str) -> bool:
-    """True for names made by `temporary_path`, in any process."""
+    """Return whether a name was made by `temporary_path`, in any process."""
     return parse(name) is not None
 
 
 def destination(temporary: str) -> str | None:
-    """The path that a temporary was made for; None where its name was too long to tell."""
+    """Return the final path of a temporary; None if its name was shortened."""
     directory, basename = os.path.split(temporary)
     match = parse(basename)
-    # Cutting a name short took away one character at least, and left no room for one more.
+    # A shortened name lacks at least one character and has no room for another, of up to four bytes.
     if match is None or len(os.fsencode(basename)) > _MAX_NAME - len(ARRAYS_POSTFIX) - 4:
         return None
     return os.path.join(directory, match["name"])
 
 
-def nest_of(temporary: str) -> str | None:
-    """A name that is this writer's and this temporary's alone, for a folder; `is_nest` knows it."""
+def generation_of(temporary: str) -> str | None:
+    """Return a folder name unique to a temporary; `is_generation` recognizes it."""
     match = parse(os.path.basename(temporary))
     return None if match is None else "." + match["tag"]
 
 
-def is_nest(name: str) -> bool:
-    """True for names made by `nest_of`, in any process."""
-    return _NEST.fullmatch(name) is not None
+def is_generation(name: str) -> bool:
+    """Return whether a name was made by `generation_of`, in any process."""
+    return _GENERATION.fullmatch(name) is not None
 
 
-def witness_of(temporary: str) -> str | None:
-    """The name for a second link to a temporary, which outlives its renaming; None where `destination` is."""
+def link_marker_of(temporary: str) -> str | None:
+    """Return the path for a second hard link to a temporary, which outlives its rename; None if `destination` is."""
     if destination(temporary) is None:
         return None
     directory, basename = os.path.split(temporary)
@@ -96,23 +96,23 @@ def witness_of(temporary: str) -> str | None:
 
 
 def abandon(temporary: str) -> None:
-    """Note that a save of this process has failed, so that its temporary no longer counts as a live writer's."""
+    """Record that a save of this process failed: its temporary no longer has a live writer."""
     match = parse(os.path.basename(temporary))
     if match is not None:
         _abandoned.add(match["tag"])
 
 
 def is_alive(match: re.Match[str], path: str) -> bool:
-    """Whether the writer of this temporary, whose name matched, may still be at work."""
+    """Return whether the writer of a temporary, given its parsed name, may still be running."""
     if match["tag"] in _abandoned:
         return False
     if match["machine"] == processes.machine():
         return processes.start_time(int(match["pid"])) == int(match["start"])
-    return time.time() - _last_change(path) < _PATIENCE[match["role"]]
+    return time.time() - _last_change(path) < _STALE_AFTER[match["role"]]
 
 
 def _last_change(path: str) -> float:
-    """Newest change of anything in it, its own renaming included; 0.0 where it vanishes meanwhile."""
+    """Return the newest change of anything in a path, including its own rename; 0.0 if it vanishes meanwhile."""
     newest = 0.0
     with suppress(*GONE):
         newest = os.lstat(path).st_ctime
