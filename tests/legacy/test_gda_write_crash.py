@@ -14,7 +14,7 @@ import os, shutil, signal, sys, traceback
 import numpy as np, tensorstore
 from flax_ckpt_compat._save import retention
 from flax_ckpt_compat._core.local import atomic as files
-from flax_ckpt_compat._discovery.listing import Place
+from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat.legacy import BACKEND
 from tests.support.spread import OPTIONS, Spread, load, save
 from tests.support.trees import to_branches
@@ -94,9 +94,9 @@ def write(last):
 def look(killed, step):
     n = found()  # readers come before any clean-up, too
     assert n in (0 if before == "none" else 1, 2), n
-    files.reclaim(folder)
+    files.remove_stale(folder)
     assert found() == n
-    retention._remove_orphaned_arrays(Place(folder, "checkpoint_", folder))
+    retention._remove_orphaned_arrays(CheckpointDir(folder, "checkpoint_", folder))
     if n:
         check_tidy(n)
     else:
