@@ -43,7 +43,8 @@ _DRIVER_FROM_BYTES = 64 << 10
 _COMPRESS_FROM_BYTES = 1025
 # Upper bound of one process's index, for the timeout of a store.
 _INDEX_BYTES = 256 << 20
-_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
+# As TensorStore 0.1.86 says it, and 0.1.71.
+_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 
 
 class Database:
@@ -178,7 +179,7 @@ def tensorstore_errors(path: str, doing: str = "written") -> Iterator[None]:
 def _errno(error: Exception) -> int | None:
     """Parse the errno out of TensorStore's message, its only place."""
     found = _OS_ERROR_CODE.search(str(error))
-    return int(found[1]) if found else None
+    return int(found[1] or found[2]) if found else None
 
 
 def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -331,7 +331,7 @@ background.start(manager, sys.argv[1], hold.wait)
 child = os.fork()
 if not child:
     signal.alarm(20)
-    background.settle(sys.argv[1])  # the parent's threads, which would end the save, are not here
+    background.wait_for_pending_saves(sys.argv[1])  # the parent's threads, which would end the save, are not here
     os._exit(7)
 hold.set()
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)

@@ -255,13 +255,18 @@ def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
 
 
 def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """Return this process's side of an array that lies on devices of other processes alone."""
+    """Return this process's side of an array that lies on devices of other processes alone.
+
+    Raises:
+        UnsupportedLeafError: this jax has no such arrays.
+    """
     try:
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    except TypeError:  # up to jax 0.5 its dtype is that of the shards, and no other function makes one without
-        from jax._src import array, core
-
-        return array.ArrayImpl(core.ShapedArray(shape, dtype), sharding, [], committed=True)
+    except TypeError as error:  # before jax had the argument, the dtype was that of the shards, and there are none
+        raise UnsupportedLeafError(
+            f"jax {jax.__version__} cannot make an array of shape {shape} of which this process holds no shard "
+            f"({sharding}); upgrade jax, or use a mesh with devices of every process"
+        ) from error
 
 
 def has_implementation(name: str) -> bool:

@@ -99,7 +99,7 @@ OPTIMIZERS: dict[str, Any] = {
 class Made:
     """A state and where each layer's variables are in it."""
 
-    state_dict: Any
+    state: Any
     places: dict[str, Path]
 
 
