@@ -1,4 +1,4 @@
-"""A save by several processes: each writes a database of its own, and process 0 makes one of all."""
+"""Save from several processes: each writes its own database, and process 0 merges them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .stored_names import key_prefix
 from .writer import commit, compressor, finish_arrays, start_arrays, sync_database, write_array_metadatas, write_tree
 from .zarr import parse_array_metadata
 
-# In the directory of a process's database until the end: what it took the tree for, written when all else is.
+# The last file of a process, with the digest of its plan; removed at the end.
 _DONE_FILE = "ended"
 
 
 def begin(path: str, plan: Plan, options: WriteOptions) -> None:
-    """Process 0 makes the directories; see `flax_ckpt_compat._core.backend.Backend.begin_shared`.
+    """Create the directories, in process 0; see `flax_ckpt_compat._core.backend.Backend.begin_multiprocess`.
 
     Raises:
         SettingError: an unknown compression.
@@ -49,17 +49,17 @@ def begin(path: str, plan: Plan, options: WriteOptions) -> None:
 def write(
     path: str, plan: Plan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
-    """Writes this process's shards, and in process 0 all that is not spread.
+    """Write this process's shards, and in process 0 all that is not spread.
 
     Args:
-        path: of the directory that all see, or, with ``upload``, of a local one of this process's own.
-        plan: this process's.
+        path: directory that all processes share, or, with ``upload``, a local one of this process.
+        plan: plan of this process.
         options: see `WriteOptions`.
-        process: this process's.
-        upload: of a save to a store, to which the database goes then.
+        process: index and count of processes.
+        upload: upload of the database, for a save to a store.
 
     Raises:
-        StorageError: the file system, or the store, refused, or it is not the one that process 0 sees.
+        StorageError: the file system or the store refused, or the directory of process 0 is not visible here.
     """
     is_primary = process.index == 0
     if upload is not None and not is_primary:
@@ -75,7 +75,7 @@ def write(
     arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spread]
     database = start_arrays(own, arrays, codec, is_primary)
     try:
-        # In a store one list for all does: every process's is the same.
+        # All processes would upload the same list.
         if is_primary or upload is None:
             write_array_metadatas(path, plan, codec is not None, process.index)
         if is_primary:
@@ -90,17 +90,17 @@ def write(
 
 
 def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload | None = None) -> None:
-    """Process 0 makes one checkpoint of all parts, once it has seen that nothing is missing.
+    """Merge the parts of all processes and commit the checkpoint, in process 0.
 
     Args:
-        path: as for `write`; what all processes have in common is then in it.
-        plan: this process's.
-        process: this process's.
-        upload: of a save to a store.
+        path: see `write`.
+        plan: plan of process 0.
+        process: index and count of processes.
+        upload: upload of a save to a store.
 
     Raises:
-        MultiprocessSaveError: a process wrote something else than this one.
-        StorageError: a part is missing, or the file system, or the store, refused.
+        MultiprocessSaveError: a process wrote a different tree.
+        StorageError: a part is missing, or the file system or the store refused.
     """
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
@@ -113,10 +113,10 @@ def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload 
 
 
 def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
-    """Writes a database with references to the values of all others; no value is read."""
+    """Write a database with references to the values of all others, without reading them."""
     with tensorstore_errors(path):
         top = Database(path, None if upload is None else upload.folder)
-        # A process that holds the first replica of nothing has written nothing.
+        # A process that holds no first replica has written no database.
         there = _manifests(databases, upload)
         top.merge([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
         top.start_commit()
@@ -159,12 +159,12 @@ def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> 
 
 
 def _digest(plan: Plan) -> str:
-    """What has to be the same in all processes, for their shards to fit multiprocess."""
+    """Return a digest of what must be equal in all processes for their shards to fit together."""
     texts, numbers = ShardingEncoder(), dict[str | None, int]()
     spread = []
     for name, stored in metadata.arrays(plan):
         if stored.spread:
-            # The text has the ids of all devices, and few arrays differ in it.
+            # Texts of shardings list all device ids, and few of them are distinct.
             number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
             spread.append((name, stored.dtype.name, stored.shape, stored.write_shape, str(stored.annotation), number))
     return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
@@ -206,23 +206,23 @@ def _remove_done_file(database: str) -> None:
 Size = Callable[[str], int]
 
 
-def check_complete(keystr: str, plan: Plan, index: Index, size: Size) -> None:
-    """Raises if a chunk of a planned array is not where the index says.
+def check_complete(path: str, plan: Plan, index: Index, size: Size) -> None:
+    """Check that all chunks of the planned arrays are stored.
 
     Args:
-        keystr: the checkpoint's path, for messages.
-        plan: of process 0.
-        index: of the merged database.
-        size: file, relative to the checkpoint → bytes in it, and -1 where there is none.
+        path: directory or URL of the checkpoint, for messages.
+        plan: plan of process 0.
+        index: index of the merged database.
+        size: returns the bytes in a file, relative to the checkpoint; -1 if there is none.
 
     Raises:
-        StorageError: names the leaf and whose chunk it is.
+        StorageError: a chunk is missing; names the leaf and the process.
     """
     for entry in plan.entries:
         if entry.stored is None or entry.stored.value_type == STRING:
             continue
         leaf = show_path(tuple(name for name, _ in entry.keys))
-        _check_array(keystr, index, entry.name, entry.stored, leaf, size)
+        _check_array(path, index, entry.name, entry.stored, leaf, size)
 
 
 def _check_array(path: str, index: Index, name: str, stored: EncodedLeaf, leaf: str, size: Size) -> None:
@@ -236,8 +236,8 @@ def _check_array(path: str, index: Index, name: str, stored: EncodedLeaf, leaf: 
         if place is None:
             raise _incomplete(path, leaf, f"{_chunk_owner(stored, cell, info.chunks)} is missing")
         if isinstance(place, ByteRange) and place.offset + place.length > size(place.file):
-            whose = _chunk_owner(stored, cell, info.chunks)
-            raise _incomplete(path, leaf, f"{whose} should be in {place.file}, which is missing or too short")
+            chunk = _chunk_owner(stored, cell, info.chunks)
+            raise _incomplete(path, leaf, f"{chunk} should be in {place.file}, which is missing or too short")
 
 
 def _incomplete(path: str, keystr: str, what: str) -> StorageError:
@@ -251,7 +251,7 @@ def _incomplete(path: str, keystr: str, what: str) -> StorageError:
 
 
 def _chunk_owner(stored: EncodedLeaf, cell: Shape, chunks: Shape) -> str:
-    """A chunk and the process that holds the first replica of it."""
+    """Name a chunk and the process that holds its first replica."""
     at = [number * length for number, length in zip(cell, chunks, strict=True)]
     devices = stored.sharding.devices_indices_map(stored.shape) if stored.spread else {}
     holders = (

@@ -1,10 +1,10 @@
-"""Databases below the checkpoint's own directory.
+"""Read databases in subdirectories of a checkpoint.
 
-Releases 0.1 to 0.4.1 made one for every key with a ``/`` (measured): they took the name of an array for a path, so
-that the array ``a/b`` is the array ``b`` of a database in the directory ``a``.
+Releases 0.1 to 0.4.1 took the name of an array for a path, so that the array ``a/b`` is the array ``b`` of a database
+in the directory ``a`` (measured).
 
-Releases 0.4.3 to 0.4.7, told not to use OCDBT, wrote the database of the process all the same and never merged it,
-beside an empty directory for every array; they could not read that back themselves (0.4.4, measured).
+Releases 0.4.3 to 0.4.7 with ``use_ocdbt=False`` still wrote the process database, never merged it, and made an empty
+directory for every array; they could not read that back themselves (0.4.4, measured).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .key_index import ByteRange, Index, StoredValue, open_index, process_databa
 
 
 def unmerged_database(path: str, names: Iterable[str]) -> str | None:
-    """The directory of the only database of a finished checkpoint that has none of its own, or None.
+    """Return the name of the process database of a finished checkpoint that never merged it, or None.
 
     Args:
-        path: of the checkpoint.
-        names: of its leaves.
+        path: directory of the checkpoint.
+        names: stored names of its leaves.
     """
     if paths.isfile(os.path.join(path, MANIFEST)):
         return None
@@ -37,7 +37,7 @@ def unmerged_database(path: str, names: Iterable[str]) -> str | None:
 
 
 class SubdirIndex:
-    """The index of a database in a directory of the checkpoint."""
+    """The index of a database in a subdirectory of the checkpoint."""
 
     def __init__(self, path: str, folder: str) -> None:
         self._folder = folder
@@ -60,7 +60,7 @@ class SubdirIndex:
 
 
 class NestedIndex:
-    """The index of a checkpoint, and of the databases below it."""
+    """The index of a checkpoint and of databases in its subdirectories."""
 
     def __init__(self, path: str, top: Index) -> None:
         self._path, self._top = path, top
@@ -87,7 +87,7 @@ class NestedIndex:
         return all(self._top.find(prefix + name) is None for name in ARRAY_METADATA_FILES)
 
     def _database_of(self, key: str) -> tuple[str, Index | None]:
-        """The deepest directory on the way to a key that holds a database."""
+        """Return the deepest directory on the path of a key that holds a database, and its index."""
         parts = key.split("/")
         for depth in range(len(parts) - 1, 0, -1):
             folder = "/".join(parts[:depth])

@@ -1,6 +1,6 @@
-"""Manifests and B-tree nodes of OCDBT databases, format version 0, as TensorStore documents them.
+"""Decode manifests and B-tree nodes of OCDBT databases, format version 0, as TensorStore documents them.
 
-Decoded here because TensorStore's own ``ocdbt.dump`` leaks every object that it returns (0.1.86, measured).
+We decode them because TensorStore's own ``ocdbt.dump`` leaks every object that it returns (0.1.86, measured).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PLAIN, _ZSTD = 0, 1
 _SINGLE, _NUMBERED = 0, 1
 _INLINE, _INDIRECT = 0, 1
 _NOWHERE = 2**64 - 1
-# Magic, length, version, compression and the checksum; one byte each for the two in the middle.
+# Magic, length, version (1 byte), compression (1 byte) and checksum.
 _SHORTEST = 18
 
 
@@ -28,13 +28,13 @@ class NodeRef:
     """A reference to a B-tree node.
 
     Attributes:
-        where: its bytes.
-        base: what the paths in the node are relative to, with its slash.
-        prefix: what all keys below it begin with.
-        height: how many levels are below it.
+        extent: its bytes.
+        base: directory of the paths in the node, with its slash.
+        prefix: common prefix of all keys below it.
+        height: number of levels below it.
     """
 
-    where: ByteRange
+    extent: ByteRange
     base: str
     prefix: bytes
     height: int
@@ -42,11 +42,11 @@ class NodeRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of a manifest that say how to go on.
+    """The settings of a manifest that a reader needs.
 
     Attributes:
-        numbered: the versions are in files of their own.
-        columns: what follows the settings.
+        numbered: whether the versions are in files of their own.
+        columns: the rest of the manifest.
     """
 
     numbered: bool
@@ -57,7 +57,7 @@ def open_manifest(data: bytes) -> Config:
     """Check and decode the first part of a manifest.
 
     Raises:
-        ValueError: it is none; says what was expected and found.
+        ValueError: it does not decode.
         UndecodableError: see `decompress_zstd`.
     """
     columns = _body(data, MANIFEST_MAGIC)
@@ -98,10 +98,10 @@ def decode_node(data: bytes, node: NodeRef) -> tuple[list[NodeRef], dict[bytes, 
         node: the reference that led to it.
 
     Returns:
-        The nodes below an inner one; or the keys of a leaf, each with its value or where that lies.
+        The nodes below an inner one; or the keys of a leaf node, each with its value or byte range.
 
     Raises:
-        ValueError: it is none; says what was expected and found.
+        ValueError: it does not decode.
         UndecodableError: see `decompress_zstd`.
     """
     columns = _body(data, NODE_MAGIC)
@@ -126,7 +126,7 @@ def _body(data: bytes, magic: int) -> Columns:
     check_crc32c(data)
     version, compression = data[12], data[13]
     if version != _VERSION:
-        raise ValueError(f"the format version {_VERSION} was expected, found {version}, of a newer TensorStore")
+        raise ValueError(f"the format version {_VERSION} was expected, found {version} of a newer TensorStore")
     if compression not in (_PLAIN, _ZSTD):
         raise ValueError(f"the compression {_PLAIN} or {_ZSTD} was expected, found {compression}")
     body = data[14:-4]
@@ -134,7 +134,7 @@ def _body(data: bytes, magic: int) -> Columns:
 
 
 class _Files:
-    """The table of the files that a node refers to."""
+    """The file table of a node."""
 
     def __init__(self, columns: Columns, base: str) -> None:
         count = columns.varint()
@@ -182,8 +182,8 @@ def _leaf(columns: Columns, files: _Files, prefix: bytes) -> dict[bytes, bytes |
         raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")
     indirect = sum(kinds)
     numbers, offsets = columns.varints(indirect), columns.varints(indirect)
-    apart = list(itertools.compress(lengths, kinds))
-    places = iter([files.extent(*place) for place in zip(numbers, offsets, apart, strict=True)])
+    sizes = list(itertools.compress(lengths, kinds))
+    places = iter([files.extent(*place) for place in zip(numbers, offsets, sizes, strict=True)])
     inline = iter(columns.slices([length for length, kind in zip(lengths, kinds, strict=True) if kind == _INLINE]))
     columns.finish()
     values = [next(places) if kind else next(inline) for kind in kinds]

@@ -1,4 +1,4 @@
-"""The keys of an OCDBT database: its manifest, then the nodes of its B-tree, level by level."""
+"""Read the keys of an OCDBT database: its manifest, then its B-tree, level by level."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class BTree:
         """Prepare to read; nothing is read yet.
 
         Args:
-            path: of the database's directory, for messages and to look for its files in.
-            locate: returns the full path of a file by its name, where not all are in one directory.
+            path: directory of the database.
+            locate: returns the full path of a file by its name, if not all are in ``path``.
         """
         self._path = path
         self._locate = locate or (lambda file: os.path.join(path, file))
         self._seen: set[ByteRange] = set()
 
     def entries(self) -> Entries:
-        """Return every key with its value, or where that lies.
+        """Return every key with its value or byte range.
 
         Raises:
-            CorruptCheckpointError: the manifest or a node does not decode, or something lies outside the directory.
-            UndecodableError: the database is in order but needs TensorStore's own driver.
+            CorruptCheckpointError: the manifest or a node does not decode, or refers to a file outside the directory.
+            UndecodableError: only TensorStore's own driver can read the database.
             OSError, StorageError: the system, or the store, refused.
         """
         found: Entries = {}
@@ -68,13 +68,13 @@ class BTree:
         return [] if root is None else [root]
 
     def _read(self, nodes: list[NodeRef]) -> list[bytes]:
-        """Read the nodes of one level, those in a store side by side."""
+        """Read the nodes of one level, concurrently from a store."""
         for node in nodes:
-            refuse_escape(node.where.file, self._path)
-            if node.where in self._seen:
-                # Forty levels of that would make a tree of 2**40 keys.
+            refuse_escape(node.extent.file, self._path)
+            if node.extent in self._seen:
+                # Forty levels of shared nodes would make a tree of 2**40 keys.
                 raise self._corrupt_node(node, ValueError("one parent of the B-tree node was expected, found two"))
-            self._seen.add(node.where)
+            self._seen.add(node.extent)
         self._check_lengths(nodes)
         found: dict[str, bytes] = {}
 
@@ -90,31 +90,31 @@ class BTree:
         return [found[number] for number in numbers]
 
     def _check_lengths(self, nodes: list[NodeRef]) -> None:
-        """Check that local files reach as far as the nodes do, before memory is asked for."""
-        files = list(dict.fromkeys(node.where.file for node in nodes))
+        """Check that local files contain the nodes, before memory is allocated."""
+        files = list(dict.fromkeys(node.extent.file for node in nodes))
         local = [file for file in files if not paths.is_url(self._locate(file))]
         sizes = dict(zip(local, sizes_of([self._locate(file) for file in local]), strict=True))
         for node in nodes:
-            size, end = sizes.get(node.where.file), node.where.offset + node.where.length
-            if node.where.length > MAX_DECODED_BYTES:
-                problem = f"at most {MAX_DECODED_BYTES} bytes were expected, found {node.where.length}"
+            size, end = sizes.get(node.extent.file), node.extent.offset + node.extent.length
+            if node.extent.length > MAX_DECODED_BYTES:
+                problem = f"at most {MAX_DECODED_BYTES} bytes were expected, found {node.extent.length}"
                 raise self._corrupt_node(node, ValueError(problem))
             if isinstance(size, int) and end > size:
                 problem = f"a file of at least {end} bytes was expected, found one of {size}"
                 raise self._corrupt_node(node, ValueError(problem))
 
     def _read_one(self, node: NodeRef) -> bytes:
-        where = node.where
-        file = self._locate(where.file)
+        extent = node.extent
+        file = self._locate(extent.file)
         try:
-            data = read_range(file, where.offset, where.offset + where.length)
+            data = read_range(file, extent.offset, extent.offset + extent.length)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"{file}: the file is missing, which has a part of the array database; restore it from a copy",
+                f"{file}: the file is missing, which is a part of the array database; restore it from a copy",
                 path=file,
             ) from error
-        if len(data) != where.length:
-            raise self._corrupt_node(node, ValueError(f"{where.length} bytes were expected, found {len(data)}"))
+        if len(data) != extent.length:
+            raise self._corrupt_node(node, ValueError(f"{extent.length} bytes were expected, found {len(data)}"))
         return data
 
     def _decode(self, node: NodeRef, data: bytes) -> tuple[list[NodeRef], Entries]:
@@ -124,7 +124,7 @@ class BTree:
             raise self._corrupt_node(node, error) from error
 
     def _corrupt_node(self, node: NodeRef, error: ValueError) -> CorruptCheckpointError:
-        return self._corrupt(node.where.file, f" at byte {node.where.offset}", error)
+        return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", error)
 
     def _corrupt(self, file: str, at: str, error: ValueError) -> CorruptCheckpointError:
         full = self._locate(file)

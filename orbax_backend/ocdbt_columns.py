@@ -1,4 +1,4 @@
-"""The body of an OCDBT manifest or node: columns of numbers and bytes, read within its bounds."""
+"""Decode the body of an OCDBT manifest or node: columns of numbers and bytes, checked against its bounds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Of keys and paths, as OCDBT has it.
+# OCDBT's limit of keys and paths.
 _MAX_NAME = 65535
-# Names share beginnings, so few bytes could stand for endless ones.
+# Names share prefixes, so few bytes can encode very many.
 _MAX_NAMES = 1 << 30
 _VARINT_BYTES = 10  # of 64 bits
 
 
 class Columns:
-    """A reader of columns, from the beginning to the end."""
+    """A sequential reader of columns."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -24,10 +24,10 @@ class Columns:
         self._at = 0
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes, as many as asked for.
+        """Return the next bytes.
 
         Raises:
-            ValueError: so many are not left; so of all that follow.
+            ValueError: fewer are left, here and in the methods below.
         """
         left = len(self._data) - self._at
         if count > left:
@@ -44,7 +44,7 @@ class Columns:
         return self.varints(1)[0]
 
     def varints(self, count: int) -> list[int]:
-        """Return the next column of numbers, each of 7 bits a byte, the lowest first."""
+        """Return the next column of varints (7 bits a byte, lowest first)."""
         found = self._bytes[self._at : self._at + count]
         if len(found) == count and not np.any(found & 0x80):
             self._at += count
@@ -72,11 +72,11 @@ class Columns:
         return column
 
     def name_lengths(self, count: int) -> tuple[list[int], list[int]]:
-        """Return two columns for `names`: of the bytes shared with the name before, and of those of its own."""
+        """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest."""
         return [0, *self.varints(count - 1)] if count else [], self.varints(count)
 
     def names(self, shared: Sequence[int], own: Sequence[int]) -> list[bytes]:
-        """Return the names whose own bytes follow."""
+        """Return the names of which these are the lengths."""
         lengths = list(map(operator.add, shared, own))
         if max(lengths, default=0) > _MAX_NAME or sum(lengths) > _MAX_NAMES:
             raise ValueError(
@@ -94,15 +94,15 @@ class Columns:
         return names
 
     def slices(self, lengths: Sequence[int]) -> list[bytes]:
-        """Return the next pieces, which have these lengths."""
+        """Return the next byte strings, of these lengths."""
         text = self.take(sum(lengths))
         return [text[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
 
     def finish(self) -> None:
-        """Check that nothing is left.
+        """Check that no bytes are left.
 
         Raises:
-            ValueError: something is.
+            ValueError: some are.
         """
         if self._at != len(self._data):
             raise ValueError(f"the end was expected at byte {self._at}, found {len(self._data) - self._at} more bytes")

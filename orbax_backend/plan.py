@@ -1,4 +1,4 @@
-"""What a save will store, decided before anything is written."""
+"""Plan what a save stores, before anything is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMPTY_MARKERS = {
     Container.DICT: "Dict",
     Container.LIST: "List",
     Container.TUPLE: "Tuple",
-    # Real Orbax stores what has no children and is no plain container as None.
+    # Real Orbax stores empty containers of other types as None.
     Container.NAMEDTUPLE: "None",
 }
 Keys = tuple[tuple[str, bool], ...]  # a key path; each name with whether it is an index of a sequence
@@ -25,13 +25,13 @@ Keys = tuple[tuple[str, bool], ...]  # a key path; each name with whether it is 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """One entry of the stored tree: a leaf, or the marker of something empty.
+    """One entry of the stored tree: a leaf or an empty node.
 
     Attributes:
-        keys: its key path.
-        name: its stored name.
-        marker: Orbax's name of what is empty, or None for a leaf.
-        stored: what is stored for a leaf.
+        keys: key path.
+        name: stored name.
+        marker: Orbax's name of an empty node, or None for a leaf.
+        stored: encoding of a leaf.
     """
 
     keys: Keys
@@ -42,10 +42,13 @@ class Entry:
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """All entries in stored order, and what goes to ``_strings.json`` and the annotations.
+    """The content of a checkpoint.
 
     Attributes:
-        started_ns: when the save began, nanoseconds since 1970.
+        entries: in stored order.
+        strings: content of ``_strings.json``.
+        annotations: types that Orbax's format does not keep.
+        started_ns: start of the save, in ns since 1970.
     """
 
     entries: list[Entry] = dataclasses.field(default_factory=list)
@@ -55,11 +58,11 @@ class Plan:
 
 
 def make_plan(tree: Node, multiprocess: bool = False) -> Plan:
-    """Decides how every leaf of the tree is stored.
+    """Plan how each leaf of a tree is stored.
 
     Args:
-        tree: of values.
-        multiprocess: several processes save it, so that arrays may be spread over them.
+        tree: tree of values.
+        multiprocess: whether arrays may be spread over processes.
 
     Raises:
         UnsupportedLeafError, NameCollisionError: with the key path in the message.
@@ -77,7 +80,7 @@ class _Planner:
         self._plan, self._names, self._encoder = plan, NameRegistry(), Encoder(multiprocess)
 
     def add(self, node: Node, keys: Keys, path: Path) -> None:
-        """Adds a node and all below it, in stored order."""
+        """Add a node and all below it, in stored order."""
         if not isinstance(node, Branch):
             self._add_entry(node, keys, path)
             return
@@ -105,7 +108,7 @@ class _Planner:
 
 
 def _stored_order(branch: Branch) -> list[str]:
-    """JAX's order: dict keys sorted, ints as numbers; fields and elements as declared."""
+    """Return the names of children in JAX's order: dict keys sorted, ints as numbers; others as declared."""
     if branch.container is not Container.DICT:
         return list(branch.children)
     if branch.int_keys and branch.int_keys == frozenset(branch.children):
@@ -114,17 +117,16 @@ def _stored_order(branch: Branch) -> list[str]:
 
 
 def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
-    """Puts a text where real Orbax looks it up; False if another text lies on the way or there is no such place."""
+    """Put a text where real Orbax looks it up; return False if another text is in the way, or it has no place."""
     tokens = pointer_tokens(name)
     if tokens is None:
         return False
-    place = strings
+    parent = strings
     for token in tokens[:-1]:
-        inner = place.setdefault(token, {})
-        if not isinstance(inner, dict):
+        parent = parent.setdefault(token, {})
+        if not isinstance(parent, dict):
             return False
-        place = inner
-    if tokens[-1] in place:
+    if tokens[-1] in parent:
         return False
-    place[tokens[-1]] = text
+    parent[tokens[-1]] = text
     return True

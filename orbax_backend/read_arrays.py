@@ -1,4 +1,4 @@
-"""Reads stored arrays into fresh memory: plain bytes by ranged reads in threads, everything else by TensorStore."""
+"""Read stored arrays into new memory: raw chunks by ranged reads in threads, others through TensorStore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .uncompressed import Copy, Piece, in_threads
 _log = logging.getLogger("flax_ckpt_compat")
 _Array = np.ndarray[Any, Any]
 _CHUNKS_AT_ONCE = min(8, 2 * (os.cpu_count() or 1))
-# zstd, the best of the codecs at this, turns 4 bytes into at most 128 KiB.
+# Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
 _MAX_RATIO = 1 << 16
 _CACHE_BYTES = 64 << 20
 _MAX_CHUNKS = 1 << 20
@@ -42,11 +42,15 @@ class Fetcher:
         self._path = path
         self._index = index
         self._fills_missing = fills_missing
-        self._loose = fills_missing and index.kvstore("")["driver"] != "ocdbt"
+        self._in_files = fills_missing and index.kvstore("")["driver"] != "ocdbt"
         self._context = new_context(path, _CACHE_BYTES)
 
     def fetch(self, jobs: Sequence[Job], *, mapped: bool = False) -> list[_Array]:
-        """The arrays, with the stored dtype, in memory of their own, or, if asked for, over mapped files.
+        """Read arrays, with the stored dtype.
+
+        Args:
+            jobs: arrays and boxes to read.
+            mapped: map raw chunks of local files instead of reading them.
 
         Raises:
             CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
@@ -54,7 +58,7 @@ class Fetcher:
         """
         extents: list[tuple[Job, ByteRange]] = []
         located = [self._locate(job, extents) for job in jobs]
-        self._check_inside(extents)
+        self._check_bounds(extents)
         ready = arrays_over_files(self._path, jobs, located) if mapped else {}
         wanted = [pair for number, pair in enumerate(zip(jobs, located, strict=True)) if number not in ready]
         requests = [self._request(job, *found) for job, found in wanted]
@@ -66,7 +70,7 @@ class Fetcher:
         opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_plain(group)]
         self._read_pieces([piece for group in raw for piece in _reads_of(group)])
         self._read_opened(opened)
-        self._warn_of_missing_chunks([request for request in requests if self._loose and not request.complete])
+        self._warn_of_missing_chunks([request for request in requests if self._in_files and not request.complete])
         return mapping.merge_by_index(ready, [request.array for request in requests])
 
     def _request(self, job: Job, chunks: list[tuple[StoredValue, Box]], complete: bool) -> ArrayRead:
@@ -76,10 +80,10 @@ class Fetcher:
             raise self._corrupt(job, f"there is no memory for {show(job)}") from error
 
     def _locate(self, job: Job, extents: list[tuple[Job, ByteRange]]) -> tuple[list[tuple[StoredValue, Box]], bool]:
-        """Where all chunks lie; a missing one is an error unless the checkpoint's convention is to leave some out."""
+        """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value."""
         prefix, found, stored, complete = key_prefix(job.name), [], 0, True
         may_lack = self._fills_missing and job.info.has_fill_value
-        # Where chunks may be missing the first one does not end the walk over a hostile grid of 2**60.
+        # If chunks may be missing, the first one does not end the loop over a hostile grid of 2**60.
         limit = _MAX_CHUNKS if may_lack else None
         for cell, box in itertools.islice(job.cells(), limit):
             key = prefix + job.info.chunk_key(cell)
@@ -94,17 +98,17 @@ class Fetcher:
             stored += _stored_bytes(place)
         if not may_lack and math.prod(job.shape) * job.info.dtype.itemsize > stored * _MAX_RATIO:
             raise self._corrupt(job, f"{stored} stored bytes cannot hold {show(job)}")
-        # Beyond the limit nobody looked, so TensorStore has to.
+        # Chunks beyond the limit were not looked up; TensorStore does that.
         return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
 
     def _warn_of_missing_chunks(self, requests: list[ArrayRead]) -> None:
-        """Loose files can be lost in copying without a trace; the keys of a database cannot."""
+        """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
         names = sorted({request.job.keystr for request in requests})
         if names:
             _log.warning(
-                f"{self._path}: not all chunk files of the arrays {names[:8]} are there; releases of Orbax before "
-                f"0.10.3 stored none where all values are the fill value, so that is what they are taken for. If files "
-                f"were lost in copying, copy the checkpoint anew"
+                f"{self._path}: not all chunk files of the arrays {names[:8]} are there; they are read as the fill "
+                f"value, because releases of Orbax before 0.10.3 left out chunks of only that value. If files were "
+                f"lost in copying, copy the checkpoint again"
             )
 
     def _check(self, job: Job, place: StoredValue, extents: list[tuple[Job, ByteRange]]) -> None:
@@ -116,8 +120,8 @@ class Fetcher:
         if isinstance(place, ByteRange):
             extents.append((job, place))
 
-    def _check_inside(self, extents: list[tuple[Job, ByteRange]]) -> None:
-        """Looks whether the files reach as far; TensorStore would take a missing file for an empty value (measured)."""
+    def _check_bounds(self, extents: list[tuple[Job, ByteRange]]) -> None:
+        """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
         files = list(dict.fromkeys(extent.file for _, extent in extents))
         sizes = dict(zip(files, sizes_of([os.path.join(self._path, file) for file in files]), strict=True))
         for job, extent in extents:
@@ -165,7 +169,7 @@ class Fetcher:
             done += count
 
     def _read_run(self, pieces: list[Piece]) -> None:
-        """Reads pieces of one object that lie side by side with one request."""
+        """Read neighbouring ranges of one object with one request."""
         file, start = pieces[0].extent.file, pieces[0].extent.offset
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
         try:
@@ -188,7 +192,7 @@ class Fetcher:
             return ts.open(spec, open=True, read=True, context=self._context)
 
     def _read_opened(self, opened: list[tuple[list[ArrayRead], Any]]) -> None:
-        """Boxes of several arrays, through TensorStore."""
+        """Read arrays through TensorStore."""
         started: list[tuple[ArrayRead, Any]] = []
         shared: list[tuple[list[ArrayRead], Any]] = []
         for group, future in opened:
@@ -236,7 +240,7 @@ class Fetcher:
 
 
 class _TranslateErrors:
-    """Turns TensorStore's errors about one array into ours."""
+    """Translates TensorStore's errors about one array."""
 
     def __init__(self, fetcher: Fetcher, job: Job) -> None:
         self._fetcher, self._job = fetcher, job
@@ -250,14 +254,14 @@ class _TranslateErrors:
 
 
 def _is_plain(group: list[ArrayRead]) -> bool:
-    """Whether the bytes of all chunks are the values, and it is known where they lie."""
+    """Return whether all chunks are raw and their byte ranges are known."""
     return group[0].job.info.raw and all(
         request.complete and not any(isinstance(place, OpaqueValue) for place, _ in request.chunks) for request in group
     )
 
 
 def _start_copy(request: ArrayRead, store: Any) -> Any:
-    """Has TensorStore write into our memory, in native byte order."""
+    """Start TensorStore's copy into the array, in native byte order."""
     array = request.array
     native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
     wanted = store if request.job.box is None else store[request.job.box][ts.d[:].translate_to[0]]
@@ -265,7 +269,7 @@ def _start_copy(request: ArrayRead, store: Any) -> Any:
 
 
 def _share_chunks(group: list[ArrayRead]) -> bool:
-    """Whether to read by chunks that are there; only TensorStore knows what stands for those that are not."""
+    """Return whether several reads share chunks; only TensorStore fills in missing ones, so all must be stored."""
     return (
         len(group) > 1
         and all(request.complete for request in group)
@@ -274,7 +278,7 @@ def _share_chunks(group: list[ArrayRead]) -> bool:
 
 
 def _read_by_chunk(path: str, group: list[ArrayRead], store: Any) -> None:
-    """Decodes each chunk once, whatever number of boxes lie in it."""
+    """Decode each chunk once for all boxes in it."""
     with Pool(_CHUNKS_AT_ONCE) as pool:
         chunks = by_chunk(group).items()
         for done in [pool.submit(_read_chunk, path, store, start, copies) for start, (_, copies) in chunks]:
@@ -289,18 +293,18 @@ def _read_chunk(path: str, store: Any, start: tuple[int, ...], copies: list[Copy
 
 
 def _reads_of(group: list[ArrayRead]) -> list[Piece]:
-    """What to read for boxes of one array of plain chunks."""
+    """Return the ranges to read for boxes of one array of raw chunks."""
     job = group[0].job
     if len(group) == 1 and job.is_one_plain_chunk:
         ((value, _),) = group[0].chunks
-        return uncompressed.place_whole(job, value, group[0].array)
+        return uncompressed.plan_whole_chunk(job, value, group[0].array)
     found: list[Piece] = []
     for place, copies in by_chunk(group).values():
-        found += uncompressed.place(job, place, job.info.chunks, copies)
+        found += uncompressed.plan_chunk(job, place, job.info.chunks, copies)
     return found
 
 
 def _stored_bytes(place: StoredValue) -> int:
     if isinstance(place, OpaqueValue):
-        return 1 << 40  # nothing is known, so nothing is refused
+        return 1 << 40  # unknown, so nothing is refused
     return place.length if isinstance(place, ByteRange) else len(place)

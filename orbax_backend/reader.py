@@ -1,4 +1,4 @@
-"""An open Orbax directory: its leaves as handles, and their values."""
+"""Open Orbax directories: leaves as handles, and their values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EMPTY: dict[str, Callable[[], Node]] = {
     "Tuple": lambda: Branch({}, Container.TUPLE),
     "NamedTuple": lambda: Branch({}, Container.NAMEDTUPLE),
 }
-# Others may be stored in any way, also where arrays of their names are there.
+# Leaves of other types may be stored in any way, even if there are arrays of their names.
 _ARRAY_TYPES = frozenset([JAX_ARRAY, NP_ARRAY, SCALAR, UNKNOWN])
 _STORED_TYPES = _ARRAY_TYPES | {STRING}
 _log = logging.getLogger("flax_ckpt_compat")
@@ -45,15 +45,14 @@ _log = logging.getLogger("flax_ckpt_compat")
 _KEY_WIDTHS = (2, 4)
 
 
-def _within(handle: LeafHandle, index: Box | None) -> LeafHandle | ArraySlice:
+def _slice_of(handle: LeafHandle, index: Box | None) -> LeafHandle | ArraySlice:
     return handle if index is None else ArraySlice(handle, index)
 
 
 class OrbaxReader:
-    """One open directory; see `flax_ckpt_compat._core.backend.Reader`.
+    """An open directory; see `flax_ckpt_compat._core.backend.Reader`.
 
-    Arrays up to 4 KiB that lie in the database's own nodes and are read multiprocess share blocks of memory of up to
-    256 KiB, each in its own aligned part.
+    Arrays up to 4 KiB that are inline in the database and read in one call share aligned blocks of up to 256 KiB.
     """
 
     format = Format.ORBAX
@@ -65,7 +64,7 @@ class OrbaxReader:
         self._index = index
         self._fetcher = Fetcher(path, index, structure.fills_missing) if index is not None else None
         self._aggregate = structure.aggregate
-        self._known: dict[Any, ArrayLocator] = {}
+        self._locators: dict[Any, ArrayLocator] = {}
         try:
             self.tree: Node = build_tree(structure, [self._node(entry) for entry in structure.entries])
         except RecursionError as error:
@@ -76,7 +75,7 @@ class OrbaxReader:
             ) from error
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """The values of these handles and parts; see `flax_ckpt_compat._core.backend.Reader.read`."""
+        """Return the values of handles and slices; see `flax_ckpt_compat._core.backend.Reader.read`."""
         if self._closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
@@ -95,7 +94,7 @@ class OrbaxReader:
         jobs = [
             handle.locator.job(handle, index) for handle, index in asked if isinstance(handle.locator, ArrayLocator)
         ]
-        inner = [_within(handle.locator, index) for handle, index in asked if isinstance(handle.locator, LeafHandle)]
+        inner = [_slice_of(handle.locator, index) for handle, index in asked if isinstance(handle.locator, LeafHandle)]
         arrays = iter(self._fetcher.fetch(jobs, mapped=mapped) if self._fetcher is not None else ())
         aggregated = iter(self._aggregate.read(inner, mapped=mapped) if self._aggregate is not None else ())
         return [self._value(handle, arrays, aggregated) for handle, _ in asked]
@@ -105,7 +104,7 @@ class OrbaxReader:
         return self._structure.shardings.get(name)
 
     def close(self) -> None:
-        """Ends reading, as for files; between reads nothing but the msgpack file of old releases is open."""
+        """Close the reader; between reads only the msgpack file of old releases is open."""
         self._closed = True
         if self._aggregate is not None:
             self._aggregate.close()
@@ -147,14 +146,14 @@ class OrbaxReader:
         annotation = self._structure.annotations.leaves.get(entry.name) if self._structure.annotations else None
         of_release = self._value_type(entry) if self._structure.annotations is None else None
         known = (found[1:], entry.value_type, of_release, annotation, self._structure.key_impls.get(entry.name))
-        locator = self._known.get(known)
+        locator = self._locators.get(known)
         if locator is None:
-            locator = self._known[known] = self._make_locator(entry, found, annotation or LeafType())
+            locator = self._locators[known] = self._make_locator(entry, found, annotation or LeafType())
         kind, shape, dtype, nbytes, possible_kinds = locator.handle
         return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, locator, False, possible_kinds)
 
     def _make_locator(self, entry: LeafEntry, found: tuple[str, bytes, bool], annotation: LeafType) -> ArrayLocator:
-        """How to read a leaf, by the metadata of its array."""
+        """Parse the metadata of a leaf's array into its locator."""
         key, text, zarr3 = found
         keystr, possible_kinds = show_path(entry.path), frozenset[LeafKind]()
         try:
@@ -179,7 +178,7 @@ class OrbaxReader:
         return ArrayLocator(info, decoder, is_plain, described, inline_key(info))
 
     def _value_type(self, entry: LeafEntry) -> str:
-        # From 0.4.0 on a sharding is stored of just the jax arrays.
+        # Since 0.4.0 exactly the jax arrays have a stored sharding.
         is_jax_array = entry.value_type == UNKNOWN and entry.name in self._structure.shardings
         return JAX_ARRAY if is_jax_array else entry.value_type
 
@@ -201,13 +200,13 @@ class OrbaxReader:
         impl, guessed = implementation(info.shape[-1] if info.shape else 0)
         if guessed:
             _log.warning(
-                f"{self.path}: the files of this PRNG key do not name its implementation; {impl!r} is taken, which "
-                f"'unsafe_rbg' looks like: for that one wrap jax.random.key_data anew"
+                f"{self.path}: the files of this PRNG key do not name its implementation; {impl!r} is assumed, which "
+                f"has the same shape as 'unsafe_rbg': for that one, wrap jax.random.key_data again"
             )
         return impl
 
     def _metadata_of(self, entry: LeafEntry) -> tuple[str, bytes, bool] | None:
-        """Key and text of the metadata of an array, and whether it is of zarr v3."""
+        """Return key and text of an array's metadata, and whether it is zarr v3."""
         if self._index is None:
             return None
         for zarr3 in (self._structure.zarr3, not self._structure.zarr3):
@@ -236,14 +235,14 @@ class OrbaxReader:
 
 
 def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> OrbaxReader:
-    """Opens a directory without reading array data.
+    """Open a directory without reading array data.
 
     Args:
-        path: of the directory.
-        open_msgpack: opens the msgpack file that old releases of Orbax wrote.
+        path: directory of the checkpoint.
+        open_msgpack: opens the msgpack file of old releases.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: it is no such directory.
+        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: it is not a checkpoint directory.
         CorruptCheckpointError: it does not decode.
     """
     aggregate = open_aggregate(path, open_msgpack)
@@ -269,7 +268,7 @@ def _index_of(path: str, structure: Structure) -> Index | None:
 
 
 def _warn_of_shared_names(path: str, structure: Structure) -> None:
-    """Real Orbax lets two leaves have one name and keeps one value (measured)."""
+    """Warn of leaves with the same name, of which real Orbax kept one value (measured)."""
     counts = collections.Counter(e.name for e in structure.entries if not e.skipped)
     shared = [name for name, count in counts.items() if count > 1]
     if shared:
@@ -280,7 +279,7 @@ def _warn_of_shared_names(path: str, structure: Structure) -> None:
 
 
 def _warn_of_lost_keys(reader: OrbaxReader, structure: Structure) -> None:
-    """Typed PRNG keys are plain arrays but for ``array_metadatas``; says so where that has gone."""
+    """Warn of possible PRNG keys that ``array_metadatas``, the only file to tell them from arrays, does not list."""
     if structure.annotations is not None:
         return
     unlisted = {

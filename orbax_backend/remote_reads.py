@@ -1,4 +1,4 @@
-"""Reading many ranges of the objects of a store with few requests, many of them at once."""
+"""Read many ranges of objects in a store with few concurrent requests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from flax_ckpt_compat._core.thread_pools import Pool
 
 from .uncompressed import Piece
 
-# A request takes about as long as 1 MiB does, so what lies between two ranges is read with them.
+# A request takes about as long as reading 1 MiB, so small gaps between ranges are read with them.
 _GAP_BYTES = 64 << 10
 _RUN_BYTES = 16 << 20
 _AT_ONCE = 16
 
 
 def runs(pieces: list[Piece]) -> list[list[Piece]]:
-    """Puts pieces that lie side by side multiprocess.
+    """Group neighbouring pieces into runs.
 
     Args:
-        pieces: by file and offset.
+        pieces: sorted by file and offset.
     """
     found: list[list[Piece]] = []
     for piece in pieces:
@@ -34,7 +34,7 @@ def runs(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def deliver(piece: Piece, data: memoryview) -> None:
-    """Puts a piece's bytes where they belong."""
+    """Copy the bytes of a piece to their targets."""
 
     def fill(_: Piece, target: memoryview) -> None:
         target[:] = data
@@ -43,7 +43,7 @@ def deliver(piece: Piece, data: memoryview) -> None:
 
 
 def in_threads(function: Callable[[list[Piece]], None], found: list[list[Piece]]) -> None:
-    """Calls the function with every run, several at once; the first failure ends it once those begun have ended."""
+    """Call the function with every run concurrently; after a failure no new call starts."""
     if len(found) < 2:
         for run in found:
             function(run)

@@ -1,4 +1,4 @@
-"""The file ``_sharding``: how each jax.Array was spread over devices."""
+"""Read the file ``_sharding``: the sharding of each jax.Array."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 
 def read_shardings(path: str, names: Collection[str]) -> dict[str, str]:
-    """The JSON text of each array's sharding, by its stored name.
+    """Return stored name → JSON text of the sharding.
 
     Args:
-        path: of the checkpoint's directory.
-        names: of all leaves. Keys are these names in base64, or, till 0.4.1, the names themselves (measured).
+        path: directory of the checkpoint.
+        names: stored names of all leaves. The file has them in base64, until 0.4.1 as they are (measured).
     """
     try:
         stored = read_json(path, SHARDING) or {}
@@ -28,7 +28,7 @@ def read_shardings(path: str, names: Collection[str]) -> dict[str, str]:
         _log.warning("%s; restoring without saved shardings", error)
         return {}
     decoded: dict[str, Any] = {_decoded(key): text for key, text in stored.items()}
-    # A name can be valid base64 of another text, so the file as a whole decides.
+    # A plain name can be valid base64 too, so the file as a whole decides.
     known = decoded if sum(n in names for n in decoded) >= sum(n in names for n in stored) else stored
     return {name: text for name, text in known.items() if isinstance(text, str)}
 

@@ -1,4 +1,4 @@
-"""The sharding of a jax.Array as Orbax's JSON text."""
+"""Encode shardings of jax.Arrays as Orbax's JSON text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flax_ckpt_compat._core.tree import normalize_index
 
 
 class ShardingEncoder:
-    """Turns shardings into text, each distinct one once."""
+    """Encodes shardings as text, each distinct one once."""
 
     def __init__(self) -> None:
         self._known = Memo(_describe)
 
     def of(self, sharding: Any) -> str | None:
-        """The text for a sharding, or None if Orbax's format has no form for it.
+        """Return the text of a sharding, or None if Orbax's format cannot express it.
 
         Args:
-            sharding: a jax.sharding.Sharding; None (key data on the host) stands for jax's first device.
+            sharding: a jax.sharding.Sharding, or None (key data on the host) for jax's first device.
         """
         return self._known.of(sharding)
 
@@ -65,10 +65,10 @@ def _device_ids(devices: Any) -> Any:
 
 
 def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
-    """The shape of every shard; that of the whole array where the shards are no even grid.
+    """Return the shape of one shard, or of the whole array if the shards are not a regular grid.
 
     Args:
-        shape: of the whole array.
+        shape: shape of the whole array.
         sharding: a jax.sharding.Sharding, or None.
     """
     if sharding is None or sharding.is_fully_replicated or 0 in shape:
@@ -79,7 +79,7 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
         return shape
     if any(length % piece for length, piece in zip(shape, part, strict=True)):
         return shape
-    # The shards of a mesh are a grid; looking at those of thousands of devices would take its time.
+    # The shards of a mesh are a grid; checking them on thousands of devices would be slow.
     if isinstance(sharding, sys.modules["jax"].sharding.NamedSharding):
         return part
     boxes = (normalize_index(index, shape) for index in sharding.devices_indices_map(shape).values())
@@ -87,7 +87,7 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
 
 
 def everywhere() -> Any:
-    """The sharding of what all processes hold whole: replicated over all devices."""
+    """Return the sharding that replicates an array over all devices."""
     return _everywhere(tuple(sys.modules["jax"].devices()))
 
 
@@ -99,7 +99,7 @@ def _everywhere(devices: tuple[Any, ...]) -> Any:
 
 
 def is_spread(sharding: Any) -> bool:
-    """Whether process 0, which writes all else, does not have the whole array."""
+    """Return whether an array must be written by several processes, because process 0 has only a part of it."""
     if sharding is None or sharding.is_fully_addressable:
         return False
     return not (sharding.is_fully_replicated and any(device.process_index == 0 for device in sharding.device_set))

@@ -1,4 +1,4 @@
-"""The files of a checkpoint for TensorStore and for ranged reads, in a local directory or in an object store."""
+"""Open a checkpoint's files, local or in an object store, for TensorStore and for ranged reads."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.object_store import client, specs, store_errors
 from flax_ckpt_compat._core.thread_pools import Pool
 
-# Of waiting for TensorStore, which tries again by itself: seconds, beside the time that the bytes may take.
-_TIMEOUT = 60.0
+# TensorStore retries by itself for this long, beside the time for the bytes.
+_TIMEOUT = 60.0  # seconds
 _SLOWEST_RATE = 2**20  # bytes/s
 _SIZES_AT_ONCE = 16
 
 
 def directory_spec(path: str) -> dict[str, Any]:
-    """How TensorStore opens the directory ``path``."""
+    """Return TensorStore's spec of the directory ``path``."""
     return client.spec(path) if paths.is_url(path) else paths.local_kvstore(os.path.join(path, ""))
 
 
 def new_context(path: str, cache_bytes: int) -> Any:
-    """A TensorStore context with a cache of its own, because nodes are cached by path and paths are used again."""
+    """Return a TensorStore context with its own cache: nodes are cached by path, and paths are reused."""
     parent = specs.context() if paths.is_url(path) else None
     return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=parent)
 
 
 def wait(path: str, future: Any, nbytes: int = 0) -> Any:
-    """The result of TensorStore's future about the files of ``path``, in bounded time where those are in a store.
+    """Return the result of a TensorStore future about ``path``; if it is in a store, wait a limited time.
 
     Raises:
         StorageError: the store refused, or did not answer in time; all other errors are TensorStore's.
@@ -45,10 +45,10 @@ def wait(path: str, future: Any, nbytes: int = 0) -> Any:
 
 
 def read_range(file: str, start: int, stop: int) -> bytes:
-    """Bytes of a file; fewer where it ends before ``stop``.
+    """Read a range of a file; return fewer bytes if it ends before ``stop``.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         OSError, StorageError: the system, or the store, refused.
     """
     if paths.is_url(file):
@@ -59,7 +59,7 @@ def read_range(file: str, start: int, stop: int) -> bytes:
 
 
 def sizes_of(files: list[str]) -> list[int | OSError]:
-    """Bytes in each file, or why that cannot be told; those in stores are asked for side by side."""
+    """Return the size of each file, or the error; query stores concurrently."""
     if len(files) < 2 or not paths.is_url(files[0]):
         return list(map(_size, files))
     with Pool(min(_SIZES_AT_ONCE, len(files))) as pool:

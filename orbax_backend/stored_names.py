@@ -1,4 +1,4 @@
-"""From key paths to stored names, and from names to keys of the key-value store and JSON pointers."""
+"""Map key paths to stored names, and names to key prefixes and JSON pointers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _BAD_ESCAPE = re.compile(r"~(?![01])")
 
 
 def stored_name(path: Path) -> str:
-    """Orbax's name of a leaf: its key path joined with dots; the bare leaf is ``""``."""
+    """Return Orbax's name of a leaf: its key path joined with dots; a bare leaf is ``""``."""
     return ".".join(path)
 
 
 def key_prefix(name: str) -> str:
-    """What the keys of an array start with.
+    """Return the key prefix of an array.
 
     TensorStore's zarr drivers add the ``/`` only where it is missing, so the names ``a`` and ``a/`` share
     their keys, and so do ``""`` and ``/`` (measured).
@@ -27,9 +27,9 @@ def key_prefix(name: str) -> str:
 
 
 def pointer_tokens(name: str) -> tuple[str, ...] | None:
-    """Where in ``_strings.json`` real Orbax looks a name up, outermost first; None if it cannot.
+    """Return the tokens by which real Orbax looks a name up in ``_strings.json``; None if it cannot.
 
-    Orbax 0.12.8 takes ``/`` + name, unescaped, as a JSON pointer (measured).
+    Orbax 0.12.8 uses ``/`` + name, unescaped, as a JSON pointer (measured).
     """
     if _BAD_ESCAPE.search(name):
         return None
@@ -37,17 +37,17 @@ def pointer_tokens(name: str) -> tuple[str, ...] | None:
 
 
 class NameRegistry:
-    """Refuses names that cannot be told apart, or not be stored at all."""
+    """Registers stored names and rejects those that collide or cannot be stored."""
 
     def __init__(self) -> None:
         self._paths: dict[str, Path] = {}
 
     def add(self, path: Path) -> str:
-        """The stored name of a leaf.
+        """Register a leaf and return its stored name.
 
         Raises:
-            NameCollisionError: another leaf has the same name or the same keys.
-            UnsupportedLeafError: the name is no valid Unicode.
+            NameCollisionError: another leaf has the same name or keys.
+            UnsupportedLeafError: the name is not valid Unicode.
         """
         self.check(path)
         name = stored_name(path)
@@ -62,10 +62,10 @@ class NameRegistry:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Refuses a key path that cannot be stored; enough for markers, which have no values to lose.
+        """Check that a key path can be stored; empty nodes, without values to lose, need no more.
 
         Raises:
-            UnsupportedLeafError: a name is no valid Unicode.
+            UnsupportedLeafError: a name is not valid Unicode.
         """
         try:
             "".join(path).encode()

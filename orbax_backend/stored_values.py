@@ -1,4 +1,4 @@
-"""Places of the values of a checkpoint's keys, and the question for them."""
+"""Define the index of a checkpoint: its keys and where their values are stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ByteRange:
 
 
 class OpaqueValue:
-    """A value that is there, but of which only TensorStore knows where."""
+    """A value that only TensorStore can locate."""
 
 
 StoredValue = bytes | ByteRange | OpaqueValue
@@ -33,25 +33,25 @@ class Index(Protocol):
     """The values of a checkpoint by key."""
 
     def find(self, key: str) -> StoredValue | None:
-        """The value itself, where it lies, or None if the key is absent."""
+        """Return the value, its byte range, or None if the key is absent."""
         ...
 
     def get(self, key: str) -> bytes | None:
-        """A small value, or None if the key is absent."""
+        """Read a small value; return None if the key is absent."""
         ...
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        """The spec through which TensorStore reads the keys that start with ``prefix``."""
+        """Return TensorStore's spec of the keys below ``prefix``."""
         ...
 
 
 def stays_inside(relative: str) -> bool:
-    """Whether a relative path is_primary to something below the directory it is relative to."""
+    """Return whether a relative path stays below its directory."""
     return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
 
 
 def refuse_escape(relative: str, path: str) -> None:
-    """Nothing outside the checkpoint's directory is ever read, whatever the checkpoint says."""
+    """Raise if a relative path leads outside the checkpoint's directory."""
     if not stays_inside(relative):
         raise CorruptCheckpointError(
             f"{path}: it refers to {relative!r}, which lies outside its directory; it was tampered with: do not use it",

@@ -1,4 +1,4 @@
-"""The stored tree and everything else that the JSON files of a checkpoint say, before any array is looked at."""
+"""Read the stored tree and the other JSON files of a checkpoint, without reading arrays."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from .saved_shardings import read_shardings
 from .stored_names import pointer_tokens, stored_name
 from .type_annotations import TypeAnnotations, parse_annotations
 
-# Of a leaf of which only the name is known: it is an array or a text.
+# Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
 _DATABASE_FILE = re.compile(DATA_FILE_PATTERN)
 
 
 @dataclasses.dataclass(slots=True)  # not frozen, which makes it thrice as slow to make
 class LeafEntry:
-    """One leaf or empty node of the stored tree, as ``_METADATA`` or, without one, the msgpack file has it.
+    """One leaf or empty node of the stored tree, from ``_METADATA`` or, without one, from the msgpack file.
 
     Attributes:
-        keys: its key path, each name with Orbax's key type.
-        path: the names of its key path.
-        name: the name it is stored under.
+        keys: key path, each name with Orbax's key type.
+        path: key path.
+        name: stored name.
         value_type: Orbax's name of its type.
-        skipped: its value is not in the arrays: an empty marker, or the msgpack file of old releases has it.
-        has_write_shape: its release also wrote ``array_metadatas`` for it.
+        skipped: whether it has no array: an empty node, or a value in the msgpack file of old releases.
+        has_write_shape: whether its release also wrote ``array_metadatas``.
     """
 
     keys: Keys
@@ -67,20 +67,20 @@ class LeafEntry:
 
 @dataclasses.dataclass(slots=True)
 class Structure:
-    """What the JSON files of a checkpoint say.
+    """The content of a checkpoint's JSON files.
 
     Attributes:
-        path: of the checkpoint's directory.
-        entries: of the stored tree, in stored order.
-        use_ocdbt, zarr3: how arrays are stored.
-        fills_missing: chunks that equal the fill value were not stored.
-        annotations: ours, or None in a checkpoint that others wrote.
+        path: directory of the checkpoint.
+        entries: entries of the tree, in stored order.
+        use_ocdbt, zarr3: storage format of arrays.
+        fills_missing: whether chunks of only the fill value were not stored.
+        annotations: our type annotations, or None in a checkpoint of another writer.
         strings: content of ``_strings.json``, or None.
-        key_impls: PRNG implementation, or None for plain arrays, by the name of every array that the files list; not
-            read where our annotations tell.
-        is_single_array: it is the item of one array, without a tree.
-        is_typed_key: that array is the data of a typed PRNG key.
-        aggregate: the msgpack file that old releases wrote, or None.
+        key_impls: name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not
+            read if there are annotations.
+        is_single_array: whether it is an item of one array, without a tree.
+        is_typed_key: whether that array is the data of a typed PRNG key.
+        aggregate: msgpack file of old releases, or None.
     """
 
     path: str
@@ -98,16 +98,16 @@ class Structure:
 
     @property
     def shardings(self) -> dict[str, str]:
-        """JSON text of each array's sharding by name; the file is read when that is first asked for."""
+        """Return name → JSON text of the sharding; read the file at first use."""
         if self._shardings is None:
             self._shardings = read_shardings(self.path, {entry.name for entry in self.entries})
         return self._shardings
 
     def text(self, entry: LeafEntry) -> str:
-        """The text of a string leaf.
+        """Return the text of a string leaf.
 
         Raises:
-            CorruptCheckpointError: it is not there.
+            CorruptCheckpointError: it is missing.
         """
         value: Any = self.strings
         for token in pointer_tokens(entry.name) or ():
@@ -125,14 +125,14 @@ class Structure:
 
 
 def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
-    """Reads the JSON files of the directory ``path``; all but ``_METADATA`` may be absent.
+    """Read the JSON files of a directory.
 
     Args:
-        path: of the directory.
-        aggregate: its msgpack file, which holds the structure where there is no ``_METADATA``.
+        path: directory of the checkpoint.
+        aggregate: its msgpack file, which has the structure if there is no ``_METADATA``.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: nothing holds the structure.
+        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: no file has the structure.
         CorruptCheckpointError: a file does not decode.
     """
     read_ahead(path, (TREE_METADATA, STRINGS))
@@ -140,7 +140,7 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
     file = os.path.join(path, TREE_METADATA)
     use_ocdbt = (metadata or {}).get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
-        # Releases before 0.11.31 did not say it (history of Orbax).
+        # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(path)
     entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(path, aggregate, use_ocdbt)
     annotations = parse_annotations((metadata or {}).get("custom_metadata"), file)
@@ -161,7 +161,7 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
 
 
 def _holds_database(path: str) -> bool:
-    """Whether arrays are in a database: its manifest is there, or, if that was lost, its other parts."""
+    """Return whether arrays are in a database, by its manifest or, if that is lost, its other files."""
     if paths.isfile(os.path.join(path, MANIFEST)):
         return True
     nodes = os.path.join(path, DATA_DIRECTORY)
@@ -177,7 +177,7 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
 
 
 def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
-    """The entries of a directory without ``_METADATA``: of the msgpack file, or the one of a single array."""
+    """Return the entries of a directory without ``_METADATA``: from the msgpack file, or of a single array."""
     if aggregate is not None:
         return [_entry(keys, leaf) for keys, leaf in aggregate.leaves.items()]
     try:
@@ -189,7 +189,7 @@ def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> l
 
 
 def _entry(keys: Keys, leaf: LeafHandle | str | None) -> LeafEntry:
-    """An entry for a leaf of the msgpack file."""
+    """Return the entry of a leaf of the msgpack file."""
     path = tuple(name for name, _ in keys)
     return LeafEntry(keys, path, stored_name(path), leaf if isinstance(leaf, str) else UNKNOWN, leaf is not None, False)
 
@@ -206,8 +206,8 @@ def _missing_structure(path: str) -> Exception:
             path=path,
         )
     return IncompleteCheckpointError(
-        f"{path}: neither the file {TREE_METADATA} nor, of a release before 0.5, the file {MSGPACK_FILE} is there, "
-        f"which hold the structure of the tree (found {names[:8]}); the save was not finished, or the file was lost: "
+        f"{path}: expected the structure of the tree in {TREE_METADATA} or, of a release before 0.5, in "
+        f"{MSGPACK_FILE}, found {names[:8]}; the save was not finished, or the file was lost: "
         f"restore it from a copy",
         path=path,
     )
@@ -231,7 +231,7 @@ def _parse_entry(file: str, key: str, entry: Any) -> LeafEntry:
 
 
 def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None]:
-    """Every process lists all arrays, so any one whole file is enough."""
+    """Return `Structure.key_impls`; every process lists all arrays, so one complete file is enough."""
     directory = os.path.join(path, ARRAY_METADATAS)
     impls: dict[str, str | None] = {}
     listed = {entry.name for entry in entries if entry.value_type == JAX_ARRAY and not entry.skipped}
@@ -245,14 +245,14 @@ def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None
                 impl = (array.get("ext_metadata") or {}).get("random_key_impl")
                 impls[str(array["param_name"])] = impl if isinstance(impl, str) else None
         except (KeyError, TypeError, AttributeError) as error:
-            raise corrupt(file, f"it does not decode ({error!r}), and it tells PRNG keys from arrays") from error
+            raise corrupt(file, f"it does not decode ({error!r}), but only it tells PRNG keys from arrays") from error
     return impls
 
 
 def _read_strings(path: str, entries: list[LeafEntry]) -> dict[str, Any] | None:
-    """All texts of the checkpoint.
+    """Return all texts of the checkpoint, or None.
 
-    Orbax 0.3.5 wrote them to the directory of the first text, called as if it were an array's (measured).
+    Orbax 0.3.5 wrote the file to a directory with the name of the first text (measured).
     """
     strings = read_json(path, STRINGS)
     if strings is not None:

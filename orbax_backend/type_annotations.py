@@ -1,14 +1,14 @@
-"""Our own note in a checkpoint: the exact types that Orbax's format does not keep.
+"""Encode and decode type annotations: the exact types that Orbax's format does not keep.
 
-It lives in ``_METADATA["custom_metadata"]["flax_ckpt_compat"]``, where Orbax 0.12.8 allows any JSON and
-looks at none of it (measured with `PyTreeCheckpointer`, `StandardCheckpointer` and v1 ``load``)::
+They are in ``_METADATA["custom_metadata"]["flax_ckpt_compat"]``, where Orbax 0.12.8 allows any JSON and
+ignores it (measured with `PyTreeCheckpointer`, `StandardCheckpointer` and v1 ``load``)::
 
     {"format": 1,
-     "leaves": {NAME: {"kind": KIND, "dtype": DTYPE, "impl": IMPL}},     each text only where it says something
+     "leaves": {NAME: {"kind": KIND, "dtype": DTYPE, "impl": IMPL}},     without the keys that have no value
      "containers": [[PATH, CONTAINER, INT_KEYS], …]}                     tuples, empty namedtuples, int keys
 
-KIND is a value of `LeafKind`. DTYPE is the leaf's own dtype where another one is stored: integers of the same
-width, or, where no integer is that wide, bytes along one more, last axis. PATH is a list of key names.
+KIND is a value of `LeafKind`. DTYPE is the leaf's dtype if it is stored with another: integers of the same
+width, or, if no integer has it, bytes along one more, last axis. PATH is a list of key names.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafType:
-    """What the format itself does not say about one leaf; None where it says enough.
+    """The type of a leaf; None where Orbax's format says enough.
 
     Attributes:
-        kind: the type it comes back as.
+        kind: kind of the leaf.
         dtype: name of its dtype; ``str`` and ``bytes`` for numpy text scalars.
-        impl: of a PRNG key.
+        impl: implementation of a PRNG key.
     """
 
     kind: LeafKind | None = None
@@ -41,7 +41,7 @@ class LeafType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContainerType:
-    """What a branch was, where the format's own answer would differ."""
+    """The type of a branch that Orbax's format would not restore."""
 
     container: Container
     int_keys: frozenset[str] = frozenset()
@@ -49,28 +49,28 @@ class ContainerType:
 
 @dataclasses.dataclass(slots=True)
 class TypeAnnotations:
-    """All annotations of one checkpoint, by stored name and by key path."""
+    """The annotations of a checkpoint: of leaves by stored name, of containers by key path."""
 
     leaves: dict[str, LeafType] = dataclasses.field(default_factory=dict)
     containers: dict[Path, ContainerType] = dataclasses.field(default_factory=dict)
 
     def add_branch(self, path: Path, branch: Branch) -> None:
-        """TypeAnnotations a branch if Orbax's format alone would give back another container."""
+        """Annotate a branch if Orbax's format would restore another container."""
         empty_namedtuple = branch.container is Container.NAMEDTUPLE and not branch.children
-        # An empty tuple has a marker of its own in Orbax's format.
+        # Orbax's format has a marker for empty tuples.
         tuples = branch.container is Container.TUPLE and bool(branch.children)
         if empty_namedtuple or tuples or branch.int_keys:
             self.containers[path] = ContainerType(branch.container, branch.int_keys)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON value of ``custom_metadata``."""
+        """Return the JSON value of ``custom_metadata``."""
         leaves = {name: _leaf_to_json(annotation) for name, annotation in self.leaves.items()}
-        containers = [[list(p), m.container.value, sorted(m.int_keys)] for p, m in self.containers.items()]
+        containers = [[list(path), one.container.value, sorted(one.int_keys)] for path, one in self.containers.items()]
         return {_KEY: {"format": _FORMAT, "leaves": leaves, "containers": containers}}
 
 
 def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | None:
-    """The annotations of a checkpoint, or None if it is not one of ours.
+    """Decode the annotations of a checkpoint; return None if it has none.
 
     Raises:
         UnrecognizedFormatError: a newer release wrote them.
@@ -96,19 +96,16 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
             raise
         raise CorruptCheckpointError(
             f"{file}: the type annotations under custom_metadata/{_KEY} do not decode ({error!r}); "
-            f"removing that entry gives the values without their exact types",
+            f"remove that entry to restore the values without their exact types",
             path=file,
         ) from error
     return TypeAnnotations(leaves, containers)
 
 
 def _leaf_to_json(annotation: LeafType) -> dict[str, str]:
-    parts = {
-        "kind": annotation.kind.value if annotation.kind else None,
-        "dtype": annotation.dtype,
-        "impl": annotation.impl,
-    }
-    return {name: text for name, text in parts.items() if text is not None}
+    kind = annotation.kind.value if annotation.kind else None
+    texts = {"kind": kind, "dtype": annotation.dtype, "impl": annotation.impl}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _leaf_from_json(annotation: dict[str, Any]) -> LeafType:

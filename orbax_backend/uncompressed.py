@@ -1,4 +1,4 @@
-"""Chunks without a codec: which ranges of which files go to which memory, and reading them in threads."""
+"""Plan ranged reads of raw chunks (without a codec) into memory, and run them in threads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .key_index import ByteRange
 _Array = np.ndarray[Any, Any]
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
 _PIECE_BYTES = 16 << 20
-# A read of a page costs about what reading over it does.
+# A separate read costs about as much as reading over a page.
 _SHORT_RUN_BYTES = 4096
 _LONG_RUN_BYTES = 256 << 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """A box of a chunk that belongs into a box of an array.
+    """A copy from a box of a chunk to a box of an array.
 
     Attributes:
-        source: in the chunk.
-        array: C order.
-        target: in the array.
+        source: box in the chunk.
+        array: array in C order.
+        target: box in the array.
     """
 
     source: Box
@@ -42,13 +42,13 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of a file, and what its bytes are for.
+    """A range of a file to read.
 
     Attributes:
-        owner: whom errors are about.
+        owner: the job, for errors.
         extent: the range.
-        target: memory that takes the bytes as they are, or None.
-        shape, copies: without a target: of the array that the bytes are, and which boxes of it go where.
+        target: memory for the bytes, or None.
+        shape, copies: without a target: shape of the array in the range, and the copies out of it.
     """
 
     owner: Any
@@ -58,7 +58,7 @@ class Piece:
     copies: tuple[Copy, ...] = ()
 
     def read(self, fill: Callable[[Piece, memoryview], None]) -> None:
-        """Has ``fill`` read the bytes and puts them where they belong."""
+        """Read the bytes with ``fill`` into their targets."""
         if self.target is not None:
             fill(self, self.target)
             return
@@ -68,19 +68,19 @@ class Piece:
 
 
 def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
-    """Copies boxes of a chunk in memory to where they belong."""
+    """Copy boxes of a chunk to their arrays."""
     for copy in copies:
         copy.array[copy.target] = chunk[copy.source]
 
 
-def place(owner: Any, value: bytes | ByteRange, chunk: Shape, copies: Sequence[Copy]) -> list[Piece]:
-    """What to read of one chunk; if its bytes are known already, they are copied at once.
+def plan_chunk(owner: Any, value: bytes | ByteRange, chunk: Shape, copies: Sequence[Copy]) -> list[Piece]:
+    """Return the ranges to read of one chunk; copy a chunk that is inline at once.
 
     Args:
-        owner: whom errors are about.
-        value: the chunk, or where it lies.
-        chunk: its shape.
-        copies: what is wanted of it.
+        owner: the job, for errors.
+        value: bytes or byte range of the chunk.
+        chunk: shape of the chunk.
+        copies: copies out of the chunk.
     """
     if not isinstance(value, ByteRange):
         scatter(np.frombuffer(value, np.uint8).view(copies[0].array.dtype).reshape(chunk), copies)
@@ -89,18 +89,18 @@ def place(owner: Any, value: bytes | ByteRange, chunk: Shape, copies: Sequence[C
     dense = 2 * sum(math.prod(grid.shape_of(copy.source)) for copy in copies) > math.prod(chunk)
     scattered = []
     for copy in copies:
-        count, places = grid.runs(chunk, copy.source, copy.array.shape, copy.target)
+        count, offsets = grid.runs(chunk, copy.source, copy.array.shape, copy.target)
         length = count * copy.array.itemsize
         in_one = count == math.prod(grid.shape_of(copy.source))
         if in_one or length >= _LONG_RUN_BYTES or (length >= _SHORT_RUN_BYTES and not dense):
-            pieces += _direct(owner, value, copy, length, places)
+            pieces += _direct(owner, value, copy, length, offsets)
         else:
             scattered.append(copy)
     return pieces + (_bands(owner, value, chunk, scattered) if scattered else [])
 
 
-def place_whole(owner: Any, value: Any, array: _Array) -> list[Piece]:
-    """The same for a chunk that is an array: its bytes, or where they lie, go straight into place."""
+def plan_whole_chunk(owner: Any, value: Any, array: _Array) -> list[Piece]:
+    """Return the ranges to read of a chunk that is a whole array; copy one that is inline at once."""
     target = memory.as_bytes(array)
     if not isinstance(value, ByteRange):
         target[:] = value
@@ -114,12 +114,12 @@ def place_whole(owner: Any, value: Any, array: _Array) -> list[Piece]:
 
 
 def _direct(
-    owner: Any, extent: ByteRange, copy: Copy, length: int, places: Iterator[tuple[int, int]]
+    owner: Any, extent: ByteRange, copy: Copy, length: int, offsets: Iterator[tuple[int, int]]
 ) -> Iterator[Piece]:
-    """Runs that are read straight into their places, long ones in parts for several threads."""
+    """Yield runs to read directly into the array; split long ones for several threads."""
     size = copy.array.itemsize
     target = memory.as_bytes(copy.array)
-    for source_at, target_at in places:
+    for source_at, target_at in offsets:
         for start in range(0, length, _PIECE_BYTES):
             count = min(_PIECE_BYTES, length - start)
             at = target_at * size + start
@@ -128,24 +128,24 @@ def _direct(
 
 
 def _bands(owner: Any, extent: ByteRange, chunk: Shape, copies: Sequence[Copy]) -> list[Piece]:
-    """Whole rows that are read aside, and of which columns are copied."""
+    """Return ranges of whole rows to read into a buffer, from which columns are copied."""
     size = copies[0].array.itemsize
     pieces = []
     for band in grid.bands(grid.hull([copy.source for copy in copies]), chunk, max(1, _PIECE_BYTES // size)):
         shape = grid.shape_of(band)
         found = ByteRange(extent.file, extent.offset + grid.offset(chunk, band) * size, math.prod(shape) * size)
-        inside = tuple(_inside(copy, band) for copy in copies if _meet(copy.source, band))
+        inside = tuple(_inside(copy, band) for copy in copies if _overlaps(copy.source, band))
         if inside:
             pieces.append(Piece(owner, found, None, shape, inside))
     return pieces
 
 
-def _meet(one: Box, other: Box) -> bool:
+def _overlaps(one: Box, other: Box) -> bool:
     return all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True))
 
 
 def _inside(copy: Copy, band: Box) -> Copy:
-    """The part of a copy that lies in a band, as seen from the band."""
+    """Return the part of a copy inside a band, relative to the band."""
     part = grid.overlap(copy.source, band)
     target = tuple(
         slice(side.start - was.start + to.start, side.stop - was.start + to.start)
@@ -155,7 +155,7 @@ def _inside(copy: Copy, band: Box) -> Copy:
 
 
 def in_threads(function: Callable[[Piece], None], pieces: list[Piece]) -> None:
-    """Calls the function with every piece, on several threads where that pays."""
+    """Call the function with every piece; use threads for many bytes."""
     if sum(piece.extent.length for piece in pieces) < _PIECE_BYTES // 4:
         _each(function, pieces)
         return

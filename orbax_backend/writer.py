@@ -1,4 +1,4 @@
-"""Writes a planned tree as a flat Orbax PyTree directory."""
+"""Write a planned tree as a flat Orbax PyTree directory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 
 
 def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
-    """Creates the directory ``path`` with the whole checkpoint in it, synced to disk.
+    """Write the whole checkpoint to a new directory, synced to disk.
 
     Raises:
         SettingError: an unknown compression.
@@ -56,15 +56,15 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
         if lists_arrays:
             sync_directory(os.path.join(path, ARRAY_METADATAS))
     finally:
-        finish_arrays(path, database)  # TensorStore was writing in its own threads meanwhile
+        finish_arrays(path, database)  # TensorStore has been writing in its own threads
     commit(path, plan)
 
 
 def compressor(name: str | None) -> dict[str, Any] | None:
-    """Zarr's description of a codec.
+    """Return zarr's spec of a codec.
 
     Raises:
-        SettingError: there is none of that name.
+        SettingError: the codec is unknown.
     """
     if name is None:
         return None
@@ -74,7 +74,7 @@ def compressor(name: str | None) -> dict[str, Any] | None:
 
 
 def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int) -> None:
-    """Writes the list of all jax arrays that each process leaves; its directory exists unless there are none."""
+    """Write this process's list of all jax arrays; its directory exists if there are any."""
     if metadata.has_jax_arrays(plan):
         _write_array_metadatas(path, plan, compressed, process, write_file)
         sync_directory(os.path.join(path, ARRAY_METADATAS))
@@ -86,12 +86,12 @@ def _write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int
 
 
 def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
-    """Writes the JSON files that one process writes for all.
+    """Write the JSON files of the primary process.
 
     Args:
-        path: of the directory.
-        plan: what is saved.
-        write: takes the path of a new file and its content.
+        path: directory of the checkpoint.
+        plan: plan of the save.
+        write: function that writes a new file.
     """
     write(os.path.join(path, TREE_METADATA), metadata.tree_metadata(plan).encode())
     if metadata.has_jax_arrays(plan):
@@ -103,13 +103,13 @@ def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
 def start_arrays(
     path: str, arrays: list[tuple[str, EncodedLeaf]], compressor: dict[str, Any] | None, is_primary: bool = True
 ) -> Database | None:
-    """All arrays in one transaction on a new database in ``path``, whose commit is under way; None without arrays.
+    """Start to write arrays to a new database; return None without arrays.
 
     Args:
-        path: of the database.
-        arrays: name and content of each; of one that is spread over processes, this process's shards are written.
-        compressor: of large arrays.
-        is_primary: also writes the arrays' metadata.
+        path: directory of the database.
+        arrays: names and encodings; of arrays that are spread over processes, only this process's shards are written.
+        compressor: codec of large arrays.
+        is_primary: whether this process also writes the arrays' metadata.
     """
     if not arrays:
         return None
@@ -124,7 +124,7 @@ def start_arrays(
 
 
 def finish_arrays(path: str, database: Database | None) -> None:
-    """Waits for the arrays, and makes their files durable."""
+    """Wait for the arrays, and sync their directory."""
     if database is not None:
         with tensorstore_errors(path):
             database.finish_commit()
@@ -132,29 +132,29 @@ def finish_arrays(path: str, database: Database | None) -> None:
 
 
 def sync_database(path: str) -> None:
-    """Makes the names of a database's data files durable; it has none if no value was written."""
+    """Sync the directory of a database's data files, which exists if any value was written."""
     files = os.path.join(path, DATA_DIRECTORY)
     if os.path.isdir(files):
         sync_directory(files)
 
 
 def commit(path: str, plan: Plan) -> None:
-    """Writes what says that the checkpoint in ``path`` is whole."""
+    """Write the step metadata and the commit file."""
     step = json.dumps(metadata.step_metadata(plan.started_ns))
     write_file(os.path.join(path, STEP_METADATA), step.encode())
     sync_directory(path)
-    # Last, because it says that everything else is there.
+    # Last: it marks the checkpoint as complete.
     write_file(os.path.join(path, COMMIT_FILE), b"Checkpoint commit was successful")
     sync_directory(path)
 
 
 def _start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
-    """Starts all copies from accelerators; on the CPU there is nothing to copy, and asking takes its time."""
+    """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
     jax = sys.modules.get("jax")
-    of_jax = [stored.source for _, stored in arrays if stored.value_type == JAX_ARRAY]
-    # Asking for the backend starts it, which numpy's arrays are no reason for.
-    if jax is None or not of_jax or jax.default_backend() == "cpu":
+    sources = [stored.source for _, stored in arrays if stored.value_type == JAX_ARRAY]
+    # default_backend() initializes jax's backends, which numpy arrays do not need.
+    if jax is None or not sources or jax.default_backend() == "cpu":
         return
-    for source in of_jax:
+    for source in sources:
         if hasattr(source, "copy_to_host_async"):
             source.copy_to_host_async()

@@ -1,4 +1,4 @@
-"""The metadata of one stored array: ``.zarray`` (zarr v2) and ``zarr.json`` (zarr v3)."""
+"""Encode and decode the metadata of an array: ``.zarray`` (zarr v2) and ``zarr.json`` (zarr v3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 
-# What TensorStore 0.1.86 calls by their names in zarr v2 (tried one by one); the others of ml_dtypes it refuses.
+# The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
 _NAMED = frozenset(
     [
         "bfloat16",
@@ -58,23 +58,23 @@ _V3_NAMES = _NAMED | frozenset(
     ]
 )
 _COMPRESSED_CHUNK_BYTES = 32 << 20
-# A chunk lies in one file, and object stores take no more than 5 GiB at once.
+# A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30
 _MAX_RANK = 32  # TensorStore's and (about) numpy's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """One stored array, as its metadata describes it.
+    """The metadata of one array.
 
     Attributes:
-        shape, dtype: of the whole array; the dtype with the stored byte order.
-        chunks: shape of one chunk of the grid.
-        driver: TensorStore's name of the zarr version.
-        raw: the values of a chunk are stored as they lie in memory, without a codec.
-        has_fill_value: the metadata names a value for chunks that are not stored.
-        separator: between the indices in a chunk's key.
-        prefix: what a chunk's key starts with.
+        shape, dtype: those of the whole array; the dtype has the stored byte order.
+        chunks: shape of one chunk.
+        driver: TensorStore's driver.
+        raw: whether chunks are stored in C order without a codec.
+        has_fill_value: whether there is a value for missing chunks.
+        separator: separator of the indices in chunk keys.
+        prefix: prefix of chunk keys.
     """
 
     shape: tuple[int, ...]
@@ -88,46 +88,45 @@ class ArrayInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole array in bytes."""
+        """Return the size of the whole array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_one_raw_chunk(self) -> bool:
-        """Whether one key holds exactly the bytes of the array."""
+        """Return whether one key holds exactly the bytes of the array."""
         return self.raw and self.chunks == self.shape
 
     @property
     def chunk_nbytes(self) -> int:
-        """Size of one chunk in bytes; zarr stores those at the edge whole, too."""
+        """Return the size of one chunk in bytes; zarr also stores those at the edge whole."""
         return math.prod(self.chunks) * self.dtype.itemsize
 
     def chunk_key(self, cell: tuple[int, ...]) -> str:
-        """The key of a chunk, relative to the array's own prefix."""
+        """Return the key of a chunk, relative to the array's prefix."""
         first = [self.prefix] if self.prefix else []
         return self.separator.join([*first, *map(str, cell)]) or "0"
 
 
 def typestr(dtype: np.dtype[Any]) -> str | None:
-    """How zarr v2 (as TensorStore reads it) names a dtype; None if it has no name for it."""
+    """Return the name of a dtype in zarr v2 (as TensorStore reads it), or None."""
     if dtype.str in _TYPESTRS:
         return dtype.str
     return dtype.name if dtype.name in _NAMED and dtype.isnative else None
 
 
 def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
-    """How an array is cut into chunks.
+    """Choose the chunk shape of an array.
 
-    Plain parts of up to 2 GiB are one chunk each, which is read straight into its place. Larger ones and compressed
-    ones are cut along their first axes: for stores, so that several threads work on one, and because blosc takes no
-    more than 2 GiB.
+    Uncompressed shards of up to 2 GiB are one chunk each, which is read directly into place. Larger and compressed ones
+    are split along their first axes: for the limits of stores and of blosc (2 GiB), and to use several threads.
 
     Args:
-        shape: of the whole array.
-        write_shape: shape of what is written at once, one shard or the whole; no chunk reaches over two of them.
-        itemsize: in bytes.
-        compressed: with a codec.
+        shape: shape of the whole array.
+        write_shape: shape of one shard, or of the whole array; chunks do not cross shards.
+        itemsize: bytes per element.
+        compressed: whether there is a codec.
     """
-    # A chunk cannot have an empty side, so an array without elements has chunks that it never stores.
+    # zarr has no empty chunks, so an empty array has a chunk shape but stores no chunk.
     chunks = [max(1, length) for length in write_shape]
     limit = _COMPRESSED_CHUNK_BYTES if compressed else _PLAIN_CHUNK_BYTES
     for axis in range(len(chunks)):
@@ -135,14 +134,14 @@ def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: 
         if parts < 2:
             break
         wanted = max(1, chunks[axis] // parts)
-        # The last chunk is stored whole, so all are about as long.
+        # The last chunk is stored whole, so make all about equally long.
         wanted = -(-chunks[axis] // -(-chunks[axis] // wanted))
         chunks[axis] = wanted if write_shape[axis] == shape[axis] else _divisor(chunks[axis], wanted)
     return chunks
 
 
 def _divisor(length: int, wanted: int) -> int:
-    """The largest divisor up to ``wanted``, or the length itself where all of those are far smaller."""
+    """Return the largest divisor up to ``wanted``, or the length itself if that divisor is far smaller."""
     found = next(side for side in range(wanted, 0, -1) if length % side == 0 or side * 8 < wanted)
     return found if length % found == 0 else length
 
@@ -150,7 +149,14 @@ def _divisor(length: int, wanted: int) -> int:
 def dump_zarray(
     shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes; for the arguments see `chunk_shape`."""
+    """Return the ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes.
+
+    Args:
+        shape: see `chunk_shape`.
+        write_shape: see `chunk_shape`.
+        dtype: dtype of the array.
+        compressor: spec of the codec, or None.
+    """
     return {
         "chunks": chunk_shape(shape, write_shape, dtype.itemsize, compressor is not None),
         "compressor": compressor,
@@ -165,10 +171,10 @@ def dump_zarray(
 
 
 def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
-    """Reads a ``zarr.json`` or ``.zarray``.
+    """Parse a ``zarr.json`` or ``.zarray``.
 
     Raises:
-        ValueError: it is damaged, or describes an array that cannot exist.
+        ValueError: it is damaged, or describes an impossible array.
     """
     try:
         metadata = json.loads(text)
