@@ -90,7 +90,7 @@ class Database:
             compressor: codec of large arrays.
             is_primary: whether this process also writes the array's metadata.
         """
-        if stored.write_shape == stored.shape and not stored.spread:
+        if stored.write_shape == stored.shape and not stored.spans_processes:
             array = stored.whole()
             if array.nbytes < (_DRIVER_FROM_BYTES if compressor is None else _COMPRESS_FROM_BYTES):
                 self._put_small(name, stored, array)

@@ -15,9 +15,9 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.tree import KeyData
 
 from . import grid
+from .array_reads import Job
 from .encode import NP_ARRAY, SCALAR
 from .grid import Box
-from .jobs import Job
 from .stored_names import key_prefix
 from .stored_values import Index
 from .structure import UNKNOWN
@@ -157,8 +157,8 @@ def _utf8(array: np.ndarray[Any, Any]) -> str:
 
 
 # Small arrays share memory, which is freed with the last of them.
-_SMALL = 4096
-_TOGETHER = 64
+_SMALL_BYTES = 4096
+_LEAVES_PER_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,13 +183,13 @@ class ArrayLocator:
         """Return the job that reads a leaf, or a box of it."""
         if index is not None:
             # A dtype that zarr lacks is stored with one more axis.
-            index = (*index, *grid.whole(self.info.shape[len(index) :]))
+            index = (*index, *grid.full_box(self.info.shape[len(index) :]))
         return Job(handle.name, self.info, handle.path, index)
 
 
 def inline_key(info: ArrayInfo) -> str | None:
     """Return the chunk key, below the array's prefix, of a small array in one raw chunk; None for other arrays."""
-    is_candidate = info.is_one_raw_chunk and info.nbytes <= _SMALL
+    is_candidate = info.is_one_raw_chunk and info.nbytes <= _SMALL_BYTES
     return info.chunk_key((0,) * len(info.shape)) if is_candidate else None
 
 
@@ -217,8 +217,8 @@ def take_inline(
                 found.append((number, one, value))
                 continue
         rest.append(number)
-    for start in range(0, len(found), _TOGETHER):
-        block = found[start : start + _TOGETHER]
+    for start in range(0, len(found), _LEAVES_PER_BLOCK):
+        block = found[start : start + _LEAVES_PER_BLOCK]
         packed = memory.pack([(one.locator.info.shape, one.locator.info.dtype, value) for _, one, value in block])
         for (number, _, _), array in zip(block, packed, strict=True):
             values[number] = array

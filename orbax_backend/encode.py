@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, normalize_index, show_path
 
-from .sharding import everywhere, is_spread, shard_shape
+from .sharding import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
 from .zarr import typestr
 
@@ -36,8 +36,8 @@ class EncodedLeaf:
         source: the user's array (numpy or jax), or the text of a string leaf.
         annotation: the type that Orbax's format does not keep, or None.
         sharding: jax sharding, or None.
-        write_shape: shape of one shard, or of the whole array; derived from the sharding, like ``spread``, by default.
-        spread: whether several processes hold it, each some of its shards.
+        write_shape: shape of one shard, or of the whole array; by default derived from the sharding, like the next.
+        spans_processes: whether several processes hold it, each some of its shards.
     """
 
     value_type: str
@@ -47,12 +47,12 @@ class EncodedLeaf:
     annotation: LeafType | None = None
     sharding: Any = None
     write_shape: tuple[int, ...] = _FROM_SHARDING
-    spread: bool = False
+    spans_processes: bool = False
 
     def __post_init__(self) -> None:
         if self.write_shape is _FROM_SHARDING:
             self.write_shape = shard_shape(self.shape, self.sharding)
-            self.spread = is_spread(self.sharding)
+            self.spans_processes = spans_processes(self.sharding)
 
     def whole(self) -> np.ndarray[Any, Any]:
         """Return the whole array in host memory and C order, with the stored dtype."""
@@ -64,7 +64,7 @@ class EncodedLeaf:
         Shards are not copied if the host can see the device's memory. Of an array that is spread over processes,
         these are the shards with their first replica in this process.
         """
-        if self.write_shape == self.shape and not self.spread:
+        if self.write_shape == self.shape and not self.spans_processes:
             return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in host_shards(self.source)]
 
@@ -116,7 +116,7 @@ class Encoder:
         stored = encode(leaf, show_path(path), self._multiprocess)
         if is_jax_array(leaf) and not self._multiprocess:
             self._jax_types.add(kind)
-            self._shardings[stored.sharding][1][stored.shape] = stored.write_shape, stored.spread
+            self._shardings[stored.sharding][1][stored.shape] = stored.write_shape, stored.spans_processes
         return stored
 
 
@@ -143,7 +143,7 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
         return _python_value(leaf, keystr)
     if isinstance(leaf, KeyData):
         stored = encode(leaf.data, keystr, multiprocess)
-        sharding = everywhere() if multiprocess and stored.sharding is None else stored.sharding
+        sharding = replicated_sharding() if multiprocess and stored.sharding is None else stored.sharding
         annotation = LeafType(LeafKind.PRNG_KEY, impl=leaf.impl)
         # Orbax turns only jax.Array leaves back into typed keys.
         return dataclasses.replace(
@@ -223,12 +223,12 @@ def _placed(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
     """Encode a ``jax.Array`` or `HostCopy`."""
     # If saved with a sharding of process 0 alone, real Orbax restores it in no other process (0.12.8, measured).
     local = multiprocess and leaf.sharding.is_fully_addressable
-    stored = _array(leaf, JAX_ARRAY, keystr, everywhere() if local else leaf.sharding)
-    if stored.spread and not multiprocess:
+    stored = _array(leaf, JAX_ARRAY, keystr, replicated_sharding() if local else leaf.sharding)
+    if stored.spans_processes and not multiprocess:
         raise UnsupportedLeafError(
             f"{keystr}: this process sees only a part of the array; use save_checkpoint_multiprocess", leaf=keystr
         )
-    is_cut = stored.spread and not leaf.sharding.is_fully_replicated
+    is_cut = stored.spans_processes and not leaf.sharding.is_fully_replicated
     if is_cut and stored.write_shape == stored.shape and 0 not in stored.shape:
         raise UnsupportedLeafError(
             f"{keystr}: the array is spread over processes in shards of different sizes ({leaf.sharding}), and zarr "

@@ -44,7 +44,7 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-class Writes:
+class ConcurrentWrites:
     """Writes and syncs new files concurrently; leaving the block waits for them."""
 
     def __enter__(self) -> Self:

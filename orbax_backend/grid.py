@@ -11,7 +11,7 @@ Box = tuple[slice, ...]  # start and stop on every axis, without steps
 Shape = tuple[int, ...]
 
 
-def whole(shape: Shape) -> Box:
+def full_box(shape: Shape) -> Box:
     """Return the box of a whole array."""
     return tuple(slice(0, length) for length in shape)
 
@@ -26,12 +26,12 @@ def overlap(one: Box, other: Box) -> Box:
     return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
 
 
-def hull(boxes: Sequence[Box]) -> Box:
+def bounding_box(boxes: Sequence[Box]) -> Box:
     """Return the smallest box around others."""
     return tuple(slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*boxes, strict=True))
 
 
-def within(box: Box, outer: Box) -> Box:
+def relative_to(box: Box, outer: Box) -> Box:
     """Return a box relative to the start of another one."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
@@ -96,7 +96,7 @@ def _bands(box: Box, shape: Shape, limit: int, fixed: list[slice]) -> Iterator[B
         for at in positions:
             yield from _bands(box, shape, limit, [*fixed, slice(at, at + 1)])
         return
-    rest = whole(shape[axis + 1 :])
+    rest = full_box(shape[axis + 1 :])
     step = max(1, limit // row)
     for at in positions[::step]:
         yield (*fixed, slice(at, min(at + step, box[axis].stop)), *rest)

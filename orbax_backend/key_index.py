@@ -99,8 +99,8 @@ class _BTreeIndex:
         return self._entries.get(key.encode())
 
     def get(self, key: str) -> bytes | None:
-        place = self._entries.get(key.encode())
-        return _read_small(self._path, place) if isinstance(place, ByteRange) else place
+        value = self._entries.get(key.encode())
+        return _read_small(self._path, value) if isinstance(value, ByteRange) else value
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return ocdbt_spec(self._path, prefix)

@@ -11,8 +11,8 @@ import numpy as np
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.local import mapping
 
+from .array_reads import Job
 from .grid import Box
-from .jobs import Job
 from .key_index import ByteRange, StoredValue
 
 Located = tuple[list[tuple[StoredValue, Box]], bool]
@@ -30,12 +30,12 @@ def arrays(path: str, jobs: Sequence[Job], located: Sequence[Located]) -> dict[i
         return {}
     files: dict[str, list[tuple[int, ByteRange]]] = {}
     for index, (job, (chunks, _)) in enumerate(zip(jobs, located, strict=True)):
-        place = chunks[0][0] if chunks and job.is_one_plain_chunk else None
-        if isinstance(place, ByteRange) and place.length >= mapping.MIN_BYTES:
-            files.setdefault(place.file, []).append((index, place))
+        value = chunks[0][0] if chunks and job.is_one_raw_chunk else None
+        if isinstance(value, ByteRange) and value.length >= mapping.MIN_BYTES:
+            files.setdefault(value.file, []).append((index, value))
     found: dict[int, Any] = {}
     for file, wanted in files.items():
-        views = _map(os.path.join(path, file), [place for _, place in wanted])
+        views = _map(os.path.join(path, file), [value for _, value in wanted])
         for (index, _), view in zip(wanted, views, strict=False):
             if view is not None:
                 found[index] = np.ndarray(jobs[index].shape, jobs[index].info.dtype, view)

@@ -16,11 +16,11 @@ from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCE
 from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata
+from .array_reads import Job
 from .database import Database, file_locator, tensorstore_errors
 from .encode import STRING, EncodedLeaf
 from .files import make_directory, storage_errors, sync_directory, write_file
 from .grid import Shape
-from .jobs import Job
 from .key_index import ByteRange, Index, open_index
 from .plan import Plan
 from .sharding import ShardingEncoder
@@ -72,7 +72,7 @@ def write(
         )
     codec, own = compressor(options.compression), _database_of(path, process.index, upload)
     make_directory(own)
-    arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spread]
+    arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spans_processes]
     database = start_arrays(own, arrays, codec, is_primary)
     try:
         # All processes would upload the same list.
@@ -163,7 +163,7 @@ def _digest(plan: Plan) -> str:
     texts, numbers = ShardingEncoder(), dict[str | None, int]()
     spread = []
     for name, stored in metadata.arrays(plan):
-        if stored.spread:
+        if stored.spans_processes:
             # Texts of shardings list all device ids, and few of them are distinct.
             number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
             spread.append((name, stored.dtype.name, stored.shape, stored.write_shape, str(stored.annotation), number))
@@ -232,12 +232,12 @@ def _check_array(path: str, index: Index, name: str, stored: EncodedLeaf, leaf: 
         raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
     info = parse_array_metadata(text, zarr3=False)
     for cell, _ in Job(name, info, ()).cells():
-        place = index.find(prefix + info.chunk_key(cell))
-        if place is None:
+        value = index.find(prefix + info.chunk_key(cell))
+        if value is None:
             raise _incomplete(path, leaf, f"{_chunk_owner(stored, cell, info.chunks)} is missing")
-        if isinstance(place, ByteRange) and place.offset + place.length > size(place.file):
+        if isinstance(value, ByteRange) and value.offset + value.length > size(value.file):
             chunk = _chunk_owner(stored, cell, info.chunks)
-            raise _incomplete(path, leaf, f"{chunk} should be in {place.file}, which is missing or too short")
+            raise _incomplete(path, leaf, f"{chunk} should be in {value.file}, which is missing or too short")
 
 
 def _incomplete(path: str, keystr: str, what: str) -> StorageError:
@@ -253,7 +253,7 @@ def _incomplete(path: str, keystr: str, what: str) -> StorageError:
 def _chunk_owner(stored: EncodedLeaf, cell: Shape, chunks: Shape) -> str:
     """Name a chunk and the process that holds its first replica."""
     at = [number * length for number, length in zip(cell, chunks, strict=True)]
-    devices = stored.sharding.devices_indices_map(stored.shape) if stored.spread else {}
+    devices = stored.sharding.devices_indices_map(stored.shape) if stored.spans_processes else {}
     holders = (
         device.process_index
         for device, index in devices.items()

@@ -45,10 +45,10 @@ class SubdirIndex:
 
     def find(self, key: str) -> StoredValue | None:
         """See `Index.find`."""
-        place = self._index.find(key)
-        if not isinstance(place, ByteRange):
-            return place
-        return ByteRange(f"{self._folder}/{place.file}", place.offset, place.length)
+        value = self._index.find(key)
+        if not isinstance(value, ByteRange):
+            return value
+        return ByteRange(f"{self._folder}/{value.file}", value.offset, value.length)
 
     def get(self, key: str) -> bytes | None:
         """See `Index.get`."""
@@ -68,9 +68,9 @@ class NestedIndex:
 
     def find(self, key: str) -> StoredValue | None:
         """See `Index.find`."""
-        place = self._top.find(key)
-        folder, index = self._database_of(key) if place is None else ("", None)
-        return index.find(key[len(folder) + 1 :]) if index is not None else place
+        value = self._top.find(key)
+        folder, index = self._database_of(key) if value is None else ("", None)
+        return index.find(key[len(folder) + 1 :]) if index is not None else value
 
     def get(self, key: str) -> bytes | None:
         """See `Index.get`."""

@@ -51,7 +51,7 @@ class BTree:
                 below += children
                 found |= entries
             level = below
-        for file in {place.file for place in found.values() if isinstance(place, ByteRange)}:
+        for file in {value.file for value in found.values() if isinstance(value, ByteRange)}:
             refuse_escape(file, self._path)
         return found
 

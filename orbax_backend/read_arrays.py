@@ -18,8 +18,8 @@ from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.thread_pools import Pool
 
 from . import grid, remote_reads, uncompressed
+from .array_reads import ArrayRead, Job, by_chunk, show
 from .grid import Box
-from .jobs import ArrayRead, Job, by_chunk, show
 from .key_index import ByteRange, Index, OpaqueValue, StoredValue
 from .mapped import arrays as arrays_over_files
 from .sources import new_context, read_range, sizes_of, wait
@@ -61,19 +61,19 @@ class Fetcher:
         self._check_bounds(extents)
         ready = arrays_over_files(self._path, jobs, located) if mapped else {}
         wanted = [pair for number, pair in enumerate(zip(jobs, located, strict=True)) if number not in ready]
-        requests = [self._request(job, *found) for job, found in wanted]
+        reads = [self._allocate(job, *found) for job, found in wanted]
         groups: dict[str, list[ArrayRead]] = {}
-        for request in requests:
-            if request.array.size:
-                groups.setdefault(request.job.name, []).append(request)
-        raw = [group for group in groups.values() if _is_plain(group)]
-        opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_plain(group)]
+        for read in reads:
+            if read.array.size:
+                groups.setdefault(read.job.name, []).append(read)
+        raw = [group for group in groups.values() if _is_raw(group)]
+        opened = [(group, self._open(group[0].job)) for group in groups.values() if not _is_raw(group)]
         self._read_pieces([piece for group in raw for piece in _reads_of(group)])
         self._read_opened(opened)
-        self._warn_of_missing_chunks([request for request in requests if self._in_files and not request.complete])
-        return mapping.merge_by_index(ready, [request.array for request in requests])
+        self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
+        return mapping.merge_by_index(ready, [read.array for read in reads])
 
-    def _request(self, job: Job, chunks: list[tuple[StoredValue, Box]], complete: bool) -> ArrayRead:
+    def _allocate(self, job: Job, chunks: list[tuple[StoredValue, Box]], complete: bool) -> ArrayRead:
         try:
             return ArrayRead(job, memory.empty(job.shape, job.info.dtype), chunks, complete)
         except (MemoryError, ValueError) as error:
@@ -82,28 +82,28 @@ class Fetcher:
     def _locate(self, job: Job, extents: list[tuple[Job, ByteRange]]) -> tuple[list[tuple[StoredValue, Box]], bool]:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value."""
         prefix, found, stored, complete = key_prefix(job.name), [], 0, True
-        may_lack = self._fills_missing and job.info.has_fill_value
+        may_be_missing = self._fills_missing and job.info.has_fill_value
         # If chunks may be missing, the first one does not end the loop over a hostile grid of 2**60.
-        limit = _MAX_CHUNKS if may_lack else None
+        limit = _MAX_CHUNKS if may_be_missing else None
         for cell, box in itertools.islice(job.cells(), limit):
             key = prefix + job.info.chunk_key(cell)
-            place = self._index.find(key)
-            if place is None and may_lack:
+            value = self._index.find(key)
+            if value is None and may_be_missing:
                 complete = False
                 continue
-            if place is None:
+            if value is None:
                 raise self._corrupt(job, f"the chunk {key!r} is missing")
-            self._check(job, place, extents)
-            found.append((place, box))
-            stored += _stored_bytes(place)
-        if not may_lack and math.prod(job.shape) * job.info.dtype.itemsize > stored * _MAX_RATIO:
+            self._check(job, value, extents)
+            found.append((value, box))
+            stored += _stored_bytes(value)
+        if not may_be_missing and math.prod(job.shape) * job.info.dtype.itemsize > stored * _MAX_RATIO:
             raise self._corrupt(job, f"{stored} stored bytes cannot hold {show(job)}")
         # Chunks beyond the limit were not looked up; TensorStore does that.
-        return found, complete and not (may_lack and len(found) == _MAX_CHUNKS)
+        return found, complete and not (may_be_missing and len(found) == _MAX_CHUNKS)
 
-    def _warn_of_missing_chunks(self, requests: list[ArrayRead]) -> None:
+    def _warn_of_missing_chunks(self, reads: list[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
-        names = sorted({request.job.keystr for request in requests})
+        names = sorted({read.job.keystr for read in reads})
         if names:
             _log.warning(
                 f"{self._path}: not all chunk files of the arrays {names[:8]} are there; they are read as the fill "
@@ -111,14 +111,14 @@ class Fetcher:
                 f"lost in copying, copy the checkpoint again"
             )
 
-    def _check(self, job: Job, place: StoredValue, extents: list[tuple[Job, ByteRange]]) -> None:
-        if isinstance(place, OpaqueValue):
+    def _check(self, job: Job, value: StoredValue, extents: list[tuple[Job, ByteRange]]) -> None:
+        if isinstance(value, OpaqueValue):
             return
-        length, expected = _stored_bytes(place), job.info.chunk_nbytes
+        length, expected = _stored_bytes(value), job.info.chunk_nbytes
         if job.info.raw and length != expected:
             raise self._corrupt(job, f"its data has {length} bytes, expected {expected} for {show(job)}")
-        if isinstance(place, ByteRange):
-            extents.append((job, place))
+        if isinstance(value, ByteRange):
+            extents.append((job, value))
 
     def _check_bounds(self, extents: list[tuple[Job, ByteRange]]) -> None:
         """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
@@ -169,7 +169,7 @@ class Fetcher:
             done += count
 
     def _read_run(self, pieces: list[Piece]) -> None:
-        """Read neighbouring ranges of one object with one request."""
+        """Read neighbouring ranges of one object in one request."""
         file, start = pieces[0].extent.file, pieces[0].extent.offset
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
         try:
@@ -204,13 +204,13 @@ class Fetcher:
                 if _share_chunks(group):
                     shared.append((group, store))
                 else:
-                    started += [(request, _start_copy(request, store)) for request in group]
-        nbytes = sum(request.array.nbytes for request, _ in started)
-        for request, copied in started:
-            with _TranslateErrors(self, request.job):
+                    started += [(read, _start_copy(read, store)) for read in group]
+        nbytes = sum(read.array.nbytes for read, _ in started)
+        for read, copied in started:
+            with _TranslateErrors(self, read.job):
                 wait(self._path, copied, nbytes)
-            if not request.array.dtype.isnative:
-                request.array.view(request.array.dtype.newbyteorder()).byteswap(inplace=True)
+            if not read.array.dtype.isnative:
+                read.array.view(read.array.dtype.newbyteorder()).byteswap(inplace=True)
         for group, store in shared:
             with _TranslateErrors(self, group[0].job):
                 _read_by_chunk(self._path, group, store)
@@ -253,18 +253,18 @@ class _TranslateErrors:
             raise self._fetcher._corrupt(self._job, str(error)) from error
 
 
-def _is_plain(group: list[ArrayRead]) -> bool:
+def _is_raw(group: list[ArrayRead]) -> bool:
     """Return whether all chunks are raw and their byte ranges are known."""
     return group[0].job.info.raw and all(
-        request.complete and not any(isinstance(place, OpaqueValue) for place, _ in request.chunks) for request in group
+        read.complete and not any(isinstance(value, OpaqueValue) for value, _ in read.chunks) for read in group
     )
 
 
-def _start_copy(request: ArrayRead, store: Any) -> Any:
+def _start_copy(read: ArrayRead, store: Any) -> Any:
     """Start TensorStore's copy into the array, in native byte order."""
-    array = request.array
+    array = read.array
     native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
-    wanted = store if request.job.box is None else store[request.job.box][ts.d[:].translate_to[0]]
+    wanted = store if read.job.box is None else store[read.job.box][ts.d[:].translate_to[0]]
     return ts.array(native).write(wanted)
 
 
@@ -272,7 +272,7 @@ def _share_chunks(group: list[ArrayRead]) -> bool:
     """Return whether several reads share chunks; only TensorStore fills in missing ones, so all must be stored."""
     return (
         len(group) > 1
-        and all(request.complete for request in group)
+        and all(read.complete for read in group)
         and any(len(copies) > 1 for _, copies in by_chunk(group).values())
     )
 
@@ -286,25 +286,27 @@ def _read_by_chunk(path: str, group: list[ArrayRead], store: Any) -> None:
 
 
 def _read_chunk(path: str, store: Any, start: tuple[int, ...], copies: list[Copy]) -> None:
-    inner = grid.hull([copy.source for copy in copies])
+    inner = grid.bounding_box([copy.source for copy in copies])
     box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
     values = wait(path, store[box].read(), math.prod(grid.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
-    uncompressed.scatter(values, [Copy(grid.within(copy.source, inner), copy.array, copy.target) for copy in copies])
+    uncompressed.scatter(
+        values, [Copy(grid.relative_to(copy.source, inner), copy.array, copy.target) for copy in copies]
+    )
 
 
 def _reads_of(group: list[ArrayRead]) -> list[Piece]:
     """Return the ranges to read for boxes of one array of raw chunks."""
     job = group[0].job
-    if len(group) == 1 and job.is_one_plain_chunk:
+    if len(group) == 1 and job.is_one_raw_chunk:
         ((value, _),) = group[0].chunks
         return uncompressed.plan_whole_chunk(job, value, group[0].array)
     found: list[Piece] = []
-    for place, copies in by_chunk(group).values():
-        found += uncompressed.plan_chunk(job, place, job.info.chunks, copies)
+    for value, copies in by_chunk(group).values():
+        found += uncompressed.plan_chunk(job, value, job.info.chunks, copies)
     return found
 
 
-def _stored_bytes(place: StoredValue) -> int:
-    if isinstance(place, OpaqueValue):
+def _stored_bytes(value: StoredValue) -> int:
+    if isinstance(value, OpaqueValue):
         return 1 << 40  # unknown, so nothing is refused
-    return place.length if isinstance(place, ByteRange) else len(place)
+    return value.length if isinstance(value, ByteRange) else len(value)

@@ -86,19 +86,19 @@ def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
     return part if all(_is_cell(box, part) for box in boxes) else shape
 
 
-def everywhere() -> Any:
+def replicated_sharding() -> Any:
     """Return the sharding that replicates an array over all devices."""
-    return _everywhere(tuple(sys.modules["jax"].devices()))
+    return _replicated_sharding(tuple(sys.modules["jax"].devices()))
 
 
 @functools.lru_cache(maxsize=1)
-def _everywhere(devices: tuple[Any, ...]) -> Any:
+def _replicated_sharding(devices: tuple[Any, ...]) -> Any:
     jax = sys.modules["jax"]
     mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def is_spread(sharding: Any) -> bool:
+def spans_processes(sharding: Any) -> bool:
     """Return whether an array must be written by several processes, because process 0 has only a part of it."""
     if sharding is None or sharding.is_fully_addressable:
         return False

@@ -131,7 +131,7 @@ def _bands(owner: Any, extent: ByteRange, chunk: Shape, copies: Sequence[Copy]) 
     """Return ranges of whole rows to read into a buffer, from which columns are copied."""
     size = copies[0].array.itemsize
     pieces = []
-    for band in grid.bands(grid.hull([copy.source for copy in copies]), chunk, max(1, _PIECE_BYTES // size)):
+    for band in grid.bands(grid.bounding_box([copy.source for copy in copies]), chunk, max(1, _PIECE_BYTES // size)):
         shape = grid.shape_of(band)
         found = ByteRange(extent.file, extent.offset + grid.offset(chunk, band) * size, math.prod(shape) * size)
         inside = tuple(_inside(copy, band) for copy in copies if _overlaps(copy.source, band))
@@ -151,7 +151,7 @@ def _inside(copy: Copy, band: Box) -> Copy:
         slice(side.start - was.start + to.start, side.stop - was.start + to.start)
         for side, was, to in zip(part, copy.source, copy.target, strict=True)
     )
-    return Copy(grid.within(part, band), copy.array, target)
+    return Copy(grid.relative_to(part, band), copy.array, target)
 
 
 def in_threads(function: Callable[[Piece], None], pieces: list[Piece]) -> None:

@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 from . import metadata
 from .database import Database, tensorstore_errors
 from .encode import JAX_ARRAY, EncodedLeaf
-from .files import Writes, make_directory, sync_directory, write_file
+from .files import ConcurrentWrites, make_directory, sync_directory, write_file
 from .plan import Plan
 
 Write = Callable[[str, bytes], None]
@@ -49,7 +49,7 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
     try:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
-        with Writes() as writes:
+        with ConcurrentWrites() as writes:
             if lists_arrays:
                 _write_array_metadatas(path, plan, codec is not None, 0, writes.add)
             write_tree(path, plan, writes.add)

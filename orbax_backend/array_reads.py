@@ -41,17 +41,17 @@ class Job:
     @property
     def region(self) -> Box:
         """Return the box to read."""
-        return grid.whole(self.info.shape) if self.box is None else self.box
+        return grid.full_box(self.info.shape) if self.box is None else self.box
 
     @property
-    def is_one_plain_chunk(self) -> bool:
+    def is_one_raw_chunk(self) -> bool:
         """Return whether it is exactly the bytes of one chunk, as almost all arrays are."""
         return self.box is None and self.info.is_one_raw_chunk
 
     def cells(self) -> Iterator[tuple[grid.Shape, Box]]:
         """Yield index and box of every chunk that it intersects."""
-        if self.is_one_plain_chunk:
-            return iter([((0,) * len(self.info.shape), grid.whole(self.info.shape))])
+        if self.is_one_raw_chunk:
+            return iter([((0,) * len(self.info.shape), grid.full_box(self.info.shape))])
         return grid.cells(self.region, self.info.chunks)
 
     @property
@@ -79,16 +79,16 @@ class ArrayRead:
     def copy(self, chunk: Box) -> Copy:
         """Return the copy of a chunk's elements into the array."""
         part = grid.overlap(chunk, self.job.region)
-        return Copy(grid.within(part, chunk), self.array, grid.within(part, self.job.region))
+        return Copy(grid.relative_to(part, chunk), self.array, grid.relative_to(part, self.job.region))
 
 
 def by_chunk(group: list[ArrayRead]) -> dict[tuple[int, ...], tuple[Any, list[Copy]]]:
     """Return start of each chunk → its stored value and the copies of all reads."""
     wanted: dict[tuple[int, ...], tuple[Any, list[Copy]]] = {}
-    for request in group:
-        for place, chunk in request.chunks:
+    for read in group:
+        for value, chunk in read.chunks:
             start = tuple(side.start for side in chunk)
-            wanted.setdefault(start, (place, []))[1].append(request.copy(chunk))
+            wanted.setdefault(start, (value, []))[1].append(read.copy(chunk))
     return wanted
 
 
