@@ -1,4 +1,4 @@
-"""Flax's msgpack checkpoint files: one msgpack document, the tree as nested maps."""
+"""Read and write Flax's msgpack checkpoint files: one msgpack document, the tree as nested maps."""
 
 from __future__ import annotations
 

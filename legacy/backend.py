@@ -1,4 +1,4 @@
-"""The msgpack format behind the calls that every format offers."""
+"""Implement the Backend protocol for Flax's msgpack format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from .write import write_tree
 
 
 class MsgpackBackend:
-    """Flax's msgpack files; stateless."""
+    """Stateless backend for Flax's msgpack files."""
 
     format = Format.MSGPACK
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | SharedTree:
-        """Raises `UnsupportedLeafError`, naming the key path, if a msgpack file cannot hold the tree.
+        """Validate the tree; see `Backend.prepare`.
 
-        Strings that the reader would take for a reference to an array of a ``_gda`` folder are refused
-        here; `write` stores them, so that whoever writes such a folder can check first and then replace.
+        Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores
+        them, so references can be put in after validation.
+
+        Raises:
+            UnsupportedLeafError: a msgpack file cannot hold the tree; names the key path.
         """
         if process is None:
             check_tree(tree)
@@ -32,10 +35,10 @@ class MsgpackBackend:
         return prepared
 
     def write(self, path: str, prepared: Node, options: WriteOptions) -> None:  # noqa: ARG002 - none in this format
-        """Writes and syncs the file ``path``, which must not exist yet; see `Backend.write`."""
+        """Write and sync the file ``path``, which must not exist yet; see `Backend.write`."""
         write_tree(path, prepared)
 
-    # Arrays of several processes go into a folder beside ``path``, each as a zarr array, as in Flax.
+    # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.
 
     def begin_multiprocess(
         self,
@@ -45,7 +48,7 @@ class MsgpackBackend:
         process: ProcessInfo,  # noqa: ARG002
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Makes the folder of arrays; see `Backend.begin_multiprocess`."""
+        """Create the folder of arrays; see `Backend.begin_multiprocess`."""
         gda_write.begin(path, prepared, upload)
 
     def write_process_part(
@@ -56,7 +59,7 @@ class MsgpackBackend:
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Writes this process's shards, and in process 0 the file ``path``; see `Backend.write_process_part`."""
+        """Write this process's shards, and in process 0 the file ``path``; see `Backend.write_process_part`."""
         gda_write.write_process_part(path, prepared, process, upload)
 
     def finish_multiprocess(
@@ -67,16 +70,16 @@ class MsgpackBackend:
         process: ProcessInfo,  # noqa: ARG002
         upload: MultiprocessUpload | None = None,
     ) -> None:
-        """Checks that nothing is missing; see `Backend.finish_multiprocess`."""
-        gda_write.end(path, prepared, upload)
+        """Check that all chunks exist; see `Backend.finish_multiprocess`."""
+        gda_write.finish(path, prepared, upload)
 
     def open(self, path: str) -> Reader:
-        """Opens a msgpack checkpoint; reads its structure and skips over array data."""
+        """Open a msgpack checkpoint; read its structure and skip array data."""
         return MsgpackReader(path)
 
 
 def open_part_of_orbax(path: str) -> Reader:
-    """Opens the msgpack file ``checkpoint`` in a directory of Orbax up to 0.5.15, which may hold tuples besides."""
+    """Open the msgpack file ``checkpoint`` in a directory of Orbax up to 0.5.15, which may also hold tuples."""
     return MsgpackReader(path, of_orbax=True)
 
 

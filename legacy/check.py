@@ -1,4 +1,4 @@
-"""What a msgpack file cannot hold, found before anything is written."""
+"""Validate that a msgpack file can hold a tree, before anything is written."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, is_jax_array, show_path
 
 from . import format
-from .gda_tree import SpreadArray
+from .gda_tree import DistributedArray
 
-# msgpack's length fields have four bytes.
+# Bytes; msgpack's length fields are four bytes wide.
 _MAX_LENGTH = 2**32 - 1
 
 
 def check_tree(tree: Node) -> None:
-    """Raises for the first leaf or name that a msgpack file cannot hold."""
-    look = _Usual()
+    """Validate every leaf and name of a tree.
+
+    Raises:
+        UnsupportedLeafError: a msgpack file cannot hold a leaf or a name.
+    """
+    plain = _PlainArrays()
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
         path, node = stack.pop()
@@ -29,34 +33,34 @@ def check_tree(tree: Node) -> None:
             continue
         _check_branch(path, node)
         for name, child in node.children.items():
-            if not look.is_usual(child):
+            if not plain.accepts(child):
                 stack.append(((*path, name), child))
 
 
-class _Usual:
-    """Knows plain arrays, as almost all leaves are, by what was found out about others."""
+class _PlainArrays:
+    """Fast path for plain arrays, which almost all leaves are: cache checks by type, dtype and sharding."""
 
     def __init__(self) -> None:
-        self._takes = Memo(_is_taken)
+        self._dtypes = Memo(_is_supported)
         self._jax: dict[type, bool] = {}
-        self._sight = AddressableMemo()
+        self._addressable = AddressableMemo()
 
-    def is_usual(self, leaf: Any) -> bool:
-        """Whether there is nothing against a leaf; False where it has to be looked at."""
+    def accepts(self, leaf: Any) -> bool:
+        """Return whether a leaf is valid; False if it needs the full check."""
         kind = type(leaf)
         if kind is np.ndarray:
-            return self._takes[leaf.dtype]
+            return self._dtypes[leaf.dtype]
         if kind not in self._jax:
             self._jax[kind] = is_jax_array(leaf)
         return (
             self._jax[kind]
-            and self._takes[leaf.dtype]
-            and self._sight.is_fully_addressable(leaf)
+            and self._dtypes[leaf.dtype]
+            and self._addressable.is_fully_addressable(leaf)
             and not leaf.is_deleted()
         )
 
 
-def _is_taken(dtype: Any) -> bool:
+def _is_supported(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtypes.is_storable(dtype) and dtype.itemsize > 0
 
 
@@ -90,7 +94,7 @@ def _check_text(path: Path, text: str) -> None:
 
 def _check_leaf(path: Path, leaf: Any) -> None:
     kind = type(leaf)
-    if kind in (float, bool, SpreadArray) or leaf is None or kind is complex:
+    if kind in (float, bool, DistributedArray) or leaf is None or kind is complex:
         return
     if isinstance(leaf, (np.ndarray, np.generic)):
         _check_numpy(path, leaf)
@@ -126,7 +130,7 @@ def _check_str(path: Path, text: str) -> None:
 
 
 def _check_numpy(path: Path, array: Any) -> None:
-    # As an array, because numpy's empty text scalars are of size 0 and become arrays of size 1.
+    # numpy's empty text scalars have item size 0, but become arrays of item size 1.
     dtype = np.asarray(array).dtype
     if not dtypes.is_storable(dtype) or dtype.itemsize == 0:
         raise _refuse(path, f"an array of dtype {dtype}", "convert it to a numeric dtype, or store its fields")
@@ -138,6 +142,6 @@ def _check_jax(path: Path, array: Any) -> None:
     if not isinstance(array.dtype, np.dtype):
         raise _refuse(path, f"a jax array of dtype {array.dtype}", "pass a PRNG key as KeyData")
     if not array.is_fully_addressable:
-        raise _refuse(path, "an array of which this process sees a part only", "use save_checkpoint_multiprocess")
+        raise _refuse(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
     if array.is_deleted():
         raise _refuse(path, "a jax array that was deleted or donated", "save before donating its buffer")

@@ -1,9 +1,9 @@
-"""Names and limits of the file format that reader and writer share."""
+"""Define the names and limits of the msgpack format."""
 
 from __future__ import annotations
 
-# Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written
-# as a numpy scalar; nothing in such a file tells the two apart, and Flax too reads it as np.complex128.
+# Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
+# numpy scalar; such a file does not distinguish the two, and Flax too reads np.complex128.
 EXT_ARRAY = 1
 EXT_COMPLEX = 2
 EXT_NUMPY_SCALAR = 3
@@ -19,9 +19,9 @@ CHUNK_KEYS = frozenset((CHUNK_FLAG, "shape", "chunks"))
 KEY_IMPL = "__flax_ckpt_compat_prng_key__"
 KEY_KEYS = frozenset((KEY_IMPL, "data"))
 
-# A string that stands for an array in the folder beside the file.
+# Prefix of a string that refers to an array in the folder beside the file.
 PLACEHOLDER = "//GDAPlaceholder:"
 
-# msgpack's own packer stops near this depth, so no real file is deeper; deeper ones are hostile and would
-# exhaust the Python stack of whoever walks the tree.
+# Levels. msgpack's own packer stops near this depth, so no real file is deeper; a deeper one is hostile and would
+# exhaust the Python stack when the tree is walked.
 MAX_DEPTH = 512

@@ -1,7 +1,7 @@
-"""Arrays of several processes: a folder beside the file, one plain zarr v2 array per leaf.
+"""Read the ``_gda`` folder of a multi-process save: one zarr v2 array per distributed leaf.
 
-Every release of Flax writes them with zstd and the fill value null, which makes TensorStore store all
-chunks, also those of zeros (measured); so a chunk that is not there was lost.
+Every release of Flax writes them with zstd and the fill value null, which makes TensorStore store all chunks, also
+those of zeros (measured); so a missing chunk means lost data.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from flax_ckpt_compat._core.object_store import store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
 _SUFFIX = "_gda"
-# Of arrays that are read at once.
+# Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FolderArray:
-    """An array in a zarr folder.
+    """A zarr array of the folder.
 
     Attributes:
-        checkpoint: the msgpack file that refers to it.
-        folder: the zarr folder.
-        shape: of the array.
-        dtype: of the array, in native byte order.
-        index: the box of it that is to be read, or None for all.
+        checkpoint: msgpack file that refers to it.
+        folder: path of the zarr array.
+        shape: shape of the array.
+        dtype: dtype of the array, in native byte order.
+        index: slice of it to read, or None for all.
     """
 
     checkpoint: str
@@ -46,20 +46,20 @@ class FolderArray:
 
     @property
     def nbytes(self) -> int:
-        """Size in memory, in bytes."""
+        """Return the size in memory, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
-    """Finds the array that a placeholder names and reads its ``.zarray``.
+    """Find the array of a placeholder and read its ``.zarray``.
 
     Args:
         checkpoint: path of the msgpack file.
-        subpath: what stands behind the placeholder's prefix; empty for a checkpoint that is one array.
+        subpath: text after the placeholder's prefix; empty for a checkpoint that is one array.
         path: key path of the leaf, for errors.
 
     Raises:
-        CorruptCheckpointError: it leads out of the folder, is absent, or does not decode.
+        CorruptCheckpointError: the subpath leaves the folder, or the array is absent or does not decode.
     """
     if subpath.startswith("/") or "\0" in subpath or ".." in subpath.split("/"):
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
@@ -74,12 +74,12 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     except OSError as error:
         raise StorageError(f"{folder}: cannot be read: {error.strerror}", path=folder, errno=error.errno) from error
     try:
-        return _described(checkpoint, folder, json.loads(text))
+        return _parse_metadata(checkpoint, folder, json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _corrupt(checkpoint, path, f"{folder}/.zarray that does not decode ({error})") from error
 
 
-def _described(checkpoint: str, folder: str, fields: Any) -> FolderArray:
+def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
     shape = fields["shape"]
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{shape!r} is not a shape")
@@ -87,19 +87,19 @@ def _described(checkpoint: str, folder: str, fields: Any) -> FolderArray:
     return FolderArray(checkpoint, folder, tuple(shape), dtype)
 
 
-class Reads:
-    """Reads of arrays and of boxes of them that go on at the same time; each array is opened once."""
+class BatchedReads:
+    """Concurrent reads of arrays and slices; each array is opened once."""
 
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
-        self._waiting: list[tuple[FolderArray, Path, Any]] = []
+        self._pending: list[tuple[FolderArray, Path, Any]] = []
         self._bytes = 0
 
     def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
-        """Fresh memory, which has the values of the array, or of the box of it, once `finish` has returned.
+        """Start a read and return its result array, which is filled when `finish` returns.
 
         Raises:
-            CorruptCheckpointError: it does not open, or one begun before cannot be read.
+            CorruptCheckpointError: the array does not open, or an earlier read failed.
         """
         import tensorstore
 
@@ -110,27 +110,27 @@ class Reads:
             if array.index is not None:
                 store = store[array.index][tensorstore.d[:].translate_to[0]]
             result = memory.empty(tuple(store.shape), array.dtype)
-            self._waiting.append((array, path, tensorstore.array(result).write(store)))
+            self._pending.append((array, path, tensorstore.array(result).write(store)))
         self._bytes += result.nbytes
         if self._bytes > _IN_FLIGHT:
             self.finish()
         return result
 
     def finish(self) -> None:
-        """Waits for all.
+        """Wait for all reads.
 
         Raises:
             CorruptCheckpointError: chunks are missing or do not decode.
         """
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
-        for array, path, read in waiting:
+        pending, self._pending, self._bytes = self._pending, [], 0
+        for array, path, read in pending:
             with _translated(array, path):
                 read.result()
 
 
 def _open(tensorstore: Any, array: FolderArray) -> Any:
-    where = paths.tensorstore_folder(array.folder)
-    spec = {"driver": "zarr", "kvstore": where, "fill_missing_data_reads": False}
+    kvstore = paths.tensorstore_folder(array.folder)
+    spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     store = tensorstore.open(spec, open=True, read=True, context=paths.tensorstore_context(array.folder)).result()
     _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
     return store

@@ -1,4 +1,4 @@
-"""Arrays that are spread over the processes that save together, taken out of a tree."""
+"""Split the distributed arrays of a multi-process save from the tree."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from . import format
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SpreadArray:
-    """A leaf of which each process holds a part.
+class DistributedArray:
+    """A leaf with shards in several processes.
 
     Attributes:
-        subpath: its place in the folder of arrays.
+        subpath: path within the folder of arrays.
         value: a ``jax.Array`` or `HostCopy`.
-        metadata: what its ``.zarray`` says.
+        metadata: content of its ``.zarray``.
     """
 
     subpath: str
@@ -48,21 +48,21 @@ class SpreadArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Return the shape of the whole array."""
         return cast(tuple[int, ...], self.value.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the array."""
+        """Return the dtype of the array."""
         return cast(np.dtype[Any], self.value.dtype)
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of one process's shard, at least 1 on every axis, as jax cuts arrays."""
+        """Return the shape of one shard, at least 1 on every axis."""
         return _chunks(self.value)
 
     def shards(self) -> Iterator[Shard]:
-        """What this process has to write: the first replica of each of its shards."""
+        """Yield the shards that this process writes: the first replica (``replica_id`` 0) of each."""
         if isinstance(self.value, HostCopy):
             yield from self.value.shards
             return
@@ -71,78 +71,84 @@ class SpreadArray:
                 yield Shard(normalize_index(shard.index, self.shape), np.asarray(shard.data))
 
     def names(self) -> Iterator[str]:
-        """The names of its chunks; none where it has no elements."""
+        """Return the names of its chunks; none if it has no elements."""
         counts = [math.ceil(size / chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
-        return map(_name, itertools.product(*map(range, counts)))
+        return map(_chunk_name, itertools.product(*map(range, counts)))
 
     def name_of(self, shard: Shard) -> str:
-        """The name of the chunk that a shard is."""
-        return _name(side.start // chunk for side, chunk in zip(shard.index, self.chunks, strict=True))
+        """Return the name of a shard's chunk."""
+        return _chunk_name(side.start // chunk for side, chunk in zip(shard.index, self.chunks, strict=True))
 
-    def check_same(self, folder: str, shape: tuple[int, ...], dtype: Any) -> None:
-        """Raises if process 0 has described it as something else."""
+    def check_matches(self, folder: str, shape: tuple[int, ...], dtype: Any) -> None:
+        """Check that process 0 saves the same shape and dtype.
+
+        Raises:
+            StorageError: it does not.
+        """
         if (shape, dtype) != (self.shape, self.dtype):
             found = f"{dtype}{shape} by process 0 and {self.dtype}{self.shape} by this one"
             message = f"{folder}: {self.subpath or 'the array'} is saved as {found}; all processes have to save one"
             raise StorageError(f"{message} tree", path=folder)
 
-    def incomplete(self, folder: str, lost: list[str]) -> StorageError:
-        """The error for chunks that were not written."""
-        message = f"{folder}: {len(lost)} of the chunks of {self.subpath or 'the array'} were not written"
+    def incomplete(self, folder: str, missing: list[str]) -> StorageError:
+        """Build the error for chunks that were not written."""
+        message = f"{folder}: {len(missing)} of the chunks of {self.subpath or 'the array'} were not written"
         return StorageError(
-            f"{message} ({', '.join(lost[:3])}, …); do all processes save the same tree, and into a directory that "
+            f"{message} ({', '.join(missing[:3])}, …); do all processes save the same tree, and into a directory that "
             "they share?",
             path=folder,
         )
 
 
-def _name(index: Iterable[int]) -> str:
+def _chunk_name(index: Iterable[int]) -> str:
     return ".".join(map(str, index)) or "0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """The text that stands for an array in the file."""
+    """Text in the file that refers to an array in the folder."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SharedTree:
-    """What several processes save together.
+    """A tree of a multi-process save.
 
     Attributes:
-        tree: with `SpreadArray`s among its leaves.
-        arrays: those, in an order that is the same in all processes.
+        tree: tree with `DistributedArray`s among its leaves.
+        arrays: those arrays, in the same order in all processes.
     """
 
     tree: Node
-    arrays: tuple[SpreadArray, ...]
+    arrays: tuple[DistributedArray, ...]
 
-    def document(self, before: str) -> Node:
-        """The tree as the file holds it.
+    def document(self, prefix: str) -> Node:
+        """Return the tree of the file, with references in place of distributed arrays.
 
         Args:
-            before: what stands before every array's path in the folder of arrays.
+            prefix: prefix of every array's path in the folder of arrays.
         """
-        return map_leaves(lambda _, leaf: _referred(leaf, before), self.tree)
+        return map_leaves(lambda _, leaf: _with_reference(leaf, prefix), self.tree)
 
 
 def split(tree: Node, process: ProcessInfo) -> SharedTree:
-    """Finds the arrays that are spread over processes.
+    """Split the distributed arrays from a tree.
 
     Raises:
-        UnsupportedLeafError: one that cannot be stored as an array of several processes.
+        UnsupportedLeafError: an array cannot be stored as a distributed array.
     """
-    found = {path: array for path, leaf in iter_leaves(tree) if (array := _spread(path, leaf, process)) is not None}
-    names = choose(sorted(found), tree.children if isinstance(tree, Branch) else ())
-    arrays = {path: SpreadArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
-    taken_out = map_leaves(lambda path, leaf: _replaced(leaf, arrays[path]) if path in arrays else leaf, tree)
-    return SharedTree(taken_out, tuple(arrays.values()))
+    found = {
+        path: array for path, leaf in iter_leaves(tree) if (array := _distributed(path, leaf, process)) is not None
+    }
+    names = choose_subpaths(sorted(found), tree.children if isinstance(tree, Branch) else ())
+    arrays = {path: DistributedArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
+    replaced = map_leaves(lambda path, leaf: _with_array(leaf, arrays[path]) if path in arrays else leaf, tree)
+    return SharedTree(replaced, tuple(arrays.values()))
 
 
-def _spread(path: Path, leaf: Any, process: ProcessInfo) -> Any:
-    """The leaf's array if several processes hold it, or None."""
+def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
+    """Return the leaf's array if it is not fully addressable, or None."""
     array = leaf.data if isinstance(leaf, KeyData) else leaf
     if not (isinstance(array, HostCopy) or is_jax_array(array)):
         return None
@@ -153,21 +159,21 @@ def _spread(path: Path, leaf: Any, process: ProcessInfo) -> Any:
     if len(owners) == 1 and owners != {process.index}:
         raise UnsupportedLeafError(
             f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {process.index} sees "
-            "nothing of it; spread or replicate it over the processes before saving",
+            "nothing of it; shard or replicate it over the processes before saving",
             leaf=show_path(path),
         )
     return array
 
 
-def _replaced(leaf: Any, array: SpreadArray) -> Any:
+def _with_array(leaf: Any, array: DistributedArray) -> Any:
     return KeyData(leaf.impl, array) if isinstance(leaf, KeyData) else array
 
 
-def _referred(leaf: Any, before: str) -> Any:
+def _with_reference(leaf: Any, prefix: str) -> Any:
     if isinstance(leaf, KeyData):
-        return KeyData(leaf.impl, _referred(leaf.data, before))
-    if isinstance(leaf, SpreadArray):
-        return Reference(format.PLACEHOLDER + (before + leaf.subpath).rstrip("/"))
+        return KeyData(leaf.impl, _with_reference(leaf.data, prefix))
+    if isinstance(leaf, DistributedArray):
+        return Reference(format.PLACEHOLDER + (prefix + leaf.subpath).rstrip("/"))
     return leaf
 
 
@@ -193,7 +199,7 @@ def _metadata(path: Path, array: Any) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> bytes:
-    """What TensorStore writes as ``.zarray`` of the array that jax asks it for."""
+    """Return the ``.zarray`` that TensorStore writes for the spec that jax uses."""
     import tensorstore
 
     spec = {
@@ -207,30 +213,30 @@ def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> byte
     return bytes(store.kvstore.read(".zarray").result().value)
 
 
-# Of what most file systems allow for one name, and of what a path has room for.
+# Bytes: the limit of most file systems for one name, and a subpath that fits into a path.
 _MAX_NAME, _MAX_SUBPATH = 255, 1024
 _SAFE = "arrays"
 
 
-def choose(paths: Sequence[Path], taken: Collection[str]) -> dict[Path, str]:
-    """A subpath for each array: its key path joined with ``/``, as in Flax, where that is safe; else a number.
+def choose_subpaths(paths: Sequence[Path], taken: Collection[str]) -> dict[Path, str]:
+    """Choose a subpath for each array: its key path joined with ``/``, as in Flax, or a number if that is unsafe.
 
-    Readers take the subpath from the file's text, so any will do that leads to one array alone. The plain one
-    may leave the folder (``..``), not be a path, or lead to another leaf's array too (a key ``a/b`` beside
-    a key ``a`` over ``b``; keys that some file systems do not tell apart, such as ``A`` and ``a``).
+    Readers take the subpath from the file's text, so any unique one works. The key path is unsafe if it leaves the
+    folder (``..``), is not a valid path, or collides with another leaf's (a key ``a/b`` beside ``a`` over ``b``;
+    keys that some file systems do not distinguish, such as ``A`` and ``a``).
 
     Args:
-        paths: key paths, in an order that all processes agree on.
-        taken: the names at the root of the tree.
+        paths: key paths, in the same order in all processes.
+        taken: names at the root of the tree.
     """
     safe = _SAFE
     while _folded(safe) in {_folded(name) for name in taken}:
         safe += "_"
-    spelled: dict[Path, Path] = {}
+    claimed: dict[Path, Path] = {}
     chosen = {}
     for number, path in enumerate(paths):
         plain = all(map(_is_plain, path)) and not (path and temporaries.is_generation(path[0]))
-        plain = plain and len("/".join(path).encode()) <= _MAX_SUBPATH and _claim(path, spelled)
+        plain = plain and len("/".join(path).encode()) <= _MAX_SUBPATH and _claim(path, claimed)
         chosen[path] = "/".join(path) if plain else f"{safe}/{number}"
     return chosen
 
@@ -239,13 +245,13 @@ def _is_plain(name: str) -> bool:
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name.encode()) <= _MAX_NAME
 
 
-def _claim(path: Path, spelled: dict[Path, Path]) -> bool:
-    """Notes the folders on the way; False where one of them is spelled otherwise than before."""
+def _claim(path: Path, claimed: dict[Path, Path]) -> bool:
+    """Claim a path and its parents; return False if one differs only in case or form from a claimed one."""
     folded = tuple(map(_folded, path))
-    ways = [(folded[:end], path[:end]) for end in range(1, len(path) + 1)]
-    if any(spelled.get(way, plain) != plain for way, plain in ways):
+    parents = [(folded[:end], path[:end]) for end in range(1, len(path) + 1)]
+    if any(claimed.get(key, plain) != plain for key, plain in parents):
         return False
-    spelled.update(ways)
+    claimed.update(parents)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Writing what several processes save together: a msgpack file, and its folder of arrays."""
+"""Write a multi-process save: a msgpack file and its folder of arrays."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.thread_pools import Pool
 
 from . import gda_upload
-from .gda_tree import SharedTree, SpreadArray
+from .gda_tree import DistributedArray, SharedTree
 from .write import write_tree
 
 _METADATA = ".zarray"
-# Syncing is waiting for the disk, most of all.
+# Syncing mostly waits for the disk.
 _THREADS = 16
-# Of shards that are compressed and written at once.
+# Bytes of shards that are compressed and written at the same time.
 _IN_FLIGHT = 2**30
 
 
 def begin(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
-    """Makes the folder of arrays and all in it but the data; no folder where there are no arrays."""
+    """Create the folder of arrays and their metadata, if there are arrays."""
     if not prepared.arrays:
         return
     if upload is not None:
-        base, described = _base(path, upload), {array.subpath: array.metadata for array in prepared.arrays}
+        base, metadata = _base(path, upload), {array.subpath: array.metadata for array in prepared.arrays}
         client.in_parallel(
-            lambda subpath: client.write(f"{os.path.join(base, subpath, _METADATA)}", described[subpath]), described
+            lambda subpath: client.write(os.path.join(base, subpath, _METADATA), metadata[subpath]), metadata
         )
         return
     base = os.path.join(gda_folder.folder_of(path), gda_folder.begin(path))
@@ -47,7 +47,7 @@ def begin(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = N
 
 
 def _base(path: str, upload: MultiprocessUpload | None) -> str:
-    """The folder that the paths of the arrays are relative to."""
+    """Return the folder that the arrays' subpaths are relative to."""
     if upload is not None:
         return f"{upload.folder}/{upload.tag}"
     return os.path.join(gda_folder.folder_of(path), gda_folder.generation_prefix(path))
@@ -56,7 +56,7 @@ def _base(path: str, upload: MultiprocessUpload | None) -> str:
 def write_process_part(
     path: str, prepared: SharedTree, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
-    """Writes this process's shards, and in process 0 the file, which is local also of a save to a store."""
+    """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
     base = _base(path, upload)
     if upload is None:
         _write_shards(base, prepared.arrays)
@@ -66,11 +66,11 @@ def write_process_part(
         write_tree(path, prepared.document(gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"))
 
 
-def end(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
-    """Checks that all chunks of all arrays are there, and syncs what `begin` made and all names.
+def finish(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
+    """Check that all chunks exist, and sync the metadata of `begin` and all names.
 
     Raises:
-        StorageError: some are not; names the array.
+        StorageError: a chunk is missing; names the array.
     """
     if not prepared.arrays:
         return
@@ -90,7 +90,7 @@ def _threads() -> Pool:
 
 
 def _drain(results: Iterable[None]) -> None:
-    """Raises what one of them raised."""
+    """Wait for all results; raise the first error."""
     for _ in results:
         pass
 
@@ -103,29 +103,29 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _write_shards(base: str, spread: Iterable[SpreadArray]) -> None:
-    """Writes and syncs the chunks; some at once, and never all. Their names are synced by `end`, once a folder."""
+def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> None:
+    """Write and sync the chunks with bounded memory; `finish` syncs their names, once a folder."""
     import tensorstore
 
-    # Shards fall on whole chunks: nothing is gained by keeping them. TensorStore would sync a folder for each chunk.
+    # Shards are whole chunks, so a cache gains nothing. TensorStore would sync the folder for each chunk.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
-    waiting: collections.deque[_Write] = collections.deque()
+    pending: collections.deque[_Write] = collections.deque()
     total = 0
     with _threads() as pool:
         syncs = []
         try:
-            for array in spread:
+            for array in arrays:
                 for write in _begin_writes(tensorstore, base, array, context):
-                    waiting.append(write)
+                    pending.append(write)
                     total += write.nbytes
-                while total > _IN_FLIGHT or (waiting and waiting[0].future.done()):
-                    total -= waiting[0].nbytes
-                    syncs.append(pool.submit(_sync, waiting.popleft().finish()))
-            while waiting:
-                syncs.append(pool.submit(_sync, waiting.popleft().finish()))
+                while total > _IN_FLIGHT or (pending and pending[0].future.done()):
+                    total -= pending[0].nbytes
+                    syncs.append(pool.submit(_sync, pending.popleft().finish()))
+            while pending:
+                syncs.append(pool.submit(_sync, pending.popleft().finish()))
         finally:
-            # After a failure nothing may go on writing into a folder that is about to be removed.
-            for write in waiting:
+            # After a failure, no write may continue into a folder that is about to be removed.
+            for write in pending:
                 write.future.exception()
         _drain(sync.result() for sync in syncs)
 
@@ -134,19 +134,19 @@ class _Write(NamedTuple):
     """A chunk that is being written."""
 
     base: str
-    array: SpreadArray
+    array: DistributedArray
     future: Any
     nbytes: int
     name: str
 
     def finish(self) -> str:
-        """Waits for it; the path of its file."""
+        """Wait for the write and return the path of its file."""
         with _translated(self.base, self.array):
             self.future.result()
         return os.path.join(self.base, self.array.subpath, self.name)
 
 
-def _begin_writes(tensorstore: Any, base: str, array: SpreadArray, context: Any) -> Iterator[_Write]:
+def _begin_writes(tensorstore: Any, base: str, array: DistributedArray, context: Any) -> Iterator[_Write]:
     store = None
     for shard in array.shards():
         if not math.prod(shard.data.shape):
@@ -158,8 +158,8 @@ def _begin_writes(tensorstore: Any, base: str, array: SpreadArray, context: Any)
 
 
 @contextmanager
-def _translated(base: str, array: SpreadArray) -> Iterator[None]:
-    """TensorStore's errors as ours."""
+def _translated(base: str, array: DistributedArray) -> Iterator[None]:
+    """Translate TensorStore's errors into StorageError."""
     try:
         yield
     except StorageError:
@@ -170,17 +170,17 @@ def _translated(base: str, array: SpreadArray) -> Iterator[None]:
         raise StorageError(message, path=folder, errno=getattr(error, "errno", None)) from error
 
 
-def _open(tensorstore: Any, folder: str, array: SpreadArray, context: Any) -> Any:
+def _open(tensorstore: Any, folder: str, array: DistributedArray, context: Any) -> Any:
     spec = {"driver": "zarr", "kvstore": paths.local_kvstore(folder)}
     store = tensorstore.open(spec, open=True, context=context).result()
-    array.check_same(folder, tuple(store.shape), store.dtype.numpy_dtype)
+    array.check_matches(folder, tuple(store.shape), store.dtype.numpy_dtype)
     return store
 
 
-def _check(base: str, array: SpreadArray) -> None:
+def _check(base: str, array: DistributedArray) -> None:
     folder = os.path.join(base, array.subpath)
-    there = set(os.listdir(folder))
-    # Asked for by its name as well: over a network, a list of names may be older than the file.
-    lost = [name for name in array.names() if name not in there and not os.path.exists(os.path.join(folder, name))]
-    if lost:
-        raise array.incomplete(folder, lost)
+    listed = set(os.listdir(folder))
+    # On network file systems a listing may be stale, so check unlisted names directly too.
+    missing = [name for name in array.names() if name not in listed and not os.path.exists(os.path.join(folder, name))]
+    if missing:
+        raise array.incomplete(folder, missing)

@@ -124,7 +124,7 @@ def _number(part: Any) -> float:
     return float(part)
 
 
-def as_special(branch: Branch, path: Path, window: Window) -> LeafHandle | None:
+def as_single_leaf(branch: Branch, path: Path, window: Window) -> LeafHandle | None:
     """The one leaf that a complete map stands for, or None if it is an ordinary map.
 
     A map with other keys or other types than Flax writes is the user's own and stays a map.

@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from . import format, gda_read
-from .headers import ArrayHeader, as_special, parse_array_header, parse_complex
+from .headers import ArrayHeader, as_single_leaf, parse_array_header, parse_complex
 from .window import Window
 
 _INTS = {
@@ -107,7 +107,7 @@ class _Parser:
             if window.at > window.fresh_until:
                 window.refill()
             if keyed:
-                self._take_known(frame)
+                self._read_repeated(frame)
                 if not frame.left:
                     return
             frame.left -= 1
@@ -130,7 +130,7 @@ class _Parser:
                 stack[-1].home, stack[-1].name = children, name
                 return
 
-    def _take_known(self, frame: _Frame) -> None:
+    def _read_repeated(self, frame: _Frame) -> None:
         """Reads arrays with short names and headers that were seen before, until something else comes.
 
         Most of a checkpoint is such arrays, and this takes half the time of reading them in general.
@@ -162,7 +162,7 @@ class _Parser:
             branch.int_keys = frozenset(frame.int_keys)
         # Flax joins arrays in pieces inside maps only, never inside msgpack lists.
         if not frame.in_list and 2 <= len(branch.children) <= 3:
-            special = as_special(branch, frame.path, self._window)
+            special = as_single_leaf(branch, frame.path, self._window)
             if special is not None:
                 frame.home[frame.name] = special
 

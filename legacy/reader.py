@@ -47,7 +47,7 @@ class MsgpackReader:
             raise
 
     def _parse(self, of_orbax: bool) -> Node:
-        with memory.pause_gc(enabled=self._source.is_near):
+        with memory.pause_gc(enabled=self._source.is_local):
             return parse(Window(self._source), self, of_orbax=of_orbax)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class MsgpackReader:
         small: list[Small] = []
         spans: list[Span] = []
         unfinished: list[int] = []
-        folders = gda_read.Reads()
+        folders = gda_read.BatchedReads()
         for index, handle in enumerate(handles):
             if handle.nbytes < SMALL and handle.dtype is not None and type(handle.locator) is int:
                 small.append((handle.locator, index, handle))
@@ -97,7 +97,7 @@ class MsgpackReader:
         except OSError as error:
             raise storage_error(self.path, error) from error
 
-    def _begin(self, handle: LeafHandle, spans: list[Span], folders: gda_read.Reads) -> Any:
+    def _begin(self, handle: LeafHandle, spans: list[Span], folders: gda_read.BatchedReads) -> Any:
         """Makes room for the value and notes what to read into it; Python values are there already."""
         where = handle.locator
         if handle.kind is LeafKind.PRNG_KEY:

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client
 
-_MOST_KEPT = 64 * 2**20  # bytes
+_CACHE_LIMIT = 64 * 2**20  # bytes
 
 
-class Steps(NamedTuple):
+class WindowSizes(NamedTuple):
     """What a window on the structure reads at a time, in bytes.
 
     Attributes:
@@ -38,16 +38,16 @@ class Source(Protocol):
     Attributes:
         path: of the file, or the URL.
         size: in bytes.
-        steps: what a window on the structure reads at a time.
+        window_sizes: what a window on the structure reads at a time.
         threads: how many reads go on at once.
-        is_near: one read costs little beside its bytes.
+        is_local: one read costs little beside its bytes.
     """
 
     path: str
     size: int
-    steps: Steps
+    window_sizes: WindowSizes
     threads: int
-    is_near: bool
+    is_local: bool
 
     @property
     def is_closed(self) -> bool:
@@ -76,10 +76,10 @@ class File:
 
     # Behind a large array most often lies just the header of the next one: whoever wants one leaf of a large file
     # reads little more than that leaf.
-    steps = Steps(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10, through=0)
+    window_sizes = WindowSizes(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10, through=0)
     # Two more than processors: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
-    is_near = True
+    is_local = True
 
     def __init__(self, path: str):
         self.path = path
@@ -123,9 +123,9 @@ class StoredObject:
 
     # A request takes as long as reading 1 MiB or more, so tiny ones, which often are not enough, do not pay, nor does
     # one for each of many arrays that lie behind one another, of which none tells where the next one begins.
-    steps = Steps(first=64 * 2**10, tiny=0, least=8 * 2**10, most=4 * 2**20, through=256 * 2**10)
+    window_sizes = WindowSizes(first=64 * 2**10, tiny=0, least=8 * 2**10, most=4 * 2**20, through=256 * 2**10)
     threads = 16
-    is_near = False
+    is_local = False
 
     def __init__(self, url: str):
         self.path = url
@@ -139,29 +139,29 @@ class StoredObject:
             raise _empty(url)
         # What was read to learn the structure, in order: most small arrays lie in it.
         self._offsets: list[int] = []
-        self._kept: list[bytes] = []
-        self._room = _MOST_KEPT
+        self._buffers: list[bytes] = []
+        self._room = _CACHE_LIMIT
 
     def read(self, length: int, offset: int) -> bytes:
         """See `Source.read`."""
         found = self._object.read(offset, offset + length)
         if len(found) <= self._room and (not self._offsets or offset > self._offsets[-1]):
             self._offsets.append(offset)
-            self._kept.append(found)
+            self._buffers.append(found)
             self._room -= len(found)
         return found
 
     def holds(self, offset: int, length: int) -> bool:
         """See `Source.holds`."""
-        return self._kept_parts(offset, length) is not None
+        return self._cached(offset, length) is not None
 
-    def _kept_parts(self, offset: int, length: int) -> list[memoryview] | None:
+    def _cached(self, offset: int, length: int) -> list[memoryview] | None:
         """These bytes, if all of them were read before."""
         parts = []
         while length:
             index = bisect.bisect_right(self._offsets, offset) - 1
             start = offset - self._offsets[index] if index >= 0 else 0
-            part = memoryview(self._kept[index] if index >= 0 else b"")[start : start + length]
+            part = memoryview(self._buffers[index] if index >= 0 else b"")[start : start + length]
             if not part:
                 return None
             parts.append(part)
@@ -171,9 +171,7 @@ class StoredObject:
     def read_into(self, target: memoryview, offset: int) -> int:
         """See `Source.read_into`."""
         at = 0
-        for part in self._kept_parts(offset, len(target)) or [
-            memoryview(self._object.read(offset, offset + len(target)))
-        ]:
+        for part in self._cached(offset, len(target)) or [memoryview(self._object.read(offset, offset + len(target)))]:
             target[at : at + len(part)] = part
             at += len(part)
         return at
@@ -181,7 +179,7 @@ class StoredObject:
     def close(self) -> None:
         """Forgets what was kept."""
         self.is_closed = True
-        self._offsets, self._kept = [], []
+        self._offsets, self._buffers = [], []
 
 
 def open_source(path: str) -> Source:

@@ -53,11 +53,11 @@ def fetch(source: Source, spans: list[Span]) -> None:
         OSError: the system refused.
     """
     pieces = list(_pieces(spans))
-    if source.is_near and (len(pieces) < 2 or sum(len(piece.target) for piece in pieces) <= 2 * _PIECE):
+    if source.is_local and (len(pieces) < 2 or sum(len(piece.target) for piece in pieces) <= 2 * _PIECE):
         for piece in pieces:
             _read_span(source, piece)
         return
-    runs = [[piece] for piece in pieces] if source.is_near else _runs(source, pieces)
+    runs = [[piece] for piece in pieces] if source.is_local else _runs(source, pieces)
     workers = min(source.threads, len(runs))
     queue = collections.deque(runs)
     if workers < 2:
@@ -145,7 +145,7 @@ def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
     wanted.sort(key=_offset)
     blocks = _blocks(wanted)
     # Of a near source one after the other, which takes less memory; else many requests at once.
-    while batch := list(itertools.islice(blocks, 1 if source.is_near else _BLOCKS_AT_ONCE)):
+    while batch := list(itertools.islice(blocks, 1 if source.is_local else _BLOCKS_AT_ONCE)):
         fetch(source, [span for span, _ in batch])
         with memory.pause_gc():
             for span, leaves in batch:

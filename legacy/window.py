@@ -42,7 +42,7 @@ class Window:
 
     def __init__(self, source: Source):
         self._source = source
-        self._step, self._tiny, self._smallest, self._largest, self._through = source.steps
+        self._step, self._tiny, self._smallest, self._largest, self._through = source.window_sizes
         self._step //= 2  # the first refill doubles it
         self.path = source.path
         self.size = source.size

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND
-from flax_ckpt_compat.legacy.gda_tree import choose
+from flax_ckpt_compat.legacy.gda_tree import choose_subpaths
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,7 +194,7 @@ def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def test_subpaths_are_safe_and_lead_to_one_array_alone(tree: Any) -> None:
     """No two are the same or one in the other, even where case does not count; what is plain and safe stays plain."""
     paths = sorted(leaves_of(tree))
-    chosen = choose(paths, tree or ())
+    chosen = choose_subpaths(paths, tree or ())
     assert list(chosen) == paths
     folded = [unicodedata.normalize("NFC", text).casefold().split("/") for text in chosen.values()]
     for at, one in enumerate(folded):

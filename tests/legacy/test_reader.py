@@ -66,7 +66,7 @@ def test_window_seams(load_bytes, step, tiny, tree):
     """Values are read right wherever the windows over the file begin and end."""
     document = flax.serialization.to_bytes(tree)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source.File, "steps", source.Steps(step, tiny, step, step, 0))
+        patch.setattr(source.File, "window_sizes", source.WindowSizes(step, tiny, step, step, 0))
         restored = load_bytes(document)
     assert list(restored.values()) == [] or fingerprint(list(restored.values())) == fingerprint(tree)
 
