@@ -1,4 +1,4 @@
-"""What stands inside Flax's msgpack extension values."""
+"""Parse the headers of Flax's msgpack extension values."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_DIMS = 64  # numpy's own limit
 
 @dataclasses.dataclass(slots=True)
 class ArrayHeader:
-    """What stands before array data.
+    """Header of an array or numpy scalar.
 
     Attributes:
-        text: the bytes from the extension's tag up to the data.
+        text: bytes from the extension's tag up to the data.
         kind: array or numpy scalar.
-        shape: of the array.
-        dtype: of the array.
+        shape: shape of the array.
+        dtype: dtype of the array.
         nbytes: size of the data, in bytes.
     """
 
@@ -39,13 +39,13 @@ class ArrayHeader:
 
 
 def parse_array_header(window: Window, tag_at: int, code: int, length: int, path: Path) -> ArrayHeader:
-    """Reads ``[shape, dtype name, data]`` up to the data; the window does not move.
+    """Parse ``[shape, dtype name, data]`` up to the data, without moving the window.
 
     Args:
-        window: at the payload, which lies within the file.
-        tag_at: where in the window the extension begins.
-        code: the extension's code.
-        length: of the payload, in bytes.
+        window: window at the payload, which ends within the file.
+        tag_at: position of the extension's tag in the window.
+        code: extension code.
+        length: length of the payload, in bytes.
         path: key path of the leaf, for errors.
     """
     head = window.data[window.at : window.at + min(length, LOOKAHEAD)]
@@ -58,13 +58,13 @@ def parse_array_header(window: Window, tag_at: int, code: int, length: int, path
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         reason = str(error) or type(error).__name__
         raise window.corrupt(f"an array that does not decode in {show_path(path)}: {reason}") from error
-    # Flax decodes a scalar's payload like an array's, and only what has no dimensions becomes a scalar.
+    # Flax decodes a scalar's payload like an array's; only one without dimensions becomes a scalar.
     kind = LeafKind.NUMPY_SCALAR if code == format.EXT_NUMPY_SCALAR and not shape else LeafKind.ARRAY
     return ArrayHeader(window.data[tag_at : window.at + start], kind, shape, dtype, nbytes)
 
 
 def _shape_and_name(head: bytes) -> tuple[tuple[int, ...], str, int]:
-    """Returns shape, dtype name and the position behind them."""
+    """Parse the shape and dtype name; return them and the position after them."""
     unpacker = msgpack.Unpacker(raw=True, max_buffer_size=LOOKAHEAD)
     unpacker.feed(head)
     if unpacker.read_array_header() != 3:
@@ -78,7 +78,7 @@ def _shape_and_name(head: bytes) -> tuple[tuple[int, ...], str, int]:
 
 
 def _data_field(head: bytes, at: int) -> tuple[int, int]:
-    """Returns where the data starts and its length; text headers count too, msgpack before 2013 had no other."""
+    """Return the start and length of the data. Accept text headers: msgpack before 2013 had no binary type."""
     tag = head[at]
     if 0xA0 <= tag <= 0xBF:
         return at + 1, tag & 0x1F
@@ -99,8 +99,7 @@ def _check_shape(shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> N
             f"shape {shape} and dtype {dtype} need {math.prod(shape) * dtype.itemsize} bytes, not {nbytes}"
         )
     if nbytes == 0:
-        # numpy refuses some shapes although they hold nothing.
-        np.empty(shape, dtype)
+        np.empty(shape, dtype)  # numpy rejects some shapes even without elements
 
 
 def _check_length(described: int, length: int) -> None:
@@ -109,7 +108,7 @@ def _check_length(described: int, length: int) -> None:
 
 
 def parse_complex(window: Window, length: int) -> complex:
-    """Reads ``[real, imaginary]`` and moves the window behind it."""
+    """Read ``[real, imaginary]`` and move the window past it."""
     payload = window.take(length)
     try:
         real, imaginary = msgpack.unpackb(payload)
@@ -125,12 +124,12 @@ def _number(part: Any) -> float:
 
 
 def as_single_leaf(branch: Branch, path: Path, window: Window) -> LeafHandle | None:
-    """The one leaf that a complete map stands for, or None if it is an ordinary map.
+    """Return the leaf that a complete map encodes: a chunked array or a PRNG key; None for an ordinary map.
 
-    A map with other keys or other types than Flax writes is the user's own and stays a map.
+    A map with keys or types that Flax does not write is the user's own and stays a map.
 
     Raises:
-        CorruptCheckpointError: an array in pieces that do not add up.
+        CorruptCheckpointError: the chunks of an array do not add up.
     """
     names = branch.children.keys()
     if len(names) == 3 and names == format.CHUNK_KEYS:
@@ -142,27 +141,27 @@ def as_single_leaf(branch: Branch, path: Path, window: Window) -> LeafHandle | N
 
 def _chunked(branch: Branch, path: Path, window: Window) -> LeafHandle | None:
     flag = branch.children[format.CHUNK_FLAG]
-    sizes, pieces = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
-    if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not pieces:
+    sizes, chunks = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
+    if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not chunks:
         return None
     if not all(_is(size, LeafKind.INT) for size in sizes):
         return None
-    if not all(_is(piece, LeafKind.ARRAY) and type(piece.locator) is int and len(piece.shape) == 1 for piece in pieces):
+    if not all(_is(chunk, LeafKind.ARRAY) and type(chunk.locator) is int and len(chunk.shape) == 1 for chunk in chunks):
         return None
     shape = tuple(size.locator for size in sizes)
-    dtype = pieces[0].dtype
-    total = sum(piece.nbytes for piece in pieces)
+    dtype = chunks[0].dtype
+    total = sum(chunk.nbytes for chunk in chunks)
     assert dtype is not None
-    if min(shape, default=0) < 0 or len(shape) > 64 or math.prod(shape) * dtype.itemsize != total:
+    if min(shape, default=0) < 0 or len(shape) > _MAX_DIMS or math.prod(shape) * dtype.itemsize != total:
         raise window.corrupt(f"pieces of {total} bytes for an array of shape {shape} in {show_path(path)}")
-    if any(piece.dtype != dtype for piece in pieces):
+    if any(chunk.dtype != dtype for chunk in chunks):
         raise window.corrupt(f"pieces of different dtypes for one array in {show_path(path)}")
-    where = tuple((piece.locator, piece.nbytes) for piece in pieces)
-    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, "/".join(path), flag.reader, where)
+    locator = tuple((chunk.locator, chunk.nbytes) for chunk in chunks)
+    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, "/".join(path), flag.reader, locator)
 
 
 def _numbered(node: Node) -> list[Node] | None:
-    """The children of a map with the keys '0', '1', …, in the order of those numbers, or None."""
+    """Return the children of a map with the keys '0', '1', …, in numeric order, or None for other maps."""
     if not isinstance(node, Branch) or node.container is not Container.DICT or node.int_keys:
         return None
     names = [str(index) for index in range(len(node.children))]
@@ -173,9 +172,8 @@ def _prng_key(branch: Branch, path: Path) -> LeafHandle | None:
     impl, data = branch.children[format.KEY_IMPL], branch.children["data"]
     if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
         return None
-    where = (impl.locator, data)
-    name = "/".join(path)
-    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, name, impl.reader, where)
+    name, locator = "/".join(path), (impl.locator, data)
+    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, name, impl.reader, locator)
     handle.in_gda_folder = data.in_gda_folder
     return handle
 

@@ -1,4 +1,4 @@
-"""Arrays that do not lie in C order in one piece of host memory, put in order a block at a time."""
+"""Copy arrays to C order a block at a time, from shards or strided memory."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.tree import HostCopy, Shard, normalize_index
 
-_BLOCK = 8 * 2**20
-# Finding the shards of small arrays takes longer than what jax does, which keeps the copy that it makes.
-_FROM = 256 * 2**10
+_BLOCK = 8 * 2**20  # bytes
+# Bytes below which listing an array's shards takes longer than jax's own assembly, which keeps its copy alive.
+_MIN_SHARDED = 256 * 2**10
 _Array = np.ndarray[Any, Any]
 
 
 def is_in_shards(leaf: Any) -> bool:
-    """Whether a ``jax.Array`` of which this process sees all, or a `HostCopy`, is better put together in blocks."""
-    in_several = len(leaf.shards) > 1 if isinstance(leaf, HostCopy) else not leaf.is_fully_replicated
-    return in_several and leaf.nbytes >= _FROM
+    """Return whether to assemble a fully addressable ``jax.Array`` or a `HostCopy` from its shards, in blocks."""
+    is_sharded = len(leaf.shards) > 1 if isinstance(leaf, HostCopy) else not leaf.is_fully_replicated
+    return is_sharded and leaf.nbytes >= _MIN_SHARDED
 
 
 def pieces(leaf: Any) -> Iterator[_Array]:
-    """The values of an array in C order, as consecutive contiguous arrays; copies are blocks of at most 8 MiB.
+    """Yield the values of an array in C order as consecutive contiguous arrays; copies are blocks of at most 8 MiB.
 
     Args:
-        leaf: an ``np.ndarray``, or what is in shards.
+        leaf: an ``np.ndarray``, or an array for which `is_in_shards` is true.
     """
     if isinstance(leaf, np.ndarray) and leaf.flags.c_contiguous:
         yield leaf
         return
     shards = _shards(leaf)
-    for box in _boxes(leaf.shape, leaf.dtype.itemsize):
-        yield _gathered(shards, box, leaf.dtype)
+    for index in _blocks(leaf.shape, leaf.dtype.itemsize):
+        yield _assemble(shards, index, leaf.dtype)
 
 
 def _shards(leaf: Any) -> Sequence[Shard]:
-    """Boxes with their values, which together are the array."""
+    """Return shards that together cover the array."""
     if isinstance(leaf, HostCopy):
         return leaf.shards
     if isinstance(leaf, np.ndarray):
         return [Shard(tuple(slice(0, length) for length in leaf.shape), leaf)]
-    # Not the whole as one: jax would keep that copy for as long as the array lives.
+    # Not np.asarray of the whole array: jax would keep that copy for as long as the array lives.
     return [
         Shard(normalize_index(shard.index, leaf.shape), np.asarray(shard.data))
         for shard in leaf.addressable_shards
@@ -51,29 +51,29 @@ def _shards(leaf: Any) -> Sequence[Shard]:
     ]
 
 
-def _boxes(shape: tuple[int, ...], itemsize: int, before: tuple[slice, ...] = ()) -> Iterator[tuple[slice, ...]]:
-    """Consecutive boxes of at most a block, whose values follow each other in C order."""
-    rest = shape[len(before) :]
+def _blocks(shape: tuple[int, ...], itemsize: int, prefix: tuple[slice, ...] = ()) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of consecutive blocks, in C order, of at most ``_BLOCK`` bytes."""
+    rest = shape[len(prefix) :]
     if not rest or math.prod(rest) * itemsize <= _BLOCK:
-        yield (*before, *(slice(0, length) for length in rest))
+        yield (*prefix, *(slice(0, length) for length in rest))
         return
     step = _BLOCK // (math.prod(rest[1:]) * itemsize)
     for start in range(0, rest[0], max(1, step)):
         side = slice(start, min(start + max(1, step), rest[0]))
         if step:
-            yield (*before, side, *(slice(0, length) for length in rest[1:]))
+            yield (*prefix, side, *(slice(0, length) for length in rest[1:]))
         else:
-            yield from _boxes(shape, itemsize, (*before, side))
+            yield from _blocks(shape, itemsize, (*prefix, side))
 
 
-def _gathered(shards: Sequence[Shard], box: tuple[slice, ...], dtype: np.dtype[Any]) -> _Array:
-    block = memory.empty(tuple(side.stop - side.start for side in box), dtype)
+def _assemble(shards: Sequence[Shard], index: tuple[slice, ...], dtype: np.dtype[Any]) -> _Array:
+    block = memory.empty(tuple(side.stop - side.start for side in index), dtype)
     for shard in shards:
         common = [
-            (max(mine.start, own.start), min(mine.stop, own.stop)) for mine, own in zip(box, shard.index, strict=True)
+            (max(mine.start, own.start), min(mine.stop, own.stop)) for mine, own in zip(index, shard.index, strict=True)
         ]
         if all(start < stop for start, stop in common):
-            target = tuple(slice(a - side.start, b - side.start) for (a, b), side in zip(common, box, strict=True))
+            target = tuple(slice(a - side.start, b - side.start) for (a, b), side in zip(common, index, strict=True))
             source = tuple(
                 slice(a - side.start, b - side.start) for (a, b), side in zip(common, shard.index, strict=True)
             )
@@ -82,5 +82,5 @@ def _gathered(shards: Sequence[Shard], box: tuple[slice, ...], dtype: np.dtype[A
 
 
 def to_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """The leaf as a plain ndarray: a view on the CPU, one transfer for an array on a device."""
+    """Return the leaf as an ndarray: a view on the CPU, one transfer from a device."""
     return np.asarray(leaf.data if isinstance(leaf, HostCopy) else leaf)

@@ -1,4 +1,4 @@
-"""Bytes of a msgpack file → tree of leaf handles; array data is skipped over, never decoded."""
+"""Parse a msgpack file into a tree of leaf handles; skip array data without decoding it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INTS = {
 _FLOATS = {0xCA: struct.Struct(">f"), 0xCB: struct.Struct(">d")}
 _LENGTHS = (struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I"))
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-# Enough of a header to look it up by: tag, length, code, and in short ones the start of the shape.
+# Bytes of a header that key the header cache: tag, length, code, and in short ones the start of the shape.
 _PREFIX = 6
 _EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
 
@@ -33,33 +33,33 @@ _EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
 class _Frame:
     """A map or list whose children are being read."""
 
-    __slots__ = ("branch", "home", "in_list", "int_keys", "keyed", "left", "name", "path")
+    __slots__ = ("branch", "in_list", "int_keys", "is_map", "name", "path", "remaining", "siblings")
 
-    def __init__(self, branch: Branch, left: int, path: Path, keyed: bool, in_list: bool):
+    def __init__(self, branch: Branch, remaining: int, path: Path, is_map: bool, in_list: bool):
         self.branch = branch
-        self.left = left
+        self.remaining = remaining
         self.path = path
-        self.keyed = keyed
+        self.is_map = is_map
         self.in_list = in_list
         self.int_keys: list[str] | None = None
-        # Where the branch itself hangs; whoever asked for the value sets both.
-        self.home: dict[str, Node]
+        # The dict that holds the branch, and its name there; set by the caller that read it.
+        self.siblings: dict[str, Node]
         self.name: str
 
 
 def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
-    """The whole document as a tree.
+    """Parse the whole document.
 
-    Maps become DICT branches, msgpack arrays LIST branches. Int keys become names that the branch lists in
-    ``int_keys``; all other keys that are not text, and keys that occur twice, are refused.
+    Maps become DICT branches, msgpack arrays LIST branches. Int keys become names listed in ``int_keys``. Other
+    keys that are not text, and duplicate keys, are errors.
 
     Args:
-        window: at the start of the file.
-        reader: whom the handles belong to.
-        of_orbax: the file is part of an Orbax directory, and may hold tuples.
+        window: window at the start of the file.
+        reader: reader of the handles.
+        of_orbax: the file is part of an Orbax directory and may hold tuples.
 
     Raises:
-        CorruptCheckpointError: with the byte offset.
+        CorruptCheckpointError: the document does not decode; names the byte offset.
     """
     parser = _Parser(window, reader, of_orbax)
     try:
@@ -72,7 +72,7 @@ def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
 
 
 class _Parser:
-    """One pass over one document; a loop with its own stack, so that depth costs no Python stack."""
+    """One pass over one document: a loop with an explicit stack, so that depth costs no Python stack."""
 
     def __init__(self, window: Window, reader: Reader, of_orbax: bool):
         self._window = window
@@ -84,38 +84,38 @@ class _Parser:
     def document(self) -> Node:
         window, stack = self._window, self._stack
         window.refill()
-        home: dict[str, Node] = {}
-        home[""] = self._value((), False)
+        root: dict[str, Node] = {}
+        root[""] = self._value((), False)
         if stack:
-            stack[0].home, stack[0].name = home, ""
+            stack[0].siblings, stack[0].name = root, ""
         while stack:
             frame = stack[-1]
-            if frame.left:
+            if frame.remaining:
                 self._fill(frame)
             else:
                 self._close(stack.pop())
         end = window.base + window.at
         if end != window.size:
             raise window.corrupt(f"{window.size - end} bytes behind the end of the document")
-        return home[""]
+        return root[""]
 
     def _fill(self, frame: _Frame) -> None:
-        """Reads children until one of them is a container, or there are no more."""
-        children, keyed, stack, window = frame.branch.children, frame.keyed, self._stack, self._window
+        """Read children until one of them is a container or none remain."""
+        children, is_map, stack, window = frame.branch.children, frame.is_map, self._stack, self._window
         depth, parent, headers = len(stack), frame.path, self._headers
-        while frame.left:
+        while frame.remaining:
             if window.at > window.fresh_until:
                 window.refill()
-            if keyed:
+            if is_map:
                 self._read_repeated(frame)
-                if not frame.left:
+                if not frame.remaining:
                     return
-            frame.left -= 1
+            frame.remaining -= 1
             if window.at > window.fresh_until:
                 window.refill()
-            name = self._key(frame) if keyed else str(len(children))
+            name = self._key(frame) if is_map else str(len(children))
             path = (*parent, name)
-            # An array whose header was seen before: most arrays of a checkpoint share few headers.
+            # Fast path: most arrays of a checkpoint share few headers.
             data, at = window.data, window.at
             header = headers.get(data[at : at + _PREFIX])
             if (
@@ -127,44 +127,44 @@ class _Parser:
                 continue
             children[name] = self._value(path, frame.in_list)
             if len(stack) != depth:
-                stack[-1].home, stack[-1].name = children, name
+                stack[-1].siblings, stack[-1].name = children, name
                 return
 
     def _read_repeated(self, frame: _Frame) -> None:
-        """Reads arrays with short names and headers that were seen before, until something else comes.
+        """Read consecutive arrays with short names and headers that were seen before.
 
-        Most of a checkpoint is such arrays, and this takes half the time of reading them in general.
+        Most of a checkpoint is such arrays; this takes half the time of the general path.
         """
         window, headers, reader = self._window, self._headers, self._reader
         data, at, base, size, fresh_until = window.data, window.at, window.base, window.size, window.fresh_until
-        children, parent, left = frame.branch.children, frame.path, frame.left
+        children, parent, remaining = frame.branch.children, frame.path, frame.remaining
         try:
-            while left and at <= fresh_until and 0xA0 <= data[at] <= 0xBF:
+            while remaining and at <= fresh_until and 0xA0 <= data[at] <= 0xBF:
                 start = at + 1 + (data[at] & 0x1F)
                 header = headers.get(data[start : start + _PREFIX])
                 if header is None or not data.startswith(header.text, start):
                     break
-                where = start + len(header.text)
+                data_at = start + len(header.text)
                 name, nbytes = str(data[at + 1 : start], "utf-8"), header.nbytes
-                if base + where + nbytes > size or name in children:
+                if base + data_at + nbytes > size or name in children:
                     break
                 path = (*parent, name)
                 children[name] = LeafHandle(
-                    path, header.kind, header.shape, header.dtype, nbytes, "/".join(path), reader, base + where
+                    path, header.kind, header.shape, header.dtype, nbytes, "/".join(path), reader, base + data_at
                 )
-                at, left = where + nbytes, left - 1
-        finally:  # an error tells where it was found
-            window.at, frame.left = at, left
+                at, remaining = data_at + nbytes, remaining - 1
+        finally:  # errors report the window's position
+            window.at, frame.remaining = at, remaining
 
     def _close(self, frame: _Frame) -> None:
         branch = frame.branch
         if frame.int_keys:
             branch.int_keys = frozenset(frame.int_keys)
-        # Flax joins arrays in pieces inside maps only, never inside msgpack lists.
+        # Flax joins chunked arrays inside maps only, never inside msgpack lists.
         if not frame.in_list and 2 <= len(branch.children) <= 3:
-            special = as_single_leaf(branch, frame.path, self._window)
-            if special is not None:
-                frame.home[frame.name] = special
+            leaf = as_single_leaf(branch, frame.path, self._window)
+            if leaf is not None:
+                frame.siblings[frame.name] = leaf
 
     def _key(self, frame: _Frame) -> str:
         window = self._window
@@ -174,12 +174,12 @@ class _Parser:
             window.at = end = start + 1 + (tag & 0x1F)
             name = str(window.data[start + 1 : end], "utf-8")
         else:
-            name = self._rare_key(tag, frame)
+            name = self._uncommon_key(tag, frame)
         if name in frame.branch.children:
             raise window.corrupt(f"the key {name!r} twice in {show_path(frame.path)}")
         return name
 
-    def _rare_key(self, tag: int, frame: _Frame) -> str:
+    def _uncommon_key(self, tag: int, frame: _Frame) -> str:
         if 0xD9 <= tag <= 0xDB:
             return self._text(tag)
         if tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
@@ -217,7 +217,7 @@ class _Parser:
 
     def _tuple(self, length: int, path: Path, in_list: bool) -> Branch:
         window = self._window
-        window.claim(length)
+        window.end_of(length)
         tag = window.data[window.at]
         if not (0x90 <= tag <= 0x9F or tag in (0xDC, 0xDD)):
             raise window.corrupt(f"a tuple in {show_path(path)} that is no msgpack array (0x{tag:02x})")
@@ -227,33 +227,33 @@ class _Parser:
 
     def _array(self, start: int, code: int, length: int, path: Path) -> LeafHandle:
         window = self._window
-        window.claim(length)
+        window.end_of(length)
         header = parse_array_header(window, start, code, length, path)
         self._headers[header.text[:_PREFIX]] = header
         return self._handle(header, start, path)
 
     def _handle(self, header: ArrayHeader, start: int, path: Path) -> LeafHandle:
-        """The array whose header begins at ``start``; goes on behind its data."""
+        """Return the array whose header starts at ``start``, and move the window past its data."""
         window = self._window
-        where = start + len(header.text)
-        window.at = where + header.nbytes
+        data_at = start + len(header.text)
+        window.at = data_at + header.nbytes
         kind, shape, dtype, nbytes = header.kind, header.shape, header.dtype, header.nbytes
-        return LeafHandle(path, kind, shape, dtype, nbytes, "/".join(path), self._reader, window.base + where)
+        return LeafHandle(path, kind, shape, dtype, nbytes, "/".join(path), self._reader, window.base + data_at)
 
     def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
         window = self._window
         if tag <= 0x9F:
-            count, keyed = tag & 0x0F, tag <= 0x8F
+            count, is_map = tag & 0x0F, tag <= 0x8F
             window.at += 1
         else:
-            count, keyed = self._length(1 + (tag & 1)), tag >= 0xDE
-        # Every child has a byte at least, every key too: a count that the file cannot hold ends here.
-        if window.base + window.at + count * (1 + keyed) > window.size:
+            count, is_map = self._length(1 + (tag & 1)), tag >= 0xDE
+        # Every child and every key takes at least one byte, so reject a count that cannot fit into the file.
+        if window.base + window.at + count * (1 + is_map) > window.size:
             raise window.corrupt(f"a container of {count} values; the file is too short for them, it is truncated")
         if len(self._stack) >= format.MAX_DEPTH:
             raise window.corrupt(f"more than {format.MAX_DEPTH} nested containers")
-        branch = Branch({}) if keyed else Branch({}, Container.LIST)
-        self._stack.append(_Frame(branch, count, path, keyed, in_list or not keyed))
+        branch = Branch({}) if is_map else Branch({}, Container.LIST)
+        self._stack.append(_Frame(branch, count, path, is_map, in_list or not is_map))
         return branch
 
     def _native(self, tag: int, path: Path) -> LeafHandle | None:
@@ -266,30 +266,30 @@ class _Parser:
             return self._binary(tag, path)
         if tag in (0xC2, 0xC3):
             self._window.at += 1
-            return self._plain(LeafKind.BOOL, tag == 0xC3, 1, path)
+            return self._leaf(LeafKind.BOOL, tag == 0xC3, 1, path)
         if tag in _FLOATS:
-            return self._plain(LeafKind.FLOAT, self._number(_FLOATS[tag]), 8, path)
+            return self._leaf(LeafKind.FLOAT, self._number(_FLOATS[tag]), 8, path)
         if tag == 0xC1:
             raise self._window.corrupt("the byte 0xc1, which msgpack never uses")
-        return self._plain(LeafKind.INT, self._int(tag), 8, path)
+        return self._leaf(LeafKind.INT, self._int(tag), 8, path)
 
     def _string(self, tag: int, path: Path) -> LeafHandle:
         text = self._text(tag)
         if text.startswith(format.PLACEHOLDER):
             array = gda_read.locate(self._window.path, text[len(format.PLACEHOLDER) :], path)
-            handle = self._plain(LeafKind.ARRAY, array, array.nbytes, path)
+            handle = self._leaf(LeafKind.ARRAY, array, array.nbytes, path)
             handle.shape, handle.dtype, handle.in_gda_folder = array.shape, array.dtype, True
             return handle
-        return self._plain(LeafKind.STR, text, len(text), path)
+        return self._leaf(LeafKind.STR, text, len(text), path)
 
     def _binary(self, tag: int, path: Path) -> LeafHandle:
         length = self._length(tag - 0xC4)
         window = self._window
-        where = window.base + window.at
-        window.at = window.claim(length)
-        return LeafHandle(path, LeafKind.BYTES, (), None, length, "/".join(path), self._reader, where)
+        offset = window.base + window.at
+        window.at = window.end_of(length)
+        return LeafHandle(path, LeafKind.BYTES, (), None, length, "/".join(path), self._reader, offset)
 
-    def _plain(self, kind: LeafKind, value: Any, nbytes: int, path: Path) -> LeafHandle:
+    def _leaf(self, kind: LeafKind, value: Any, nbytes: int, path: Path) -> LeafHandle:
         return LeafHandle(path, kind, (), None, nbytes, "/".join(path), self._reader, value)
 
     def _text(self, tag: int) -> str:
@@ -311,5 +311,5 @@ class _Parser:
         return value
 
     def _length(self, width: int) -> int:
-        """A length field; ``width`` is 0, 1 or 2 for one, two or four bytes."""
+        """Read a length field; ``width`` is 0, 1 or 2 for one, two or four bytes."""
         return int(self._number(_LENGTHS[width]))

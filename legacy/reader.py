@@ -1,4 +1,4 @@
-"""An open msgpack checkpoint."""
+"""Implement the Reader protocol for msgpack checkpoints."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from .window import Window
 
 
 class MsgpackReader:
-    """A file of which the structure is known. Replacing the file changes nothing; replacing an object is an error.
+    """An open msgpack checkpoint. Replacing a local file does not affect reads; replacing an object is an error.
 
-    Arrays below 32 KiB that are read together share blocks of memory of about 256 KiB, each in its own
-    aligned part.
+    Arrays below 32 KiB that are read together share blocks of memory of about 256 KiB, each in its own aligned part.
 
     Attributes:
         format: `Format.MSGPACK`.
-        path: of the file.
-        tree: of `LeafHandle`s and None.
+        path: path or URL of the file.
+        tree: tree of `LeafHandle`s and None.
     """
 
     format = Format.MSGPACK
@@ -51,15 +50,15 @@ class MsgpackReader:
             return parse(Window(self._source), self, of_orbax=of_orbax)
 
     def close(self) -> None:
-        """Closes the file; values read before stay valid."""
+        """Close the file; values that were read stay valid."""
         self._source.close()
 
     def sharding_of(self, name: str) -> None:  # noqa: ARG002  (the format keeps none)
-        """See `Reader.sharding_of`."""
+        """Return None: the format stores no sharding. See `Reader.sharding_of`."""
         return
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """See `Reader.read`. Only the bytes of these leaves are read."""
+        """Read only the bytes of these leaves; see `Reader.read`."""
         return transfer.read(handles, self._read_mapped if mapped else self._read)
 
     def _read_mapped(self, handles: Sequence[LeafHandle]) -> list[Any]:
@@ -98,20 +97,20 @@ class MsgpackReader:
             raise storage_error(self.path, error) from error
 
     def _begin(self, handle: LeafHandle, spans: list[Span], folders: gda_read.BatchedReads) -> Any:
-        """Makes room for the value and notes what to read into it; Python values are there already."""
-        where = handle.locator
+        """Allocate the value and add the spans to read into it; return Python values as they are."""
+        locator = handle.locator
         if handle.kind is LeafKind.PRNG_KEY:
-            return self._begin(where[1], spans, folders)
+            return self._begin(locator[1], spans, folders)
         if handle.kind is LeafKind.BYTES:
             array = memory.empty((handle.nbytes,), np.dtype(np.uint8))
         elif handle.dtype is None:
-            return where
-        elif isinstance(where, gda_read.FolderArray):
-            return folders.begin(where, handle.path)
+            return locator
+        elif isinstance(locator, gda_read.FolderArray):
+            return folders.begin(locator, handle.path)
         else:
             array = memory.empty(handle.shape, handle.dtype)
         rest = memory.as_bytes(array)
-        for offset, nbytes in where if isinstance(where, tuple) else ((where, handle.nbytes),):
+        for offset, nbytes in locator if isinstance(locator, tuple) else ((locator, handle.nbytes),):
             spans.append(Span(offset, rest[:nbytes], handle))
             rest = rest[nbytes:]
         return array

@@ -1,4 +1,4 @@
-"""What a msgpack checkpoint is read from: a local file, or an object of a store."""
+"""Read bytes of a msgpack checkpoint from a local file or an object of a store."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _CACHE_LIMIT = 64 * 2**20  # bytes
 
 
 class WindowSizes(NamedTuple):
-    """What a window on the structure reads at a time, in bytes.
+    """Sizes of the window over the structure, in bytes.
 
     Attributes:
-        first: at the start.
-        tiny: behind a large array; 0 for no less than elsewhere.
-        least: after any other jump.
-        most: after growing.
-        through: bytes of an array that are read on over, and not skipped, because asking anew takes longer.
+        first: size at the start.
+        tiny: size after a large array; 0 to use ``smallest``.
+        smallest: size after any other skip.
+        largest: limit of growth.
+        read_over: longest array that is read over, not skipped, because another read takes longer.
     """
 
     first: int
     tiny: int
-    least: int
-    most: int
-    through: int
+    smallest: int
+    largest: int
+    read_over: int
 
 
 class Source(Protocol):
-    """Bytes at offsets, all of one version of the checkpoint, whatever replaces it meanwhile.
+    """Random access to the bytes of one version of a checkpoint, even if it is replaced meanwhile.
 
     Attributes:
-        path: of the file, or the URL.
-        size: in bytes.
-        window_sizes: what a window on the structure reads at a time.
-        threads: how many reads go on at once.
-        is_local: one read costs little beside its bytes.
+        path: path or URL.
+        size: size in bytes.
+        window_sizes: sizes of the window over the structure.
+        threads: number of concurrent reads.
+        is_local: a read has low latency.
     """
 
     path: str
@@ -51,33 +51,32 @@ class Source(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be read any more."""
+        """Return whether the source is closed."""
         ...
 
     def read(self, length: int, offset: int) -> bytes:
-        """Bytes; fewer only where they end."""
+        """Read bytes; fewer only at the end."""
         ...
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        """Reads into memory and returns how many bytes; 0 only at the end."""
+        """Read into memory and return the number of bytes; 0 only at the end."""
         ...
 
     def holds(self, offset: int, length: int) -> bool:
-        """Whether these bytes are in memory already."""
+        """Return whether these bytes are cached in memory."""
         ...
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Release the file and the cache."""
         ...
 
 
 class File:
-    """A local file, by its descriptor."""
+    """A local file, open as a descriptor."""
 
-    # Behind a large array most often lies just the header of the next one: whoever wants one leaf of a large file
-    # reads little more than that leaf.
-    window_sizes = WindowSizes(first=4 * 2**10, tiny=192, least=8 * 2**10, most=256 * 2**10, through=0)
-    # Two more than processors: some wait for the disk while others copy.
+    # Mostly the header of the next array follows a large array, so reading one leaf of a large file reads little else.
+    window_sizes = WindowSizes(first=4 * 2**10, tiny=192, smallest=8 * 2**10, largest=256 * 2**10, read_over=0)
+    # Two more than CPUs: some wait for the disk while others copy.
     threads = min(8, (os.cpu_count() or 1) + 2)
     is_local = True
 
@@ -93,11 +92,11 @@ class File:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the descriptor is gone."""
+        """Return whether the descriptor is closed."""
         return self._fd < 0
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Return the descriptor."""
         return self._fd
 
     def read(self, length: int, offset: int) -> bytes:
@@ -113,7 +112,7 @@ class File:
         return False
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._closer()
         self._fd = -1
 
@@ -121,9 +120,9 @@ class File:
 class StoredObject:
     """An object of a store."""
 
-    # A request takes as long as reading 1 MiB or more, so tiny ones, which often are not enough, do not pay, nor does
-    # one for each of many arrays that lie behind one another, of which none tells where the next one begins.
-    window_sizes = WindowSizes(first=64 * 2**10, tiny=0, least=8 * 2**10, most=4 * 2**20, through=256 * 2**10)
+    # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
+    # one request per array in a row of arrays pay.
+    window_sizes = WindowSizes(first=64 * 2**10, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10)
     threads = 16
     is_local = False
 
@@ -137,18 +136,18 @@ class StoredObject:
         self.size = self._object.size
         if not self.size:
             raise _empty(url)
-        # What was read to learn the structure, in order: most small arrays lie in it.
+        # Cache of what was read for the structure, by ascending offset: it contains most small arrays.
         self._offsets: list[int] = []
         self._buffers: list[bytes] = []
-        self._room = _CACHE_LIMIT
+        self._cache_left = _CACHE_LIMIT
 
     def read(self, length: int, offset: int) -> bytes:
         """See `Source.read`."""
         found = self._object.read(offset, offset + length)
-        if len(found) <= self._room and (not self._offsets or offset > self._offsets[-1]):
+        if len(found) <= self._cache_left and (not self._offsets or offset > self._offsets[-1]):
             self._offsets.append(offset)
             self._buffers.append(found)
-            self._room -= len(found)
+            self._cache_left -= len(found)
         return found
 
     def holds(self, offset: int, length: int) -> bool:
@@ -156,7 +155,7 @@ class StoredObject:
         return self._cached(offset, length) is not None
 
     def _cached(self, offset: int, length: int) -> list[memoryview] | None:
-        """These bytes, if all of them were read before."""
+        """Return these bytes if all of them are cached."""
         parts = []
         while length:
             index = bisect.bisect_right(self._offsets, offset) - 1
@@ -177,24 +176,24 @@ class StoredObject:
         return at
 
     def close(self) -> None:
-        """Forgets what was kept."""
+        """Drop the cache."""
         self.is_closed = True
         self._offsets, self._buffers = [], []
 
 
 def open_source(path: str) -> Source:
-    """What is at a path or URL.
+    """Open a path or URL.
 
     Raises:
-        CheckpointNotFoundError: nothing.
-        CorruptCheckpointError: it is empty, or no file.
+        CheckpointNotFoundError: nothing is there.
+        CorruptCheckpointError: it is empty, or not a file.
         StorageError: the file system or store refused.
     """
     return StoredObject(path) if client.is_url(path) else File(path)
 
 
 def storage_error(path: str, error: Exception) -> StorageError:
-    """The error for a read that the system refused."""
+    """Build the error for a failed read."""
     number = getattr(error, "errno", None)
     return StorageError(f"{path}: reading failed: {error}; check the file system", path=path, errno=number)
 
@@ -215,7 +214,7 @@ def _not_found(path: str) -> CheckpointNotFoundError:
 def _size(fd: int, path: str) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is no file", path=path)
+        raise CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is not a file", path=path)
     if not status.st_size:
         raise _empty(path)
     return status.st_size

@@ -1,4 +1,4 @@
-"""Moving bytes from the file into the arrays' own memory."""
+"""Read bytes of the file into the memory of arrays."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from flax_ckpt_compat._core.tree import show_path
 from .gda_read import FolderArray
 from .source import File, Source
 
-# Arrays below this are better read together than each on its own.
+# All sizes in bytes. Arrays below this are faster to read together than one by one.
 SMALL = 32 * 2**10
-# A gap of unwanted bytes (keys and headers, mostly) that is cheaper to read than to skip.
+# A gap between arrays (mostly keys and headers) that is cheaper to read than to skip.
 _GAP = 512
 _BLOCK = 256 * 2**10
 _BLOCKS_AT_ONCE = 128
 _PIECE = 16 * 2**20
-# Where one read costs about as much as 1 MiB does, neighbours are read together.
-_FAR_GAP = 64 * 2**10
-_FAR_RUN = 2 * 2**20
+# A request to a store takes about as long as reading 1 MiB, so neighbours are read together.
+_STORE_GAP = 64 * 2**10
+_STORE_RUN = 2 * 2**20
 _offset = operator.itemgetter(0)
 
 Small = tuple[int, int, LeafHandle]
 
 
 class Span(NamedTuple):
-    """A stretch of the file and the memory it belongs in."""
+    """A range of the file and the memory to read it into."""
 
     offset: int
     target: memoryview
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 def fetch(source: Source, spans: list[Span]) -> None:
-    """Reads every span; large amounts in pieces and on several threads, and small neighbours of far sources together.
+    """Read every span: large ones in pieces on several threads, from a store small neighbours together.
 
     Raises:
         CorruptCheckpointError: the file ends early; names the leaf.
@@ -76,12 +76,12 @@ def _drain(source: Source, queue: collections.deque[list[Span]]) -> None:
     except IndexError:
         return  # another thread took the last piece
     except BaseException:
-        queue.clear()  # one failure is enough: the others stop too
+        queue.clear()  # stop the other threads
         raise
 
 
 def _runs(source: Source, pieces: list[Span]) -> list[list[Span]]:
-    """Puts neighbours together that one read takes, and reads what is in memory already."""
+    """Group neighbours into single reads; copy cached pieces right away."""
     found: list[list[Span]] = []
     end = 0
     for piece in sorted(pieces, key=_offset):
@@ -89,8 +89,7 @@ def _runs(source: Source, pieces: list[Span]) -> list[list[Span]]:
         if source.holds(piece.offset, length):
             _read_span(source, piece)
             continue
-        near = found and piece.offset - end <= _FAR_GAP and piece.offset + length - found[-1][0].offset <= _FAR_RUN
-        if near:
+        if found and piece.offset - end <= _STORE_GAP and piece.offset + length - found[-1][0].offset <= _STORE_RUN:
             found[-1].append(piece)
         else:
             found.append([piece])
@@ -99,7 +98,7 @@ def _runs(source: Source, pieces: list[Span]) -> list[list[Span]]:
 
 
 def _read_run(source: Source, run: list[Span]) -> None:
-    """Reads neighbours in file order with one read; what that one lacks is read, or missed, on its own."""
+    """Read neighbours in file order with one read; read spans beyond a short read one by one."""
     first = run[0].offset
     if len(run) > 1:
         buffer = np.empty(max(offset + len(target) for offset, target, _ in run) - first, np.uint8).data
@@ -135,16 +134,16 @@ def _truncated(path: str, handle: LeafHandle, offset: int) -> CorruptCheckpointE
 
 
 def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
-    """Reads small arrays, neighbours in one go, and puts them into ``values``.
+    """Read small arrays into ``values``, neighbours together.
 
     Args:
-        source: to read from.
-        wanted: offset in the file, index in ``values``, and handle of each.
-        values: where the arrays go.
+        source: source to read from.
+        wanted: offset in the file, index in ``values``, and handle of each array.
+        values: list to put the arrays into.
     """
     wanted.sort(key=_offset)
     blocks = _blocks(wanted)
-    # Of a near source one after the other, which takes less memory; else many requests at once.
+    # One block at a time from a local file, which takes less memory; many requests at once from a store.
     while batch := list(itertools.islice(blocks, 1 if source.is_local else _BLOCKS_AT_ONCE)):
         fetch(source, [span for span, _ in batch])
         with memory.pause_gc():
@@ -153,7 +152,7 @@ def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:
 
 
 def _blocks(wanted: list[Small]) -> Iterator[tuple[Span, list[Small]]]:
-    """Stretches of the file with new memory for each, and the arrays in them."""
+    """Yield ranges of the file, each with new memory, and the arrays in them."""
     start = 0
     while start < len(wanted):
         stop, end = _block(wanted, start)
@@ -164,35 +163,35 @@ def _blocks(wanted: list[Small]) -> Iterator[tuple[Span, list[Small]]]:
 
 
 def _block(wanted: list[Small], start: int) -> tuple[int, int]:
-    """Where the block that begins at ``start`` stops, and its end in the file."""
+    """Return the stop index of the block that begins at ``start``, and its end in the file."""
     first = end = wanted[start][0]
     for stop in range(start, len(wanted)):
-        where, _, handle = wanted[stop]
-        if where - end > _GAP or where - first > _BLOCK:
+        offset, _, handle = wanted[stop]
+        if offset - end > _GAP or offset - first > _BLOCK:
             return stop, end
-        end = max(end, where + handle.nbytes)
+        end = max(end, offset + handle.nbytes)
     return len(wanted), end
 
 
 def _scatter(source: memoryview, leaves: list[Small], values: list[Any]) -> None:
-    """Gives every leaf its own aligned part of one new piece of memory."""
+    """Copy every leaf to its own aligned part of one new block of memory."""
     first = leaves[0][0]
     wanted: list[Any] = [
-        (handle.shape, handle.dtype, source[where - first : where - first + handle.nbytes])
-        for where, _, handle in leaves
+        (handle.shape, handle.dtype, source[offset - first : offset - first + handle.nbytes])
+        for offset, _, handle in leaves
     ]
     for (_, index, _), array in zip(leaves, memory.pack(wanted), strict=True):
         values[index] = array
 
 
 def arrays(source: Source, handles: Sequence[LeafHandle]) -> dict[int, Any]:
-    """Those arrays that lie in one piece in a local file, by their index among the handles.
+    """Map the contiguous arrays of a local file; return them by their index among the handles.
 
-    Wherever the keys and headers before it happen to end, there an array begins: most are not aligned.
+    Most are not aligned: an array starts where its header ends.
     """
     if not isinstance(source, File) or source.is_closed:
         return {}
-    wanted = [index for index, handle in enumerate(handles) if _is_one_piece(handle)]
+    wanted = [index for index, handle in enumerate(handles) if _is_mappable(handle)]
     views = mapping.map_regions(source.fileno(), [(handles[index].locator, handles[index].nbytes) for index in wanted])
     return {
         index: np.ndarray(handles[index].shape, handles[index].dtype, view)
@@ -201,7 +200,7 @@ def arrays(source: Source, handles: Sequence[LeafHandle]) -> dict[int, Any]:
     }
 
 
-def _is_one_piece(handle: LeafHandle) -> bool:
+def _is_mappable(handle: LeafHandle) -> bool:
     is_large_array = handle.kind is LeafKind.ARRAY and handle.nbytes >= mapping.MIN_BYTES
     return is_large_array and handle.dtype is not None and type(handle.locator) is int
 
@@ -210,18 +209,19 @@ _ReadHandles = Callable[[Sequence[LeafHandle]], list[Any]]
 
 
 def read(wanted: Sequence[LeafHandle | ArraySlice], read_handles: _ReadHandles) -> list[Any]:
-    """The values of handles and parts, in their order; see `Reader.read`.
+    """Read the values of leaves and slices, in the given order; see `Reader.read`.
 
     Args:
-        read_handles: reads whole leaves.
+        wanted: leaves and slices.
+        read_handles: function that reads whole leaves.
     """
     if ArraySlice not in set(map(type, wanted)):
         return read_handles(cast(Sequence[LeafHandle], wanted))
-    asked = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
-    pairs = list(zip(wanted, asked, strict=True))
+    contiguous = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
+    pairs = list(zip(wanted, contiguous, strict=True))
     cut = {id(one.handle): one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None}
-    values = iter(read_handles([*(handle for handle in asked if handle is not None), *cut.values()]))
-    found = [None if handle is None else next(values) for handle in asked]
+    values = iter(read_handles([*(handle for handle in contiguous if handle is not None), *cut.values()]))
+    found = [None if handle is None else next(values) for handle in contiguous]
     whole = dict(zip(cut, values, strict=True))
     return [
         one.cut(whole[id(one.handle)]) if isinstance(one, ArraySlice) and rows is None else value
@@ -230,15 +230,15 @@ def read(wanted: Sequence[LeafHandle | ArraySlice], read_handles: _ReadHandles) 
 
 
 def _rows(part: ArraySlice) -> LeafHandle | None:
-    """A handle of the part alone, where its bytes lie in one piece."""
-    handle, where = part.handle, part.handle.locator
-    if isinstance(where, FolderArray):
-        return dataclasses.replace(handle, locator=dataclasses.replace(where, index=part.index))
+    """Return a handle of the slice alone if its bytes are contiguous, or None."""
+    handle, locator = part.handle, part.handle.locator
+    if isinstance(locator, FolderArray):
+        return dataclasses.replace(handle, locator=dataclasses.replace(locator, index=part.index))
     inner = zip(part.index[1:], handle.shape[1:], strict=True)
-    if handle.dtype is None or type(where) is not int or any(side != slice(0, length) for side, length in inner):
+    if handle.dtype is None or type(locator) is not int or any(side != slice(0, length) for side, length in inner):
         return None
     row = math.prod(handle.shape[1:]) * handle.dtype.itemsize
     rows = part.index[0].stop - part.index[0].start
     return dataclasses.replace(
-        handle, shape=(rows, *handle.shape[1:]), nbytes=rows * row, locator=where + part.index[0].start * row
+        handle, shape=(rows, *handle.shape[1:]), nbytes=rows * row, locator=locator + part.index[0].start * row
     )

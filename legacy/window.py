@@ -1,4 +1,4 @@
-"""Reading a file front to back in small windows, so that array data can be skipped over."""
+"""Read a file front to back in small windows, so that array data can be skipped."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from . import format
 from .source import Source
 
-# More than any header needs: 64 dimensions of nine bytes and a dtype name.
+# Bytes, more than any header needs: 64 dimensions of nine bytes and a dtype name.
 LOOKAHEAD = 2048
-_WORTH_SKIPPING = 2 * 2**10
-_REMEDY = "restore another checkpoint, copy this one anew, or look whether it is a checkpoint at all"
+_MIN_SKIP = 2 * 2**10
+_REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"
 
 
 class Window:
-    """A stretch of the file in memory.
+    """A range of the file in memory.
 
     Attributes:
-        data: the bytes of the stretch; the next value starts at ``data[at]``.
+        data: bytes of the range; the next value starts at ``data[at]``.
         at: position in ``data``; beyond its end after a skip.
-        fresh_until: while ``at`` is not above this, `LOOKAHEAD` bytes, or the rest of the file, or at least all of the
-            value that comes next, up to an array's data, are in ``data``.
-        size: of the file, in bytes.
-        path: of the file.
+        base: offset of ``data`` in the file.
+        fresh_until: while ``at`` is not above this, ``data`` holds `LOOKAHEAD` more bytes, or the rest of the file,
+            or at least the whole next value up to an array's data.
+        size: size of the file, in bytes.
+        path: path of the file.
     """
 
     __slots__ = (
         "_largest",
+        "_read_over",
         "_smallest",
         "_source",
         "_step",
-        "_through",
         "_tiny",
         "at",
         "base",
@@ -42,7 +43,7 @@ class Window:
 
     def __init__(self, source: Source):
         self._source = source
-        self._step, self._tiny, self._smallest, self._largest, self._through = source.window_sizes
+        self._step, self._tiny, self._smallest, self._largest, self._read_over = source.window_sizes
         self._step //= 2  # the first refill doubles it
         self.path = source.path
         self.size = source.size
@@ -51,12 +52,12 @@ class Window:
         self.fresh_until = -1
 
     def refill(self) -> None:
-        """Moves the window to the current position; small steps after a jump that pays, growing ones without."""
+        """Move the window to the current position: small after a skip, growing otherwise."""
         skipped = self.at - len(self.data)
-        self._step = self._smallest if skipped > self._through else min(self._step * 2, self._largest)
+        self._step = self._smallest if skipped > self._read_over else min(self._step * 2, self._largest)
         self.base += self.at
         self.at = 0
-        if skipped > _WORTH_SKIPPING and self.size - self.base > self._tiny > 0:
+        if skipped > _MIN_SKIP and self.size - self.base > self._tiny > 0:
             self.data = self._pread(self._tiny, self.base)
             self.fresh_until = last_key(self.data)
             if self.fresh_until >= 0:
@@ -66,16 +67,20 @@ class Window:
         self.fresh_until = self.size if whole else len(self.data) - LOOKAHEAD
 
     def take(self, length: int) -> bytes:
-        """The next ``length`` bytes, which may reach beyond the window."""
-        end = self.claim(length)
+        """Read the next ``length`` bytes, also beyond the window."""
+        end = self.end_of(length)
         piece = self.data[self.at : end] if end <= len(self.data) else self._pread(length, self.base + self.at)
         self.at = end
         if end > self.fresh_until:
             self.refill()
         return piece
 
-    def claim(self, length: int) -> int:
-        """The position behind the next ``length`` bytes, once the file is known to have as many."""
+    def end_of(self, length: int) -> int:
+        """Return the position after the next ``length`` bytes.
+
+        Raises:
+            CorruptCheckpointError: the file has fewer bytes.
+        """
         end = self.at + length
         if self.base + end > self.size:
             left = self.size - self.base - self.at
@@ -83,7 +88,7 @@ class Window:
         return end
 
     def corrupt(self, found: str, at: int | None = None) -> CorruptCheckpointError:
-        """The error for something at ``at`` (default: here) that is not as it must be."""
+        """Build the error for unexpected data at position ``at`` (default: the current one)."""
         offset = self.base + (self.at if at is None else at)
         message = f"{self.path}: byte {offset}: expected a Flax msgpack checkpoint, found {found}"
         return CorruptCheckpointError(f"{message}; {_REMEDY}", path=self.path)
@@ -99,15 +104,15 @@ class Window:
 _EXT_HEADERS = {0xC7: 3, 0xC8: 4, 0xC9: 6}  # tag, length, code
 _INTS = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}
 _BINS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
-# What Flax writes for an array: a msgpack array of shape, dtype name and bytes.
+# Flax writes an array as a msgpack array of three: shape, dtype name and bytes.
 _THREE = 0x93
 
 
 def last_key(data: bytes) -> int:
-    """Where the key of the next array starts, if all up to the array's data is in these bytes; else -1.
+    """Return the position of the next array's key if everything up to the array's data is in ``data``; else -1.
 
     Args:
-        data: starts at a key of a map. Keys of subtrees may lie before that of the array.
+        data: bytes from a key of a map on. Keys of subtrees may precede that of the array.
     """
     at = 0
     try:
@@ -127,7 +132,7 @@ def _after_short_text(data: bytes, at: int) -> int:
 
 
 def _after_array_header(data: bytes, at: int) -> int:
-    """Where the array's data starts, or -1 where there is no array of Flax's."""
+    """Return the position of the array's data, or -1 if this is not an array of Flax."""
     width = _EXT_HEADERS.get(data[at])
     if width is None or data[at + width - 1] != format.EXT_ARRAY or data[at + width] != _THREE:
         return -1

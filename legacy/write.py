@@ -1,4 +1,4 @@
-"""Streaming a tree into a file, with array data straight from the arrays' own memory."""
+"""Stream a tree into a file, with array data directly from the arrays' memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from . import encode, format, host_arrays
 from .gda_tree import Reference
 from .host_arrays import to_host
 
-# Smaller pieces are copied together, because an entry of its own in a system call costs more than that.
+# Bytes below which copying pieces together is cheaper than a separate entry in a system call.
 _COPY_BELOW = 16 * 2**10
-# What one system call writes. Headers go with the data behind them and calls end on multiples of this in the
-# file: the kernel then fills whole pages, which took a third less time than a call per header and array.
+# Bytes per system call. Headers are written with the data after them, and calls end on multiples of this in the
+# file, so that the kernel fills whole pages: a third less time than a call per header and array.
 _BATCH = 16 * 2**20
 _MAX_PIECES = 512  # below every system's limit for one call (IOV_MAX, 1024 on Linux)
 
 
 def write_tree(path: str, tree: Node) -> None:
-    """Writes the file and syncs it; `check_tree` has passed.
+    """Write and sync the file of a tree that `check_tree` accepts.
 
     Args:
         path: absolute path; must not exist.
         tree: branches become maps in the order of their children.
 
     Raises:
-        StorageError: the file system refused; what was written so far stays behind.
+        StorageError: the file system refused; a partial file remains.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -50,13 +50,13 @@ def write_tree(path: str, tree: Node) -> None:
 
 
 class _Stream:
-    """Gathers pieces and writes them in large batches; large ones from where they lie."""
+    """Buffer pieces and write them in large batches; large pieces without a copy."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._small = bytearray()
         self._pieces: list[memoryview] = []
-        self._waiting = 0
+        self._buffered = 0
         self._written = 0
 
     def put(self, piece: bytes | bytearray) -> None:
@@ -72,17 +72,17 @@ class _Stream:
         for piece in host_arrays.pieces(array):
             rest = memory.as_bytes(piece)
             while rest:
-                room = _BATCH - (self._written + self._waiting) % _BATCH
+                room = _BATCH - (self._written + self._buffered) % _BATCH
                 self._add(rest[:room])
                 rest = rest[room:]
 
     def flush(self) -> None:
-        """Writes all that waits."""
+        """Write all buffered pieces."""
         self._end_small()
-        length = self._waiting
+        length = self._buffered
         _write_all(self._fd, self._pieces)
-        self._pieces, self._waiting = [], 0
-        # The disk works while the next batch is gathered; the sync at the end finds little left to do.
+        self._pieces, self._buffered = [], 0
+        # The disk writes while the next batch is prepared, so the final sync is short.
         atomic.start_writeback(self._fd, self._written, length)
         self._written += length
 
@@ -93,13 +93,13 @@ class _Stream:
 
     def _add(self, piece: memoryview) -> None:
         self._pieces.append(piece)
-        self._waiting += len(piece)
-        if (self._written + self._waiting) % _BATCH == 0 or len(self._pieces) >= _MAX_PIECES:
+        self._buffered += len(piece)
+        if (self._written + self._buffered) % _BATCH == 0 or len(self._pieces) >= _MAX_PIECES:
             self.flush()
 
 
 def _write_all(fd: int, pieces: list[memoryview]) -> None:
-    """Writes everything; the system may take less than it is given (2 GiB at most on Linux)."""
+    """Write everything; one system call may write less than it is given (2 GiB at most on Linux)."""
     while pieces:
         written = os.writev(fd, pieces)
         if not written:
@@ -148,7 +148,7 @@ def _write_leaf(stream: _Stream, leaf: Any) -> None:
 
 
 def _write_array(stream: _Stream, array: Any) -> None:
-    """An ``np.ndarray``, or what `host_arrays.is_in_shards` is true of."""
+    """Write an ``np.ndarray``, or an array for which `host_arrays.is_in_shards` is true."""
     if array.nbytes > format.MAX_CHUNK_SIZE:
         _write_chunked(stream, array, array.shape, array.dtype)
         return
@@ -157,7 +157,7 @@ def _write_array(stream: _Stream, array: Any) -> None:
 
 
 def _write_chunked(stream: _Stream, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Flax's map for arrays over its limit: shape and flat pieces, both as maps of '0', '1', …"""
+    """Write Flax's map for arrays over its limit: shape and flat chunks, both as maps of '0', '1', …"""
     step, size = max(1, format.MAX_CHUNK_SIZE // dtype.itemsize), math.prod(shape)
     stream.put(encode.map_header(3) + encode.scalar(format.CHUNK_FLAG) + encode.scalar(True))
     stream.put(encode.scalar("shape") + encode.map_header(len(shape)))

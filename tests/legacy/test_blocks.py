@@ -22,7 +22,7 @@ SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 def tiny(monkeypatch):
     """Limits so small that arrays of a few bytes take every way that large ones take."""
     monkeypatch.setattr(host_arrays, "_BLOCK", 24)
-    monkeypatch.setattr(host_arrays, "_FROM", 1)
+    monkeypatch.setattr(host_arrays, "_MIN_SHARDED", 1)
     monkeypatch.setattr(write, "_COPY_BELOW", 1)
 
 
@@ -30,10 +30,10 @@ def tiny(monkeypatch):
 def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
     """Joined, they are what numpy makes of the array, whatever its strides; each is small, or one element."""
     array = fill(shape, dtype, 1).transpose([axis for axis in order if axis < len(shape)])[::step]
-    boxes = list(host_arrays._boxes(array.shape, dtype.itemsize))
+    blocks = list(host_arrays._blocks(array.shape, dtype.itemsize))
     joined = b"".join(piece.tobytes() for piece in host_arrays.pieces(array))
     assert joined == array.tobytes()
-    assert sum(np.prod([side.stop - side.start for side in box]) for box in boxes) == array.size
+    assert sum(np.prod([side.stop - side.start for side in block]) for block in blocks) == array.size
 
 
 @pytest.mark.parametrize("limit", [2**30, 50])
