@@ -1,9 +1,9 @@
-"""Puts our functions into ``flax.training.checkpoints``, and takes them out again.
+"""Patch ``flax.training.checkpoints`` with our functions, and restore it.
 
-An import hook patches the real module at the end of its own import, so no thread ever sees the originals
-through it; where it cannot be imported, the hook turns it into a stand-in with our public names.
-Only names in module namespaces are replaced: originals that were stored elsewhere before (default
-arguments, `functools.partial`, class attributes, containers) stay what they are.
+An import hook patches the real module at the end of its own import, so no thread ever sees the originals through it.
+If the module cannot be imported, the hook turns it into a stand-in with our public names.
+Only names in module namespaces are replaced. References captured before `install()` (default arguments,
+`functools.partial`, class attributes, containers) still point to Flax.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PACKAGE = "flax.training"
 _ABSENT = object()
 _log = logging.getLogger("flax_ckpt_compat")
 
-# ``module.__dict__`` without running anybody's ``__getattribute__`` or property (lazy modules load on those).
+# ``module.__dict__`` without a module's own ``__getattribute__`` or properties, at which lazy modules load.
 _namespace_of: Callable[[types.ModuleType], dict[str, Any]] = vars(types.ModuleType)["__dict__"].__get__
 
 
 class _Replaced(NamedTuple):
-    """One name that we replaced, and what it was."""
+    """A replaced name with its original."""
 
     namespace: dict[str, Any]
     name: str
@@ -38,9 +38,9 @@ class _Replaced(NamedTuple):
 
 
 class _State:
-    """What is installed; every attribute is guarded by `lock`.
+    """State of the installation; `lock` guards every attribute.
 
-    Nothing is imported while `lock` is held: the hook takes it under the import lock of the target.
+    Never import while holding `lock`: the hook takes it under the import lock of the target.
     """
 
     lock = threading.RLock()
@@ -51,11 +51,11 @@ class _State:
 
 
 def install() -> None:
-    """Makes `flax.training.checkpoints` ours for the whole process, whoever imported it or will.
+    """Replace the functions of `flax.training.checkpoints` by ours for the whole process.
 
-    May be called any number of times, from any thread. Modules that took functions out of it before
-    (``from flax.training.checkpoints import save_checkpoint as sc``) get ours too. Where Flax's module is gone
-    or does not import, a module of that name with our public names takes its place.
+    Idempotent and thread-safe. Modules that imported functions from it before
+    (``from flax.training.checkpoints import save_checkpoint as sc``) get ours too. If Flax's module is missing or
+    fails to import, a module of that name with our public names takes its place.
 
     Raises:
         ImportError: flax itself cannot be imported.
@@ -66,21 +66,21 @@ def install() -> None:
 
 
 def install_on_import() -> None:
-    """As `install`, but loads nothing: what is not imported yet becomes ours when it is.
+    """Install like `install`, but import nothing: patch Flax's module when the program imports it.
 
-    The program may then still set environment variables that jax and Flax read when they are imported.
+    The program can then still set environment variables that jax and Flax read at import.
     """
     with _State.lock:
         _State.wanted = True
-        _hook_in()
+        _add_finder()
     if _TARGET in sys.modules:
         _patch()
 
 
 def uninstall() -> None:
-    """Puts back what was replaced and is still ours; an enclosing ``with installed():`` keeps it until its end.
+    """Restore what was replaced and is still ours; within ``with installed():``, at its end.
 
-    Modules that imported names while ours were installed keep ours.
+    Modules that imported our functions while they were installed keep them.
     """
     with _State.lock:
         _State.wanted = False
@@ -89,10 +89,10 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """``with installed():`` has `install` in effect inside; nests, and never undoes an outer install."""
+    """Install within a ``with`` block; nests, and never undoes an outer install."""
     with _State.lock:
         _State.contexts += 1
-        _hook_in()
+        _add_finder()
     try:
         importlib.import_module(_TARGET)
         _patch()
@@ -103,7 +103,7 @@ def installed() -> Iterator[None]:
             _restore_if_unused()
 
 
-def _hook_in() -> None:
+def _add_finder() -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
 
@@ -124,7 +124,7 @@ def _patch() -> None:
             original = _namespace_of(module).get(name, _ABSENT)
             if original is not function:
                 _replace(_namespace_of(module), name, original, function)
-        # Everything ever replaced, not only now: a module may have been loaded in between from elsewhere.
+        # All earlier replacements too: a module may have been loaded meanwhile.
         for entry in _State.replaced:
             if entry.original is not _ABSENT:
                 originals[id(entry.original)] = entry
@@ -133,13 +133,13 @@ def _patch() -> None:
 
 def _replace_everywhere(originals: dict[int, _Replaced]) -> None:
     for module_name, module in list(sys.modules.items()):
-        # type() and not isinstance(): the latter asks proxies for their __class__.
+        # Not isinstance(), which reads __class__ of proxies.
         if not issubclass(type(module), types.ModuleType) or module_name.partition(".")[0] == "flax_ckpt_compat":
             continue
         namespace = _namespace_of(module)
         for name, value in list((namespace or {}).items()):
             entry = originals.get(id(value))
-            # Inside the target only the public names are ours; its own helpers keep what they hold.
+            # In the target itself, replace public names only.
             if entry is not None and module_name != _TARGET:
                 _replace(namespace, name, value, entry.ours)
 
@@ -163,11 +163,11 @@ def _restore_if_unused() -> None:
             namespace[name] = original
     _State.replaced.clear()
     for full_name, module in _State.stand_ins.items():
-        _forget(full_name, module)
+        _remove_module(full_name, module)
     _State.stand_ins.clear()
 
 
-def _forget(full_name: str, module: types.ModuleType) -> None:
+def _remove_module(full_name: str, module: types.ModuleType) -> None:
     if sys.modules.get(full_name) is module:
         del sys.modules[full_name]
     parent_name, _, child = full_name.rpartition(".")
@@ -177,21 +177,21 @@ def _forget(full_name: str, module: types.ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the target (and its package, should a future Flax have dropped it) for `_Loader`."""
+    """Finder for the target, and for its package in case a future Flax drops it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in (_TARGET, _PACKAGE):
             return None
-        spec = self._ask_others(fullname, path, target)
+        spec = self._find_real_spec(fullname, path, target)
         if spec is None:
             return importlib.machinery.ModuleSpec(fullname, _Loader(None), is_package=fullname == _PACKAGE)
         if fullname == _TARGET:
             spec.loader = _Loader(spec.loader)
         return spec
 
-    def _ask_others(
+    def _find_real_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
     ) -> importlib.machinery.ModuleSpec | None:
         for finder in list(sys.meta_path):
@@ -201,7 +201,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs Flax's own loader, then patches its module; a module that fails, or is not there, becomes a stand-in."""
+    """Loader that runs Flax's own, then patches the module; a missing or failing module becomes a stand-in."""
 
     def __init__(self, real: Any):
         self._real = real
@@ -211,21 +211,21 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         if self._real is None:
-            _become_stand_in(module)
+            _make_stand_in(module)
             return
         assert module.__spec__ is not None
-        # inspect, pkgutil and pickle must find Flax's own loader there.
+        # For inspect, pkgutil and pickle.
         module.__loader__ = module.__spec__.loader = self._real
         try:
             self._real.exec_module(module)
         except Exception as error:  # noqa: BLE001 - releases of orbax and jax broke it with errors of many types
-            _log.warning("%s does not import here (%r); flax_ckpt_compat stands in for it", _TARGET, error)
-            _become_stand_in(module)
+            _log.warning("%s fails to import (%r); flax_ckpt_compat replaces it", _TARGET, error)
+            _make_stand_in(module)
         else:
             _patch()
 
 
-def _become_stand_in(module: types.ModuleType) -> None:
+def _make_stand_in(module: types.ModuleType) -> None:
     namespace = _namespace_of(module)
     for name in [name for name in namespace if not (name.startswith("__") and name.endswith("__"))]:
         del namespace[name]

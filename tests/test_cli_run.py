@@ -270,7 +270,7 @@ def test_a_program_works_although_orbax_does_not_import(tmp_path: Path) -> None:
     assert outcome([sys.executable, "probe.py"], tmp_path)[2] == 1
     stdout, stderr, code = outcome([*RUN, "probe.py"], tmp_path)
     assert (stdout, code) == ("[0 1 2]\n[1 2 3]\n", 0), stderr
-    assert "flax_ckpt_compat stands in for it" in stderr
+    assert "flax_ckpt_compat replaces it" in stderr
 
 
 def test_typos_get_suggestions(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The ``flax-ckpt`` command; each subcommand lives in a module of its own, imported when it is used."""
+"""Run the ``flax-ckpt`` command; each subcommand is a module, imported on use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _COMMANDS = {
 
 
 class _LazyGroup(click.Group):
-    """A group whose command NAME is the attribute ``command`` of its module."""
+    """Click group that imports a subcommand's module on use, for its attribute ``command``."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().main(*args, **kwargs)
         except Program as chosen:
             program = chosen
-        # Not in the handler: the program's exceptions would have ours as their context.
+        # Outside of the handler, so that the program's exceptions do not have ours as their context.
         return program.run()
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
@@ -44,7 +44,7 @@ class _LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.exceptions.NoSuchCommand as error:
-            # click compares typos with the commands that are loaded, and ours are not.
+            # click suggests only loaded commands.
             raise click.exceptions.NoSuchCommand(error.command_name, possibilities=_COMMANDS, ctx=ctx) from None
 
 

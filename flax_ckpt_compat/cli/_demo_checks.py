@@ -1,4 +1,4 @@
-"""What the demo compares and times: our reader against Flax's and Orbax's own, on the same files and trees."""
+"""Compare and time our reader against Flax's and Orbax's own, on the demo's files and trees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 class Entry(NamedTuple):
-    """One checkpoint of a directory."""
+    """A checkpoint, and whether both readers restored the same bits."""
 
     name: str
     format: str
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One operation: median seconds, ours and Flax's."""
+    """Median seconds of an operation, ours and Flax's."""
 
     operation: str
     ours: float
@@ -41,8 +41,8 @@ class Timing(NamedTuple):
 
 
 def inspect_directory(workdir: str) -> list[Entry]:
-    """Every checkpoint in a directory, read by us and by the library that the format belongs to."""
-    # A process killed in the middle of a save leaves a temporary, under another name.
+    """Read every checkpoint in a directory with our reader and with its format's own library."""
+    # A process killed during a save leaves a temporary, under another name.
     names = [name for name in os.listdir(workdir) if re.fullmatch(r"checkpoint_\d+", name)]
     return [_inspect(os.path.join(workdir, name)) for name in checkpoints.natural_sort(names)]
 
@@ -56,7 +56,7 @@ def _inspect(path: str) -> Entry:
 
 
 def restore_into_grown_state(path: str) -> tuple[Entry, bool]:
-    """Restores a checkpoint into a TrainState that has a field more than the one that was saved.
+    """Restore a checkpoint into a TrainState with one more field than the saved one.
 
     Returns:
         The comparison of all stored leaves, and whether the new field kept the target's value.
@@ -79,7 +79,7 @@ def restore_into_grown_state(path: str) -> tuple[Entry, bool]:
 
 
 def time_both(workdir: str, report: Callable[[str], None]) -> list[Timing]:
-    """Saves and restores the demo's TrainState by us and by Flax, in turn, with the flag off and on."""
+    """Time saves and restores of the demo's TrainState, ours and Flax's in turn, with the flag off and on."""
     state = demo_train.create_state(seed=2)
     jax.block_until_ready(state.params)
     before = flax.config.flax_use_orbax_checkpointing
@@ -98,23 +98,23 @@ def _time_format(folder: str, state: Any, name: str) -> list[Timing]:
     libraries = {"ours": checkpoints, "flax": flax_checkpoints}
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(ROUNDS + 1):
-        for who, library in libraries.items():
-            place = os.path.join(folder, who)
+        for owner, library in libraries.items():
+            directory = os.path.join(folder, owner)
             start = time.perf_counter()
-            library.save_checkpoint(place, state, turn, keep=2)
+            library.save_checkpoint(directory, state, turn, keep=2)
             saved = time.perf_counter()
-            jax.block_until_ready(library.restore_checkpoint(place, state).params)
+            jax.block_until_ready(library.restore_checkpoint(directory, state).params)
             restored = time.perf_counter()
-            # The first turn also imports and sets up, on both sides.
+            # The first turn is a warm-up, for both.
             if turn:
-                seconds.setdefault(("save", who), []).append(saved - start)
-                seconds.setdefault(("restore", who), []).append(restored - saved)
+                seconds.setdefault(("save", owner), []).append(saved - start)
+                seconds.setdefault(("restore", owner), []).append(restored - saved)
     median = {key: statistics.median(values) for key, values in seconds.items()}
     return [Timing(f"{name} {verb}", median[verb, "ours"], median[verb, "flax"]) for verb in ("save", "restore")]
 
 
 def leaves(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Key path, joined with ``/`` → value; list and tuple items are '0', '1', …, as in Flax's state dicts."""
+    """Flatten a tree to key paths joined with ``/``; list and tuple items are '0', '1', …, as in Flax's state dicts."""
     flat: dict[str, np.ndarray[Any, Any]] = {}
 
     def visit(node: Any, path: tuple[str, ...]) -> None:
@@ -129,7 +129,7 @@ def leaves(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def same_bits(expected: dict[str, np.ndarray[Any, Any]], found: dict[str, np.ndarray[Any, Any]]) -> bool:
-    """Whether both have the same leaves with the same dtype, shape and bytes."""
+    """Return whether both have the same leaves with the same dtype, shape and bytes."""
     return (
         bool(expected)
         and expected.keys() == found.keys()

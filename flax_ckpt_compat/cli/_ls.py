@@ -1,4 +1,4 @@
-"""The checkpoints of a directory, told by names and sizes; opens none, loads neither jax nor flax."""
+"""List the checkpoints of a directory by names and sizes, without opening them or importing jax or flax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_TIME = "-"
 
 
 class _RefusedError(click.ClickException):
-    """What was asked for cannot be listed; the message says why and what to do."""
+    """The directory cannot be listed; exits with code 2."""
 
     exit_code = 2
 
@@ -37,28 +37,28 @@ class _RefusedError(click.ClickException):
 
 
 class _Row(NamedTuple):
-    """One checkpoint: what is known without opening it, and when its file or directory last changed, if known."""
+    """A checkpoint's record, and the modification time of its file or directory, if known."""
 
     record: CheckpointRecord
     saved: datetime.datetime | None
 
 
 def show(directory: str, prefix: str, *, as_json: bool) -> None:
-    """Prints the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`.
+    """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`.
 
     Raises:
-        click.ClickException: it cannot be listed.
+        click.ClickException: the directory cannot be listed.
     """
     try:
-        where = listing.checkpoint_dir(directory, prefix)
+        checkpoint_dir = listing.checkpoint_dir(directory, prefix)
         rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
-        why = None if rows else _why_none(where, prefix)
+        empty_reason = None if rows else _empty_reason(checkpoint_dir, prefix)
     except CheckpointError as error:
         raise _RefusedError(error) from None
     if as_json:
         click.echo(json.dumps([_as_json(row) for row in rows], indent=2))
-    elif why is not None:
-        click.echo(printable(why))
+    elif empty_reason is not None:
+        click.echo(printable(empty_reason))
     elif sys.stdout.isatty():
         _show_table(rows)
     else:
@@ -67,22 +67,22 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
 
 def _saved(path: str) -> datetime.datetime | None:
     if not paths.is_url(path):
-        with suppress(FileNotFoundError):  # another process has just evicted it
+        with suppress(FileNotFoundError):  # another process has just removed it
             return datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
     return None
 
 
-def _why_none(where: listing.CheckpointDir, prefix: str) -> str:
-    """Why a directory lists nothing.
+def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str) -> str:
+    """Return why a directory has no checkpoints.
 
     Raises:
-        CheckpointNotFoundError: it is no directory, or a checkpoint itself.
+        CheckpointNotFoundError: it is not a directory, or is a checkpoint itself.
     """
-    path = where.directory
+    path = checkpoint_dir.directory
     if not paths.isdir(path):
         if paths.lexists(path):
-            remedy = f"name the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
-            raise CheckpointNotFoundError(f"{path} is no directory: {remedy}", path=path)
+            remedy = f"pass the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
+            raise CheckpointNotFoundError(f"{path} is not a directory: {remedy}", path=path)
         near = absence.near_directory(path)
         remedy = f"did you mean {near}?" if near else "check the path"
         raise CheckpointNotFoundError(f"the directory {path} does not exist: {remedy}", path=path)
@@ -91,7 +91,7 @@ def _why_none(where: listing.CheckpointDir, prefix: str) -> str:
         raise CheckpointNotFoundError(message, path=path)
     if not paths.is_url(path) and not os.listdir(path):
         return f"{path} is empty"
-    return absence.of_checkpoints(where, prefix).why
+    return absence.of_checkpoints(checkpoint_dir, prefix).why
 
 
 def _as_json(row: _Row) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _cells(row: _Row) -> tuple[str, ...]:
 
 
 def _size(nbytes: int) -> str:
-    """Bytes with three digits and a decimal unit."""
+    """Format bytes with three digits and a decimal unit."""
     if nbytes < _THOUSAND:
         return f"{nbytes} B"
     value, unit = float(nbytes), 0
@@ -132,7 +132,7 @@ def _size(nbytes: int) -> str:
 
 
 def _plain(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns; the last one as long as it is."""
+    """Align columns, without padding the last one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = {0, 2}
     lines = (

@@ -1,6 +1,6 @@
-"""Runs a program in this process as ``python SCRIPT`` and ``python -m MODULE`` would.
+"""Run a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would.
 
-What python does was measured on CPython 3.11 and is compared test by test: ``tests/test_cli_run.py``.
+Python's behaviour was measured on CPython 3.11; ``tests/test_cli_run.py`` compares with it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from flax_ckpt_compat import _patching
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Program(BaseException):
-    """Carries the program out of click, whose context and handling of interrupts it must not see."""
+    """Exception that carries the program out of click, whose context and interrupt handling must not affect it."""
 
     def __init__(self, words: tuple[str, ...]):
         super().__init__(words)
         self._words = words
 
     def run(self) -> None:
-        """Runs it with the shim installed; what it raises is raised, and shown by `sys.excepthook` as python would."""
+        """Run the program with the shim installed; its exceptions pass through, with Python's own traceback."""
         _patching.install_on_import()
         _install_in_workers()
         first, *rest = self._words
@@ -52,7 +52,7 @@ class Program(BaseException):
 def _run_script(script: str, args: list[str]) -> None:
     sys.argv[:] = [script, *args]
     if pkgutil.get_importer(script) is not None:
-        # Not normalised: so python does it, and its messages show it.
+        # Not normalised: neither does python, and its messages show the path.
         _set_path0(os.path.join(os.getcwd(), script))
         _run_as_main("__main__", alter_argv=False)
         return
@@ -69,7 +69,7 @@ def _run_script(script: str, args: list[str]) -> None:
 
 
 def _run_module(name: str, args: list[str]) -> None:
-    # As long as the module is being looked for, python shows "-m" there.
+    # Python has "-m" there until it has found the module.
     sys.argv[:] = ["-m", *args]
     _set_path0(os.getcwd())
     _run_as_main(name, alter_argv=True)
@@ -81,7 +81,7 @@ def _set_path0(folder: str) -> None:
 
 
 def _fresh_main() -> types.ModuleType:
-    """A new ``__main__``: pickle, dataclasses and multiprocessing look the program's names up there."""
+    """Create a new ``__main__``, in which pickle, dataclasses and multiprocessing look up the program's names."""
     global _our_main
     _our_main = sys.modules["__main__"]
     module = types.ModuleType("__main__")
@@ -90,13 +90,13 @@ def _fresh_main() -> types.ModuleType:
     return module
 
 
-# The command's own namespace would be emptied with its last reference.
+# Keeps the command's own module, whose namespace is cleared with its last reference.
 _our_main: types.ModuleType | None = None
 
 
 def _run_as_main(name: str, *, alter_argv: bool) -> None:
     _fresh_main()
-    # Private, but what python itself calls; its frames belong into the traceback, as with python itself.
+    # Private, but python itself calls it, and has its frames in tracebacks.
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
 
 
@@ -114,14 +114,14 @@ def _exec_file(path: str) -> None:
 
 
 def _hide_our_frames(error: BaseException) -> None:
-    """Has the traceback begin where python's would; re-raising adds our frames, so the hook takes them off again."""
+    """Remove our frames from the printed traceback; in the hook, because re-raising adds them again."""
     trace, show = error.__traceback__, sys.excepthook
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE_DIR):
         trace = trace.tb_next
 
     def excepthook(kind: type[BaseException], value: BaseException, _: types.TracebackType | None) -> None:
         nonlocal trace
-        # Whatever the hook holds lives longer than the modules, and the program's objects must die before those.
+        # Drop references: the hook outlives the modules, and the program's objects must be freed before these.
         sys.excepthook, shown, trace = show, trace, None
         show(kind, value.with_traceback(shown), shown)
 
@@ -129,14 +129,14 @@ def _hide_our_frames(error: BaseException) -> None:
 
 
 class _InstallInWorker:
-    """Installs the shim where it is unpickled."""
+    """Object that installs the shim when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _patching.install_on_import, ()
 
 
 def _install_in_workers() -> None:
-    """Has spawned and fork-server workers install the shim before they import the program."""
+    """Make spawned and fork-server workers install the shim before they import the program."""
     original = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

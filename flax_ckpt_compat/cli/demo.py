@@ -1,4 +1,4 @@
-"""``flax-ckpt demo``: an unmodified training script, killed, resumed across the flag, and checked bit by bit."""
+"""Define ``flax-ckpt demo``: kill an unmodified training script, resume it across the flag, compare every bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "demo_train.p
 
 
 class _DemoCommand(click.Command):
-    """Says of an option of the training script that the demo does not pass it on."""
+    """Command with a specific error for options of the training script, which it does not pass on."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -50,7 +50,7 @@ def command(workdir: str | None) -> None:
     Runs an ordinary Flax training script on real data through "flax-ckpt run", and compares what the
     checkpoints hold with what Flax's and Orbax's own readers say. Exit code 1 if a single bit differs.
     """
-    missing = [package for module, package in _NEEDS.items() if not _is_there(module)]
+    missing = [package for module, package in _NEEDS.items() if not _is_installed(module)]
     if missing:
         raise click.ClickException(
             f"the demo also needs {', '.join(missing)}. Install {'it' if len(missing) == 1 else 'them'} with\n\n"
@@ -58,34 +58,34 @@ def command(workdir: str | None) -> None:
             "or, in a checkout of the repository,\n\n    python -m pip install '.[demo]'"
         )
     if workdir:
-        _make(workdir)
-    with _place(workdir) as folder, _quiet():
-        sys.exit(0 if _tell(folder, keep=workdir is not None) else 1)
+        _prepare(workdir)
+    with _work_folder(workdir) as folder, _silence():
+        sys.exit(0 if _run_stages(folder, keep=workdir is not None) else 1)
 
 
-def _make(workdir: str) -> None:
+def _prepare(workdir: str) -> None:
     try:
         os.makedirs(workdir, exist_ok=True)
         used = os.listdir(workdir)
-        # Where nothing can be written, it is better said here than by the training script.
+        # Fail here, and not in the training script, if nothing can be written.
         with tempfile.TemporaryFile(dir=workdir):
             pass
     except OSError as error:
-        message = f"{workdir!r} cannot be used: {error.strerror}. Name a folder that can be made or is empty."
+        message = f"{workdir!r} cannot be used: {error.strerror}. Pass a new or an empty folder."
         raise click.BadParameter(message, param_hint="--workdir") from None
     if used:
-        raise click.ClickException(f"{workdir} is not empty; the demo would mix its checkpoints with what is there")
+        raise click.ClickException(f"{workdir} is not empty; pass a new or an empty folder")
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that the module would be in
+    except ModuleNotFoundError:  # its package is missing
         return False
 
 
 @contextlib.contextmanager
-def _place(workdir: str | None) -> Iterator[str]:
+def _work_folder(workdir: str | None) -> Iterator[str]:
     if workdir:
         yield os.path.abspath(workdir)
         return
@@ -94,16 +94,16 @@ def _place(workdir: str | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Flax and Orbax log and warn about their own futures, which is not what the demo is about."""
+def _silence() -> Iterator[None]:
+    """Silence the deprecation warnings and logs of Flax and Orbax."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _tell(folder: str, *, keep: bool) -> bool:
-    """Plays all stages; True if everything was identical."""
+def _run_stages(folder: str, *, keep: bool) -> bool:
+    """Run all stages; return whether all values were identical."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -163,7 +163,7 @@ def _stage_timed(console: Console, folder: str) -> None:
 
 
 def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None) -> dict[str, Any]:
-    """Runs the training script to its end, or kills it after a step; returns the last line it printed, decoded."""
+    """Run the training script to its end, or kill it after a step; return its last report."""
     arguments = [_SCRIPT, "--workdir", run, "--steps", str(_STEPS)]
     environment = {**os.environ, "FLAX_USE_ORBAX_CHECKPOINTING": str(flag).lower()}
     shown = " ".join(["flax-ckpt run", os.path.basename(_SCRIPT), *arguments[3:]])
@@ -182,17 +182,17 @@ def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None
             assert child.stdout is not None
             for line in child.stdout:
                 printed.append(line)
-                reports += _decoded(line)
+                reports += _parse_report(line)
                 if kill_at is not None and reports and reports[-1].get("saved") == kill_at:
                     child.kill()
         stderr.seek(0)
         printed.append(stderr.read())
     if not reports or child.returncode != (0 if kill_at is None else -signal.SIGKILL):
-        _refuse(console, child.returncode, "".join(printed))
+        _fail(console, child.returncode, "".join(printed))
     return reports[-1]
 
 
-def _decoded(line: str) -> list[dict[str, Any]]:
+def _parse_report(line: str) -> list[dict[str, Any]]:
     try:
         report = json.loads(line)
     except ValueError:  # something that a library printed
@@ -200,7 +200,7 @@ def _decoded(line: str) -> list[dict[str, Any]]:
     return [report] if isinstance(report, dict) else []
 
 
-def _refuse(console: Console, code: int, printed: str) -> NoReturn:
+def _fail(console: Console, code: int, printed: str) -> NoReturn:
     console.print(printed.rstrip(), markup=False)
     raise click.ClickException(
         f"the training script did not run as planned (exit {code}); what it printed is above. Nothing was compared."
@@ -237,7 +237,7 @@ def _show_timings(console: Console, timings: list[Timing]) -> None:
         ratio = f"{timing.flax / timing.ours:.1f}x"
         rows.append((timing.operation, f"{timing.ours * 1e3:.1f} ms", f"{timing.flax * 1e3:.1f} ms", ratio))
     _show_rows(console, rows, numbers={1, 2, 3})
-    # Measured by system calls: Flax's msgpack save has no fsync, ours has; Orbax's TensorStore has, as ours.
+    # By system calls: Flax's msgpack save does not fsync; ours does, and so does Orbax's TensorStore.
     console.print("  Ours waits until the disk has the files (fsync), and so does Orbax.")
     console.print("  Flax's msgpack save does not wait for the disk.")
     if any(timing.operation == "msgpack save" and timing.ours > timing.flax for timing in timings):
@@ -245,7 +245,7 @@ def _show_timings(console: Console, timings: list[Timing]) -> None:
 
 
 def _show_rows(console: Console, rows: Sequence[tuple[str, ...]], numbers: set[int]) -> None:
-    """Columns side by side, never cut, and without a blank at the end of a line."""
+    """Print aligned columns, never truncated, without trailing blanks."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

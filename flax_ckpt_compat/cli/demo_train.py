@@ -1,6 +1,6 @@
-"""An ordinary Flax training script; it knows nothing of flax_ckpt_compat.
+"""Train a classifier on scikit-learn's digits: an ordinary Flax script, without flax_ckpt_compat.
 
-``python demo_train.py --workdir DIR`` trains on scikit-learn's digits and goes on where DIR's last checkpoint ends.
+``python demo_train.py --workdir DIR`` resumes from the last checkpoint in DIR.
 """
 
 import argparse
@@ -19,18 +19,18 @@ BATCH = 128
 
 
 class Classifier(nn.Module):
-    """Two hidden layers, ten classes."""
+    """MLP with two hidden layers and ten classes."""
 
     @nn.compact
     def __call__(self, images):
-        """Logits, (batch, 10), of images, (batch, 64)."""
+        """Return logits of shape (batch, 10) for images of shape (batch, 64)."""
         hidden = nn.relu(nn.Dense(512)(images))
         hidden = nn.relu(nn.Dense(512)(hidden))
         return nn.Dense(10)(hidden)
 
 
 def create_state(seed):
-    """A fresh TrainState with Adam."""
+    """Create a TrainState with Adam."""
     model = Classifier()
     params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
     return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
@@ -38,7 +38,7 @@ def create_state(seed):
 
 @jax.jit
 def train_step(state, images, labels):
-    """One step of gradient descent."""
+    """Take one step of gradient descent."""
 
     def loss(params):
         logits = state.apply_fn({"params": params}, images)
@@ -48,12 +48,12 @@ def train_step(state, images, labels):
 
 
 def accuracy(state, images, labels):
-    """Share of the images that are classified right."""
+    """Return the share of correctly classified images."""
     return float((state.apply_fn({"params": state.params}, images).argmax(-1) == labels).mean())
 
 
 def load_data():
-    """Images scaled to [0, 1] and labels; a fixed fifth of them is for testing."""
+    """Load images scaled to [0, 1] and labels, split into training data and a fixed fifth for testing."""
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(labels))
@@ -62,7 +62,7 @@ def load_data():
 
 
 def main():
-    """Trains, saving as it goes."""
+    """Train, and save every few steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workdir", required=True)
     parser.add_argument("--steps", type=int, default=600)

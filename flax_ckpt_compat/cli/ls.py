@@ -1,4 +1,4 @@
-"""``flax-ckpt ls``; what it needs is loaded when it is used, since the help of all commands loads this module."""
+"""Define ``flax-ckpt ls``; imports are deferred, because the help of all commands loads this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``flax-ckpt run``: an unmodified program, with our functions in ``flax.training.checkpoints``."""
+"""Define ``flax-ckpt run``: run an unmodified program with our functions in ``flax.training.checkpoints``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ._program import Program
 
 
 class _RunCommand(click.Command):
-    """Everything behind the script belongs to the script, `--help` too."""
+    """Command that passes all arguments after the script to it, even `--help`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ours = not args or args[0] in ctx.help_option_names
@@ -31,6 +31,6 @@ def command(program: tuple[str, ...]) -> None:
         raise click.UsageError("a script file or -m MODULE is needed; a program typed on standard input cannot be run")
     if program[0].startswith("-") and program[0] != "--" and not program[0].startswith("-m"):
         raise click.NoSuchOption(
-            program[0], message=f"No such option: {program[0]} (the program's options go behind its name)"
+            program[0], message=f"No such option: {program[0]} (the program's options go after its name)"
         )
     raise Program(program)
