@@ -143,8 +143,8 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     except (ValueError, MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, CorruptCheckpointError):
             raise
-        if paths.is_url(array.folder) and store_errors.is_refusal(error):
-            raise store_errors.refused(array.folder, "read", error) from error
+        if paths.is_url(array.folder) and store_errors.is_store_error(error):
+            raise store_errors.translate_error(array.folder, "read", error) from error
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
 
 

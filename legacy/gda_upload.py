@@ -10,7 +10,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.object_store import client, specs
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.object_store.store_errors import attempt
+from flax_ckpt_compat._core.object_store.store_errors import retry
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import Shard
@@ -64,7 +64,7 @@ def _folder(base: str, array: DistributedArray) -> str:
 
 def _write(opened: Future[Any], array: DistributedArray, shard: Shard, base: str) -> None:
     store = opened.result()[shard.index]  # submitted before this task, so this cannot deadlock the pool
-    attempt(_folder(base, array), "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
+    retry(_folder(base, array), "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
 
 
 def _open(folder: str, array: DistributedArray) -> Any:
@@ -74,7 +74,7 @@ def _open(folder: str, array: DistributedArray) -> Any:
     # Shards are whole chunks, so a cache gains nothing.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=specs.context())
     spec = {"driver": "zarr", "kvstore": client.spec(folder)}
-    store = attempt(folder, "opened", lambda: tensorstore.open(spec, open=True, context=context))
+    store = retry(folder, "opened", lambda: tensorstore.open(spec, open=True, context=context))
     array.check_matches(folder, tuple(store.shape), store.dtype.numpy_dtype)
     return store
 

@@ -61,7 +61,7 @@ def write_process_part(
     if upload is None:
         _write_shards(base, prepared.arrays)
     else:
-        multiprocess.check_goes_on(upload, gda_upload.write_shards(base, prepared.arrays, upload))
+        multiprocess.check_active(upload, gda_upload.write_shards(base, prepared.arrays, upload))
     if process.index == 0:
         write_tree(path, prepared.document(gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"))
 

@@ -40,7 +40,7 @@ def read_ahead(path: str, names: Collection[str]) -> None:
     if paths.is_url(path):
         files = [os.path.join(path, name) for name in names]
         with storage_errors(path, "read"):
-            client.know_contents([file for file in files if paths.isfile(file)])
+            client.prefetch_contents([file for file in files if paths.isfile(file)])
 
 
 def corrupt(file: str, what: str) -> CorruptCheckpointError:

@@ -86,7 +86,7 @@ def write(
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in uploads.names_in(own)]
-        multiprocess.upload(upload, path, sent, os.path.relpath(os.path.join(own, _DONE_FILE), path))
+        multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, _DONE_FILE), path))
 
 
 def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload | None = None) -> None:

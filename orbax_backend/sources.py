@@ -39,8 +39,8 @@ def wait(path: str, future: Any, nbytes: int = 0) -> Any:
     try:
         return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)
     except (ValueError, OSError, TimeoutError) as error:
-        if isinstance(error, TimeoutError) or store_errors.is_refusal(error):
-            raise store_errors.refused(path, "read", error) from error
+        if isinstance(error, TimeoutError) or store_errors.is_store_error(error):
+            raise store_errors.translate_error(path, "read", error) from error
         raise
 
 

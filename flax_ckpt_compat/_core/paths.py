@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, uploads
 from flax_ckpt_compat._core.object_store.client import listing_cache as listing_cache
-from flax_ckpt_compat._core.object_store.store_errors import missing
+from flax_ckpt_compat._core.object_store.store_errors import not_found
 
 _GONE = (FileNotFoundError, NotADirectoryError)
 _SLASHES_OF_BUCKET = 2
@@ -83,7 +83,7 @@ def listdir(path: str) -> list[str]:
         return os.listdir(path)
     found = client.names(path)
     if not found:
-        raise missing(path)
+        raise not_found(path)
     return found
 
 
@@ -169,7 +169,7 @@ def _size_in_store(url: str) -> int:
         return _size_or_zero(url) if client.is_object(url) else 0
     with client.listing_cache(url):
         inside = [f"{url}/{key}" for key in client.keys(url)]
-        client.know_sizes(inside)
+        client.prefetch_sizes(inside)
         return sum(map(_size_or_zero, inside))
 
 

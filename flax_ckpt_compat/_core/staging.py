@@ -50,7 +50,7 @@ class Staging:
         if is_primary or late or self.upload is not None:
             atomic.remove_temporary(self.path)
         if is_primary and self.upload is not None and not self.publishing:
-            multiprocess.withdraw(self.upload)
+            multiprocess.abort(self.upload)
 
     def remove_local(self) -> None:
         """Remove the local temporary of a process other than 0 after a commit to a store."""
@@ -70,7 +70,7 @@ def begin(path: str, *, in_gda_folder: bool) -> Staging:
     """
     if not paths.is_url(path):
         return Staging(atomic.temporary_path(path))
-    return Staging(commit.staging_path(path), multiprocess.begin(path, beside=in_gda_folder))
+    return Staging(commit.staging_path(path), multiprocess.begin(path, in_gda_folder=in_gda_folder))
 
 
 def from_json(text: str, is_primary: bool) -> Staging:

@@ -201,7 +201,7 @@ def _has_sign(path: str, names: set[str]) -> bool:
     # commit_success.txt is also what is left of a checkpoint in a store whose removal is on its way.
     if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_its_tree(path, names):
         return True
-    return any(layout.TEMPORARY in name or commit.is_mark(name) for name in names)
+    return any(layout.TEMPORARY in name or commit.is_marker(name) for name in names)
 
 
 def _names_in(path: str) -> set[str]:

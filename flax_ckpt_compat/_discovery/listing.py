@@ -76,7 +76,7 @@ def complete_steps(where: CheckpointDir, names: list[str] | None = None, *, quie
     with paths.listing_cache(where.directory):
         ours = steps.in_order(names_in(where) if names is None else names, where.prefix)
         if paths.is_url(where.directory):
-            client.know_which_are_empty([where.path(name) for name in ours if paths.isfile(where.path(name))])
+            client.prefetch_emptiness([where.path(name) for name in ours if paths.isfile(where.path(name))])
         for name in ours:
             missing = what_is_missing(where.path(name))
             if missing is None:

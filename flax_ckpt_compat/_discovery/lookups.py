@@ -83,7 +83,7 @@ def _is_listed(directory: Directory, judged: Judged) -> bool:
 def _judged_steps(directory: Directory) -> list[Judged]:
     entries = directory.steps or directory.other_family
     if paths.is_url(directory.where.directory):
-        client.know_sizes([entry.path for entry in entries if paths.isfile(entry.path)])
+        client.prefetch_sizes([entry.path for entry in entries if paths.isfile(entry.path)])
     return [directory.judge(entry) for entry in entries]
 
 

@@ -183,7 +183,7 @@ def _extra_files(path: str) -> list[str]:
     found = []
     for name in sorted(paths.listdir(path)):
         child = os.path.join(path, name)
-        if name in _ORBAX_NAMES or commit.is_mark(name) or name.startswith(layout.PROCESS_PREFIX):
+        if name in _ORBAX_NAMES or commit.is_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
         if detect.is_array(child):
             continue

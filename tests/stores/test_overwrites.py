@@ -228,9 +228,9 @@ def test_views() -> None:
     assert views.visible([*without, *new]) == sorted(without)
     expected = ["_METADATA", "commit_success.txt", data, "manifest.ocdbt"]
     assert views.visible([*without, *committed, f"{two}/_METADATA"]) == expected
-    assert views.current([*without, *committed, f"{two}/commit_success.txt"]) == two
-    assert views.physical(f"run/c/{one}/{data}") == f"run/c/{data}"
-    assert views.physical(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
-    assert views.physical(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
+    assert views.current_folder([*without, *committed, f"{two}/commit_success.txt"]) == two
+    assert views.resolve_key(f"run/c/{one}/{data}") == f"run/c/{data}"
+    assert views.resolve_key(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
+    assert views.resolve_key(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
         f"run/c/ocdbt.process_0.{'1' * 32}/{data}"
     )

@@ -193,7 +193,7 @@ def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
     with pytest.raises(lease.ConcurrentWriteError, match="another process"):
         first.commit(["a"])
     timer.join()
-    assert bucket.keys("run/") == [f"run/checkpoint_1/{second.mark}"]
+    assert bucket.keys("run/") == [f"run/checkpoint_1/{second.marker}"]
 
 
 def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
@@ -205,7 +205,7 @@ def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
 
     def give_way() -> None:
         try:
-            second.clear(spare=True)
+            second.clear(keep_committed=True)
         except errors.StorageError as error:
             lost.append(error)
 

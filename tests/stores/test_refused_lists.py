@@ -14,7 +14,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import client, list_proofs, tokens
+from flax_ckpt_compat._core.object_store import client, gcs_listing, tokens
 from tests.support import s3
 from tests.support.gs import TOKEN, GsBucket
 from tests.support.saves import tree
@@ -165,7 +165,7 @@ def test_a_refused_list_in_a_save(how: str, on: bool, gs_bucket: GsBucket) -> No
 @pytest.mark.parametrize("fault", ["400", "401", "403", "404"])
 def test_a_refused_page(fault: str, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later page that is refused does not cut the list."""
-    monkeypatch.setattr(list_proofs, "_PAGE", 3)
+    monkeypatch.setattr(gcs_listing, "_PAGE", 3)
     gs_bucket.proxy.page = 3
     for number in range(10):
         gs_bucket.put(f"run/{number}", b"x")
@@ -212,7 +212,7 @@ def issuer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
         for name in ("GOOGLE_AUTH_TOKEN_FOR_TESTING", "GOOGLE_APPLICATION_CREDENTIALS"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-        monkeypatch.setattr(tokens, "_kept", {})
+        monkeypatch.setattr(tokens, "_cache", {})
         yield f"127.0.0.1:{server.server_address[1]}", asked
         server.shutdown()
         thread.join()

@@ -240,9 +240,9 @@ def test_names_that_no_bucket_has(url: str) -> None:
 def test_a_refusal_within_a_database_is_no_damage() -> None:
     """Whatever TensorStore says while it reads one: answers that tell of an object alone may be of what is stored."""
     told = "ExpiredToken: it is. [http_response_code='{}']"
-    assert store_errors.is_refusal(ValueError(told.format(400)))
-    assert not store_errors.is_refusal(ValueError(told.format(404)))
-    assert not store_errors.is_refusal(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
+    assert store_errors.is_store_error(ValueError(told.format(400)))
+    assert not store_errors.is_store_error(ValueError(told.format(404)))
+    assert not store_errors.is_store_error(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     context = ts.Context({"s3_request_retries": few, "gcs_request_retries": few})
     specs._open.cache_clear()
     monkeypatch.setattr(specs, "context", lambda: context)
-    monkeypatch.setattr(store_errors, "_PATIENCE", 0.3)
+    monkeypatch.setattr(store_errors, "_TIMEOUT", 0.3)
     monkeypatch.setattr(store_errors, "_ATTEMPTS", 2)
 
 

@@ -1,9 +1,9 @@
-"""Publishing and removing checkpoints in object stores, which have no rename: what `files` does on a local disk.
+"""Publish and remove checkpoints in object stores, which have no rename.
 
-A msgpack checkpoint is one object, which appears whole or not at all. A directory is uploaded in this order: a mark
-that its writing has begun, all its files, ``commit_success.txt`` (which is also what Orbax writes last in stores),
-and then the mark is removed. With a mark and without the commit file it does not count. Removing goes the other way
-round. An object and a folder may have one name for a moment: the folder counts once it is committed.
+A msgpack checkpoint is one object, which appears whole or not at all. A directory is uploaded in this order: a marker,
+all files, ``commit_success.txt`` (which Orbax too writes last in stores); then the marker is removed. With a marker and
+without the commit file it is incomplete. Removal runs the other way round. An object and a folder may share a name for
+a moment: the folder counts once it is committed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flax_ckpt_compat._core.object_store.lease import (
     ConcurrentWriteError,
     WriteLease,
     after_commit,
-    is_old,
+    is_expired,
     tag_of,
 )
-from flax_ckpt_compat._core.object_store.lease import is_mark as is_mark
+from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
 from flax_ckpt_compat._core.object_store.views import LIST_FILE
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
@@ -37,22 +37,22 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 
 def is_unfinished(names: Iterable[str]) -> bool:
-    """Whether a folder with these names in it was begun by us, and not committed or no longer so."""
+    """Return whether a folder with these names has a marker of ours and no commit file."""
     there = set(names)
-    return COMMIT_FILE not in there and any(map(is_mark, there))
+    return COMMIT_FILE not in there and any(map(is_marker, there))
 
 
 def counts_as_folder(url: str) -> bool:
-    """Whether ``url`` is a folder, and no object that a folder of the same name is about to replace."""
+    """Return whether ``url`` is a folder, and not an object that an unfinished folder is about to replace."""
     inside = client.keys(url)
     return bool(inside) and not (is_unfinished(inside) and client.is_object(url))
 
 
 def why_unfinished(url: str, names: Iterable[str]) -> str | None:
-    """Why a folder with these names is no complete checkpoint, by the rules for stores; None where they allow it."""
+    """Return why a folder with these names is incomplete by the rules for stores, or None."""
     there = set(names)
     if is_unfinished(there):
-        return f"{COMMIT_FILE} is missing: it was never wholly uploaded, or is being removed"
+        return f"{COMMIT_FILE} is missing: its upload never ended, or it is being removed"
     if url.startswith("gs://") and COMMIT_FILE not in there:
         return (
             f"{COMMIT_FILE} is missing, which Orbax writes last in this store; if all of it was copied here, add an "
@@ -62,7 +62,7 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
 
 
 def staging_path(url: str) -> str:
-    """A local path to write a checkpoint to before it is uploaded; a later save removes what a dead writer left."""
+    """Return a local path for a checkpoint before its upload, and remove local files of dead writers."""
     folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
     with atomic.translated(folder):
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -74,12 +74,12 @@ def staging_path(url: str) -> str:
 
 
 def publish(staged: str, url: str, *, new: bool = False) -> None:
-    """Uploads what was written locally, replaces what has that name, and removes the local copy.
+    """Upload a local checkpoint, replace what has its name, and remove the local copy.
 
     Args:
         staged: local path.
-        url: of the checkpoint.
-        new: replace no other checkpoint; looked at by the store itself as it writes, where it can do that.
+        url: the checkpoint's URL.
+        new: replace no other checkpoint, by a conditional write if the store has these.
 
     Raises:
         ConcurrentWriteError: another process writes, or has just written, the same checkpoint.
@@ -97,72 +97,81 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
 
 
 def publish_object(staged: str, url: str, *, new: bool) -> None:
-    """Uploads a msgpack file, and removes a folder of its name; see `publish`."""
-    hidden = not new and bool(client.fresh_keys(url))  # by a committed folder, for as long as it is that
+    """Upload a msgpack file, and remove a folder of its name; see `publish`."""
+    hidden = not new and bool(client.fresh_keys(url))  # a committed folder of that name takes precedence
     if not uploads.upload_file(staged, url, new=new):
-        message = f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True"
-        raise ConcurrentWriteError(f"{message} to replace it", path=url)
+        raise ConcurrentWriteError(
+            f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True to "
+            "replace it",
+            path=url,
+        )
     with nullcontext() if hidden else after_commit(url):
         there = client.fresh_keys(url)
     if there:
-        with suppress(ConcurrentWriteError):  # whoever comes after removes it too, or writes it anew
-            turn = WriteLease(url)
-            turn.uncommit()
+        with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
+            lease = WriteLease(url)
+            lease.uncommit()
             with after_commit(url):
-                turn.clear()
-                turn.end()
-        # Whoever wrote the folder at the same time may have taken our object for the one that it replaced.
+                lease.clear()
+                lease.release()
+        # A concurrent writer of the folder may have removed our object as the one that it replaced.
         if not client.is_object(url):
             uploads.upload_file(staged, url, new=new)
 
 
-def publish_folder(staged: str, turn: WriteLease, replaced: bytes, *, new: bool, there: Collection[str] = ()) -> None:
-    """Uploads a directory, and removes an object of its name; see `publish`.
+def publish_folder(staged: str, lease: WriteLease, replaced: bytes, *, new: bool, there: Collection[str] = ()) -> None:
+    """Upload a directory, and remove an object of its name; see `publish`.
 
     Args:
         staged: local path.
-        turn: of its folder.
-        replaced: version of the object before the turn began.
+        lease: lease of the folder.
+        replaced: version of the object before the lease began.
         new: as for `publish`.
-        there: names of objects that are part of the checkpoint and in their place.
+        there: names of objects of the checkpoint that are uploaded already.
     """
     names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *there}]
-    versions = swaps.seen_versions(turn, names)
-    if not new and views.commit_files(turn.seen):
-        swaps.replace(turn, staged, names, versions, there)
+    versions = swaps.shared_versions(lease, names)
+    if not new and views.commit_files(lease.initial):
+        swaps.replace(lease, staged, names, versions, there)
     else:
-        _write_anew(turn, staged, names, versions, there, spare=new)
-    # The writer of an object that has come since then sees our mark, and removes the folder.
-    with after_commit(turn.url):
-        if replaced != client.NO_OBJECT and client.version(turn.url) == replaced:
-            client.delete(turn.url)
+        _write_new(lease, staged, names, versions, there, keep_committed=new)
+    # The writer of a newer object sees our marker, and removes the folder.
+    with after_commit(lease.url):
+        if replaced != client.NO_OBJECT and client.version(lease.url) == replaced:
+            client.delete(lease.url)
 
 
-def _write_anew(
-    turn: WriteLease, staged: str, names: list[str], versions: dict[str, bytes], there: Collection[str], *, spare: bool
+def _write_new(
+    lease: WriteLease,
+    staged: str,
+    names: list[str],
+    versions: dict[str, bytes],
+    there: Collection[str],
+    *,
+    keep_committed: bool,
 ) -> None:
-    """Upload a directory to where no checkpoint is complete, or where none is to be replaced."""
-    turn.clear(spare=spare, but=[*there, *versions])
+    """Upload a directory where no checkpoint is committed, or where none may be replaced."""
+    lease.clear(keep_committed=keep_committed, keep=[*there, *versions])
     try:
-        swaps.fill(turn, staged, names, versions, there)
-        turn.commit([*names, *there])
+        swaps.upload_all(lease, staged, names, versions, there)
+        lease.commit([*names, *there])
     except ConcurrentWriteError:
-        client.delete_all(f"{turn.url}/{name}" for name in names if name not in versions)
+        client.delete_all(f"{lease.url}/{name}" for name in names if name not in versions)
         raise
 
 
 def remove_arrays_beside(url: str) -> None:
-    """Removes the folder of arrays of the msgpack checkpoint that was replaced, unless several processes fill it."""
+    """Remove the GDA folder of a replaced msgpack checkpoint, unless a multi-process save writes to it."""
     folder = url + ARRAYS_POSTFIX
     there = client.fresh_keys(folder)
-    doomed = arrays_among(there)
-    if doomed and not any(is_mark(name) and not is_old(name) for name in there):
-        client.delete_all(f"{folder}/{name}" for name in doomed)
-        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_mark(name))
+    arrays = arrays_among(there)
+    if arrays and not any(is_marker(name) and not is_expired(name) for name in there):
+        client.delete_all(f"{folder}/{name}" for name in arrays)
+        client.delete_all(f"{folder}/{name}" for name in there if name == COMMIT_FILE or is_marker(name))
 
 
 def arrays_among(keys: Collection[str]) -> list[str]:
-    """Those objects that are parts of zarr arrays."""
+    """Return the keys that are parts of zarr arrays."""
     folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == ZARR2_METADATA}
     parts = ((key, *posixpath.split(key)) for key in keys)
     return [
@@ -171,8 +180,8 @@ def arrays_among(keys: Collection[str]) -> list[str]:
 
 
 def discard(url: str) -> None:
-    """Removes a checkpoint so that one half removed never counts."""
-    # The object first: it must not come to light again when the folder that replaced it is gone.
+    """Remove a checkpoint; at no moment is a partly removed one complete."""
+    # The object first: it must not reappear when the folder that replaced it is gone.
     if client.is_object(url):
         client.delete(url)
     if client.fresh_keys(url):
@@ -180,39 +189,39 @@ def discard(url: str) -> None:
 
 
 def _remove_folder(url: str) -> None:
-    turn = WriteLease(url)
-    with suppress(ConcurrentWriteError):  # whoever comes after removes it too, or writes it anew
-        turn.clear()
-        turn.end()
+    lease = WriteLease(url)
+    with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
+        lease.clear()
+        lease.release()
 
 
 def remove_stale(directory: str) -> list[str]:
-    """Removes what dead writers left below a folder of checkpoints, and returns the names."""
+    """Remove what dead writers left in a folder of checkpoints; return the names of removed folders."""
     removed = []
     with client.listing_cache(directory):
         there = {name: client.keys(f"{directory}/{name}") for name in client.names(directory)}
     for name, inside in there.items():
-        marks = [mark for mark in inside if is_mark(mark) and is_old(mark)]
+        markers = [marker for marker in inside if is_marker(marker) and is_expired(marker)]
         main = name.removesuffix(ARRAYS_POSTFIX)
-        # Which of the arrays beside a file it refers to, only the file tells: the rest goes when it does.
-        if not marks or (main != name and main in there):
+        # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
+        if not markers or (main != name and main in there):
             continue
         _log.info("Removing what an interrupted save left at %s/%s", directory, name)
         if main != name or is_unfinished(inside):
             _remove_folder(f"{directory}/{name}")
             removed.append(name)
         else:
-            _remove_strays(f"{directory}/{name}", marks)
+            _remove_leftovers(f"{directory}/{name}", markers)
     return removed
 
 
-def _remove_strays(url: str, marks: Collection[str]) -> None:
-    """Frees a committed checkpoint from what was to replace it and never did, or from the mark of its own writer."""
+def _remove_leftovers(url: str, markers: Collection[str]) -> None:
+    """Remove from a committed checkpoint an unfinished replacement, or the marker of its own writer."""
     inside = client.fresh_keys(url)
-    if views.current(inside) is not None:
+    if views.current_folder(inside) is not None:
         staged = staging_path(url)
         try:
-            swaps.complete(url, staged)
+            swaps.resume(url, staged)
         except ConcurrentWriteError:
             pass
         finally:
@@ -222,11 +231,11 @@ def _remove_strays(url: str, marks: Collection[str]) -> None:
         committed = client.read(f"{url}/{COMMIT_FILE}")
     except FileNotFoundError:  # another process has just begun to remove it
         return
-    for mark in marks:
-        tag, following = tag_of(mark), views.next_name(mark)
-        strays = {key for key in inside if key.startswith(f"{following}/")}
+    for marker in markers:
+        tag, following = tag_of(marker), views.next_name(marker)
+        leftovers = {key for key in inside if key.startswith(f"{following}/")}
         if tag.encode() not in committed:
-            strays.update(key for key in inside if tag + "/" in key[: key.find("/") + 1])
-            strays.update(swaps.data_of(url, following) if f"{following}/{LIST_FILE}" in inside else ())
-        client.delete_all(f"{url}/{key}" for key in strays.intersection(inside))
-    client.delete_all(f"{url}/{mark}" for mark in marks)
+            leftovers.update(key for key in inside if tag + "/" in key[: key.find("/") + 1])
+            leftovers.update(swaps.data_names(url, following) if f"{following}/{LIST_FILE}" in inside else ())
+        client.delete_all(f"{url}/{key}" for key in leftovers.intersection(inside))
+    client.delete_all(f"{url}/{marker}" for marker in markers)

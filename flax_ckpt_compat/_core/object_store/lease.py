@@ -1,9 +1,9 @@
-"""Which of several writers of one folder of a store goes on: the last to begin that saw no committed checkpoint.
+"""Arbitrate between writers of one folder of a store: the last that began without a committed checkpoint wins.
 
-A store has no locks, and a writer that died must not stop the next one. So each marks the folder when it begins, with
-a number above those of the marks that it sees. Who sees a mark above its own gives up; the one with the highest removes
-what the others wrote, their marks too. ``commit_success.txt`` is written only where there is none, and whoever wrote it
-looks once more whether another began meanwhile, which then either removes it or gives up.
+A store has no locks, and a dead writer must not block the next one. So each writer begins with a marker object, with a
+number above those of the markers that it sees. A writer that sees a higher marker aborts; the one with the highest
+removes what the others wrote, markers included. ``commit_success.txt`` is written only if there is none. Its writer
+then checks once more for a newer writer, which either removes the file or aborts.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from flax_ckpt_compat._core.errors import CleanupError, StorageError
 from flax_ckpt_compat._core.object_store import client, uploads, views
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 
-_BEGUN = re.compile(r"_begun\.(\d+)\.([0-9a-f]{32})")
+_MARKER = re.compile(r"_begun\.(\d+)\.([0-9a-f]{32})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
-# Seconds after which a writer that has not committed counts as dead.
-_PATIENCE = 24 * 3600
-_LOOKS, _PAUSE = 40, 0.25  # s; for the decision of a writer that began while this one committed
+# Seconds after which a writer without a commit counts as dead.
+_EXPIRES_AFTER = 24 * 3600
+_POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
 
 
 class ConcurrentWriteError(StorageError):
     """Another process writes, has written, or removes the same checkpoint."""
 
 
-def is_mark(name: str) -> bool:
-    """True for the names of objects that tell of a save or a removal in progress."""
-    return _BEGUN.fullmatch(name) is not None
+def is_marker(name: str) -> bool:
+    """Return whether an object's name marks a running save or removal."""
+    return _MARKER.fullmatch(name) is not None
 
 
-def is_old(mark: str) -> bool:
-    """Whether the writer of a mark is surely dead."""
-    return time.time() - _order(mark)[0] > _PATIENCE
+def is_expired(marker: str) -> bool:
+    """Return whether the writer of a marker counts as dead."""
+    return time.time() - _order(marker)[0] > _EXPIRES_AFTER
 
 
-def tag_of(mark: str) -> str:
-    """What names end in that are of the same save alone, and no others."""
-    return "." + mark.rpartition(".")[2]
+def tag_of(marker: str) -> str:
+    """Return the suffix of names that belong to the marker's save only."""
+    return "." + marker.rpartition(".")[2]
 
 
-def _order(mark: str) -> tuple[int, str]:
-    match = _BEGUN.fullmatch(mark)
+def _order(marker: str) -> tuple[int, str]:
+    match = _MARKER.fullmatch(marker)
     return (int(match[1]), match[2]) if match else (0, "")
 
 
 @contextmanager
 def after_commit(url: str) -> Iterator[None]:
-    """Within it, what the store refuses is an error that says that the checkpoint was saved.
+    """Convert store errors within the context to errors that say that the checkpoint was saved.
 
     Raises:
         ConcurrentWriteError: another writer replaces it.
@@ -62,130 +62,130 @@ def after_commit(url: str) -> Iterator[None]:
     except (ConcurrentWriteError, CleanupError):
         raise
     except StorageError as error:
-        message = f"{url} was saved, but what it replaced, or marks of this save, could not be removed: {error}"
+        message = f"{url} was saved, but what it replaced, or markers of this save, could not be removed: {error}"
         raise CleanupError(f"{message}. The next save of this step removes them", path=url) from error
 
 
 class WriteLease:
-    """The attempt of one writer, or remover, to have a folder for itself.
+    """Exclusive access of one writer, or remover, to a folder, until a newer one begins.
 
     Attributes:
-        url: of the folder.
-        mark: name of the object that tells of it.
-        seen: names of the objects in the folder before that.
-        goes_on_with: names of the folders of other saves whose objects this turn commits.
+        url: the folder's URL.
+        marker: name of the marker object.
+        initial: names of the objects in the folder before the marker.
+        adopted: names of the folders of other saves whose objects this lease commits.
     """
 
-    def __init__(self, url: str, mark: str = "", *, replaces: bool = False):
-        """Mark the folder, or go on with the turn of a mark that this writer has made before.
+    def __init__(self, url: str, marker: str = "", *, replaces: bool = False):
+        """Write the marker, or continue the lease of an earlier one.
 
         Args:
-            url: of the folder.
-            mark: made before.
-            replaces: a checkpoint that is there is to stay complete until the new one is.
+            url: the folder's URL.
+            marker: name of the earlier marker.
+            replaces: an existing checkpoint stays complete until the new one is.
         """
-        self.url, self.mark, self.goes_on_with = url, mark, list[str]()
-        self.seen = frozenset(client.fresh_keys(url))
-        if mark:
+        self.url, self.marker, self.adopted = url, marker, list[str]()
+        self.initial = frozenset(client.fresh_keys(url))
+        if marker:
             return
-        if replaces and self.seen and not views.commit_files(self.seen) and not any(map(is_mark, self.seen)):
-            # On s3:// the copy of a local checkpoint is complete without the file, but not beside our mark.
+        if replaces and self.initial and not views.commit_files(self.initial) and not any(map(is_marker, self.initial)):
+            # On s3:// the copy of a local checkpoint is complete without the file, but not beside our marker.
             client.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
-            self.seen |= {COMMIT_FILE}
-        last = max((max(_order(name), views.order_of_key(name))[0] for name in self.seen), default=0)
-        self.mark = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
-        client.write(f"{url}/{self.mark}", b"")
+            self.initial |= {COMMIT_FILE}
+        last = max((max(_order(name), views.order_of_key(name))[0] for name in self.initial), default=0)
+        self.marker = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
+        client.write(f"{url}/{self.marker}", b"")
 
-    def others(self) -> set[str]:
-        """Names of all other objects in the folder.
+    def list_others(self) -> set[str]:
+        """Return the names of all other objects in the folder.
 
         Raises:
-            ConcurrentWriteError: another writer goes on.
+            ConcurrentWriteError: the lease is lost to another writer.
         """
         there = set(client.fresh_keys(self.url))
-        if self.mark not in there or self.is_behind(there):
-            self.give_up()
-        return there - {self.mark}
+        if self.marker not in there or self.is_superseded(there):
+            self.abort()
+        return there - {self.marker}
 
-    def is_behind(self, there: Collection[str]) -> bool:
-        """Whether a writer that began later has marked the folder, which has these names in it."""
-        return any(_order(name) > _order(self.mark) for name in there)
+    def is_superseded(self, there: Collection[str]) -> bool:
+        """Return whether a folder with these names has a newer marker."""
+        return any(_order(name) > _order(self.marker) for name in there)
 
-    def clear(self, *, spare: bool = False, but: Collection[str] = ()) -> None:
-        """Removes all that is in the folder but the mark, the sign of completeness before all else.
+    def clear(self, *, keep_committed: bool = False, keep: Collection[str] = ()) -> None:
+        """Remove all objects but the marker, commit files first.
 
         Args:
-            spare: give up where there is a committed checkpoint.
-            but: names of objects that stay.
+            keep_committed: abort if there is a committed checkpoint.
+            keep: names of objects that stay.
 
         Raises:
-            ConcurrentWriteError: another writer goes on, or has finished.
+            ConcurrentWriteError: the lease is lost, or another writer has committed.
         """
-        there = self.others().difference(but)
-        if spare and views.commit_files(there):
-            self.give_up()
+        there = self.list_others().difference(keep)
+        if keep_committed and views.commit_files(there):
+            self.abort()
         self.remove(there)
 
     def uncommit(self) -> None:
-        """Remove the signs of completeness alone.
+        """Remove the commit files only.
 
         Raises:
-            ConcurrentWriteError: another writer goes on.
+            ConcurrentWriteError: the lease is lost to another writer.
         """
-        self.remove(views.commit_files(self.others()))
+        self.remove(views.commit_files(self.list_others()))
 
     def remove(self, names: Collection[str]) -> None:
-        """Removes objects of the folder, the signs of completeness before all else."""
-        signs = views.commit_files(names)
-        for sign in signs:
-            client.delete(f"{self.url}/{sign}")
-        client.delete_all(f"{self.url}/{name}" for name in names if name not in signs)
+        """Remove objects of the folder, commit files first."""
+        commit_files = views.commit_files(names)
+        for name in commit_files:
+            client.delete(f"{self.url}/{name}")
+        client.delete_all(f"{self.url}/{name}" for name in names if name not in commit_files)
 
-    def commit(self, names: Collection[str], spent: Collection[str] = ()) -> None:
-        """Write the sign of completeness, and end the turn.
+    def commit(self, names: Collection[str], leftovers: Collection[str] = ()) -> None:
+        """Write the commit file, and release the lease.
 
         Args:
-            names: of all objects that are part of the checkpoint.
-            spent: of objects that are removed then.
+            names: names of all objects of the checkpoint.
+            leftovers: names of objects to remove after the commit.
 
         Raises:
-            ConcurrentWriteError: another writer began before that, and goes on.
-            CleanupError: the store refused to end the turn of what is committed.
+            ConcurrentWriteError: the lease was lost before the commit.
+            CleanupError: the checkpoint is committed, but the store refused the rest.
         """
-        if not uploads.write_if(f"{self.url}/{COMMIT_FILE}", self.sign()):
-            self.give_up()
+        if not uploads.write_if(f"{self.url}/{COMMIT_FILE}", self.commit_content()):
+            self.abort()
         with after_commit(self.url):
-            self._end_committed({COMMIT_FILE, self.mark, *names}, spent)
+            self._end_committed({COMMIT_FILE, self.marker, *names}, leftovers)
 
-    def _end_committed(self, needed: set[str], spent: Collection[str]) -> None:
-        for _ in range(_LOOKS):
+    def _end_committed(self, needed: set[str], leftovers: Collection[str]) -> None:
+        for _ in range(_POLLS):
             there = set(client.fresh_keys(self.url))
             if not needed <= there:
-                self._take_back()
-                self.give_up()
-            if not self.is_behind(there):
+                self._retract_commit()
+                self.abort()
+            if not self.is_superseded(there):
                 break
             time.sleep(_PAUSE)
-        self.remove(spent)
-        self.end()
+        self.remove(leftovers)
+        self.release()
 
-    def sign(self) -> bytes:
-        """The content of a sign of completeness of this turn, by which others know whose the objects are."""
-        return _COMMITTED.format(" ".join([self.mark, *self.goes_on_with])).encode()
+    def commit_content(self) -> bytes:
+        """Return the content of a commit file, which tells other writers whose objects these are."""
+        return _COMMITTED.format(" ".join([self.marker, *self.adopted])).encode()
 
-    def _take_back(self) -> None:
-        """Removes the sign of completeness if it is ours: whoever removed the rest may have looked too early for it."""
+    def _retract_commit(self) -> None:
+        """Remove the commit file if it is ours: the writer that removed the rest may have missed it."""
         with suppress(FileNotFoundError):
-            if self.mark.encode() in client.read(f"{self.url}/{COMMIT_FILE}"):
+            if self.marker.encode() in client.read(f"{self.url}/{COMMIT_FILE}"):
                 client.delete(f"{self.url}/{COMMIT_FILE}")
 
-    def end(self) -> None:
-        """Removes the mark."""
-        client.delete(f"{self.url}/{self.mark}")
+    def release(self) -> None:
+        """Remove the marker."""
+        client.delete(f"{self.url}/{self.marker}")
 
-    def give_up(self) -> None:
-        """Ends the turn because of another writer."""
-        self.end()
+    def abort(self) -> None:
+        """Release the lease and raise ConcurrentWriteError."""
+        self.release()
         raise ConcurrentWriteError(
             f"{self.url}: another process writes, wrote or removes this checkpoint at the same time, so this one was "
             "not committed; save each step from one place only",

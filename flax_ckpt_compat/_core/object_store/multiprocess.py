@@ -1,8 +1,8 @@
-"""What several processes write into a store for one checkpoint: below names of this save alone, until it is committed.
+"""Upload a checkpoint from several processes, below names that are unique to this save until it is committed.
 
-Process 0 marks the folder that takes it. All processes then write below names that end in the mark's number, which no
-other save writes to, and which the checkpoint that is to be replaced does not have: that one stays whole until process
-0 has seen that all of the new one is there. The commit is that of a save by one process.
+Process 0 writes a marker. All processes then write below names that end in the marker's tag, which no other save uses.
+So a checkpoint to be replaced stays whole until process 0 has seen all of the new one. The commit is that of a save
+by one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.object_store.lease import (
     ConcurrentWriteError,
     WriteLease,
     after_commit,
-    is_mark,
+    is_marker,
     tag_of,
 )
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
@@ -28,128 +28,128 @@ from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultiprocessUpload:
-    """A save by several processes to a store.
+    """A multi-process save to a store.
 
     Attributes:
-        url: of the checkpoint.
-        folder: the URL that they write below: the checkpoint's, or that of the arrays beside it.
-        mark: name of the object in it that tells of this save.
-        replaced: version of the object at the URL before that, in hexadecimal.
+        url: the checkpoint's URL.
+        folder: URL that all processes write below: the checkpoint's, or its GDA folder's.
+        marker: name of the marker object in ``folder``.
+        replaced: version of the object at ``url`` before the save, in hexadecimal.
     """
 
     url: str
     folder: str
-    mark: str
+    marker: str
     replaced: str
 
     @property
     def tag(self) -> str:
-        """What the names of directories end in that are this save's alone."""
-        return tag_of(self.mark)
+        """Return the suffix of this save's directory names."""
+        return tag_of(self.marker)
 
-    def is_ours(self, key: str) -> bool:
-        """Whether an object in the folder is one that this save's processes wrote together."""
+    def is_part(self, key: str) -> bool:
+        """Return whether a process of this save wrote an object of the folder."""
         return key.partition("/")[0].endswith(self.tag) and "/" in key
 
     def written(self) -> list[str]:
-        """What the processes have written so far, relative to the folder."""
-        return [key for key in client.fresh_keys(self.folder) if self.is_ours(key)]
+        """List what the processes have written so far, relative to the folder."""
+        return [key for key in client.fresh_keys(self.folder) if self.is_part(key)]
 
 
-def begin(url: str, *, beside: bool) -> MultiprocessUpload:
-    """Process 0 marks the folder; nothing is removed.
+def begin(url: str, *, in_gda_folder: bool) -> MultiprocessUpload:
+    """Write the marker, in process 0; remove nothing.
 
     Args:
-        url: of the checkpoint.
-        beside: the arrays go into a folder beside it.
+        url: the checkpoint's URL.
+        in_gda_folder: the arrays go into a folder beside it.
     """
-    folder = url + ARRAYS_POSTFIX if beside else url
+    folder = url + ARRAYS_POSTFIX if in_gda_folder else url
     replaced = client.version(url)
-    return MultiprocessUpload(url, folder, WriteLease(folder, replaces=not beside).mark, replaced.hex())
+    return MultiprocessUpload(url, folder, WriteLease(folder, replaces=not in_gda_folder).marker, replaced.hex())
 
 
-def upload(shares: MultiprocessUpload, directory: str, names: Collection[str], last: str) -> None:
-    """Writes a process's files as objects of the same names in the folder.
+def upload_files(upload: MultiprocessUpload, directory: str, names: Collection[str], last: str) -> None:
+    """Upload a process's files as objects of the same names in the folder.
 
     Args:
-        shares: the save.
+        upload: the save.
         directory: local path that the names are relative to.
-        names: of files that are `is_ours`.
-        last: of the file that says that all others are there.
+        names: names of the files, each `MultiprocessUpload.is_part`.
+        last: name of the file to upload last, which tells that all others are complete.
 
     Raises:
-        StorageError: the store refused, or process 0 has given the save up.
+        StorageError: the store refused, or process 0 has aborted the save.
     """
-    uploads.upload(directory, shares.folder, [name for name in names if name != last], {})
-    uploads.upload_file(posixpath.join(directory, last), f"{shares.folder}/{last}")
-    check_goes_on(shares, names)
+    uploads.upload(directory, upload.folder, [name for name in names if name != last], {})
+    uploads.upload_file(posixpath.join(directory, last), f"{upload.folder}/{last}")
+    check_active(upload, names)
 
 
-def check_goes_on(shares: MultiprocessUpload, written: Collection[str]) -> None:
-    """Removes what this process wrote if nobody waits for it any more.
+def check_active(upload: MultiprocessUpload, written: Collection[str]) -> None:
+    """Raise, after removing what this process wrote, if process 0 has aborted the save.
 
     Raises:
-        StorageError: it is so.
+        ConcurrentWriteError: the save's marker is gone.
     """
-    if client.is_object(f"{shares.folder}/{shares.mark}"):
+    if client.is_object(f"{upload.folder}/{upload.marker}"):
         return
-    client.delete_all(f"{shares.folder}/{name}" for name in written)
-    message = f"{shares.url}: process 0 has given up this save, or another one replaced it, so nothing was saved"
-    raise ConcurrentWriteError(message, path=shares.url)
+    client.delete_all(f"{upload.folder}/{name}" for name in written)
+    message = f"{upload.url}: process 0 has aborted this save, or another one replaced it, so nothing was saved"
+    raise ConcurrentWriteError(message, path=upload.url)
 
 
-def publish(shares: MultiprocessUpload, staged: str, *, new: bool) -> None:
-    """Makes a checkpoint of what all processes wrote and of what process 0 has beside that, replacing what is there.
+def publish(upload: MultiprocessUpload, staged: str, *, new: bool) -> None:
+    """Commit what all processes wrote with what process 0 has still to upload, replacing what is there.
 
     Args:
-        shares: the save.
-        staged: local path of what is still to be uploaded: the msgpack file, or the directory.
+        upload: the save.
+        staged: local path of the msgpack file, or the directory, still to upload.
         new: replace no other checkpoint.
 
     Raises:
         ConcurrentWriteError: another process writes, or has just written, the same checkpoint.
         StorageError: the store refused.
     """
-    turn = WriteLease(shares.folder, shares.mark)
+    lease = WriteLease(upload.folder, upload.marker)
     try:
-        if shares.folder == shares.url:
-            replaced = bytes.fromhex(shares.replaced)
-            commit.publish_folder(staged, turn, replaced, new=new, there=shares.written())
+        if upload.folder == upload.url:
+            replaced = bytes.fromhex(upload.replaced)
+            commit.publish_folder(staged, lease, replaced, new=new, there=upload.written())
             if not new:
-                with after_commit(shares.url):
-                    commit.remove_arrays_beside(shares.url)
+                with after_commit(upload.url):
+                    commit.remove_arrays_beside(upload.url)
         else:
-            _publish_beside(shares, turn, staged, new)
+            _publish_gda(upload, lease, staged, new)
     except ConcurrentWriteError:
-        withdraw(shares)
+        abort(upload)
         raise
     atomic.discard(staged)
 
 
-def _publish_beside(shares: MultiprocessUpload, turn: WriteLease, staged: str, new: bool) -> None:
-    replaced = [key for key in turn.others() if not shares.is_ours(key)]
-    commit.publish_object(staged, shares.url, new=new)
-    with after_commit(shares.url):
-        _remove_replaced(shares, turn, replaced)
+def _publish_gda(upload: MultiprocessUpload, lease: WriteLease, staged: str, new: bool) -> None:
+    replaced = [key for key in lease.list_others() if not upload.is_part(key)]
+    commit.publish_object(staged, upload.url, new=new)
+    with after_commit(upload.url):
+        _remove_replaced(upload, lease, replaced)
 
 
-def _remove_replaced(shares: MultiprocessUpload, turn: WriteLease, replaced: Collection[str]) -> None:
-    there = set(client.fresh_keys(shares.folder))
-    if shares.mark not in there:  # another save ended in this moment, and has removed the arrays
-        turn.give_up()
-    if not turn.is_behind(there):  # else they are for that writer to remove
-        client.delete_all(f"{shares.folder}/{key}" for key in commit.arrays_among(replaced))
-        client.delete_all(f"{shares.folder}/{key}" for key in replaced if is_mark(key))
-    turn.end()
+def _remove_replaced(upload: MultiprocessUpload, lease: WriteLease, replaced: Collection[str]) -> None:
+    there = set(client.fresh_keys(upload.folder))
+    if upload.marker not in there:  # another save ended meanwhile, and has removed the arrays
+        lease.abort()
+    if not lease.is_superseded(there):  # else the newer writer removes them
+        client.delete_all(f"{upload.folder}/{key}" for key in commit.arrays_among(replaced))
+        client.delete_all(f"{upload.folder}/{key}" for key in replaced if is_marker(key))
+    lease.release()
 
 
-def withdraw(shares: MultiprocessUpload) -> None:
-    """Removes what a save that failed has written, as far as the store lets us; a checkpoint that counts stays."""
+def abort(upload: MultiprocessUpload) -> None:
+    """Remove what a failed save has written, unless it is committed; ignore store errors."""
     with contextlib.suppress(StorageError):
-        there = set(client.fresh_keys(shares.folder))
-        if COMMIT_FILE in there and shares.mark.encode() in client.read(f"{shares.folder}/{COMMIT_FILE}"):
+        there = set(client.fresh_keys(upload.folder))
+        if COMMIT_FILE in there and upload.marker.encode() in client.read(f"{upload.folder}/{COMMIT_FILE}"):
             return
-        if views.current(there) == views.next_name(shares.mark):
+        if views.current_folder(there) == views.next_name(upload.marker):
             return
-        client.delete_all(f"{shares.folder}/{key}" for key in there if shares.is_ours(key))
-        client.delete(f"{shares.folder}/{shares.mark}")
+        client.delete_all(f"{upload.folder}/{key}" for key in there if upload.is_part(key))
+        client.delete(f"{upload.folder}/{upload.marker}")

@@ -1,4 +1,4 @@
-"""URLs of object stores → what TensorStore is told of them."""
+"""Convert URLs of object stores to TensorStore specs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
-# Servers of other makers know no regions, but requests are signed with one.
+# S3-compatible servers may have no regions, but requests are signed with one.
 _ANY_REGION = "us-east-1"
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 
 
 def split(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and key of a URL; the key may be empty, and keeps its form, which may be anything in a store.
+    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized.
 
     Raises:
         StorageError: an unknown scheme, or no bucket.
@@ -37,7 +37,7 @@ def split(url: str) -> tuple[str, str, str]:
 
 
 def normal(url: str) -> str:
-    """The URL that a user's means: without ``.``, ``..`` and slashes that are not needed.
+    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes.
 
     Raises:
         StorageError: an unknown scheme, or no bucket.
@@ -47,7 +47,7 @@ def normal(url: str) -> str:
 
 
 def bucket_spec(scheme: str, bucket: str) -> dict[str, Any]:
-    """TensorStore's description of a whole bucket; the AWS tools' environment variables count."""
+    """Return TensorStore's spec of a bucket, with endpoint and region from the AWS tools' environment variables."""
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket}
     spec = {"driver": "s3", "bucket": bucket}
@@ -60,7 +60,7 @@ def bucket_spec(scheme: str, bucket: str) -> dict[str, Any]:
 
 
 def gcs_endpoint() -> str:
-    """Where TensorStore sends requests for ``gs://``, without a slash at the end."""
+    """Return TensorStore's endpoint for ``gs://``, without a final slash."""
     return (os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com").rstrip("/")
 
 
@@ -69,7 +69,7 @@ def _first_set(names: tuple[str, ...]) -> str:
 
 
 def spec(url: str) -> dict[str, Any]:
-    """TensorStore's description of the folder ``url``, as the base of an array or of a database."""
+    """Return TensorStore's spec of the folder ``url``, as the base of an array or of a database."""
     scheme, bucket, key = split(url)
     found, folder = bucket_spec(scheme, bucket), views.parent(key)
     if folder is not None:  # the manifest is the only file of a database whose name another one has too
@@ -81,14 +81,14 @@ def spec(url: str) -> dict[str, Any]:
 
 @functools.cache
 def context() -> Any:
-    """The TensorStore context whose connections and retries all requests share."""
+    """Return the TensorStore context that all requests share."""
     import tensorstore as ts  # heavy, and needed for stores alone
 
     return ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
 
 
 def bucket_store(url: str) -> Any:
-    """The opened bucket of a URL: a TensorStore ``KvStore``."""
+    """Open the bucket of a URL as a TensorStore ``KvStore``."""
     scheme, bucket, _ = split(url)
     return _open(tuple(bucket_spec(scheme, bucket).items()))
 

@@ -1,4 +1,4 @@
-"""Many requests at once."""
+"""Run many requests in parallel."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _AT_ONCE = 16
 
 
 def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
-    """Does the work for each name, several at once; the first failure ends it once those begun have ended."""
+    """Call ``work`` for each name, on several threads; after a failure, start no more, and raise it."""
     if len(names) < 2:
         for name in names:
             work(name)
         return
-    left = collections.deque(names)
-    helpers = min(_AT_ONCE, len(names)) - 1
-    with Pool(helpers, thread_name_prefix="flax-ckpt-store") as pool:
-        futures = [pool.submit(_drain, work, left) for _ in range(helpers)]
-        _drain(work, left)
+    pending = collections.deque(names)
+    n_threads = min(_AT_ONCE, len(names)) - 1
+    with Pool(n_threads, thread_name_prefix="flax-ckpt-store") as pool:
+        futures = [pool.submit(_drain, work, pending) for _ in range(n_threads)]
+        _drain(work, pending)
         for future in futures:
             future.result()
 
 
-def _drain(work: Callable[[str], Any], left: collections.deque[str]) -> None:
-    while left:
+def _drain(work: Callable[[str], Any], pending: collections.deque[str]) -> None:
+    while pending:
         try:
-            name = left.popleft()
+            name = pending.popleft()
         except IndexError:
             return  # another thread took the last one
         try:
             work(name)
         except BaseException:
-            left.clear()
+            pending.clear()
             raise

@@ -1,4 +1,4 @@
-"""The token that TensorStore sends to ``gs://``, where it can be had without signing anything."""
+"""Get the OAuth token that TensorStore sends to ``gs://``, where that needs no signature."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 _TOKEN_URL = "https://oauth2.googleapis.com/token"  # noqa: S105
 _METADATA = "computeMetadata/v1/instance/service-accounts/default/token"
-_WAIT, _SERVER_WAIT = 10.0, 2.0  # s
-_MARGIN = 60.0  # s before its end from which on a token is asked for anew
-_NO_TOKEN_FOR = 300.0  # s
+_TIMEOUT, _METADATA_TIMEOUT = 10.0, 2.0  # s
+_MARGIN = 60.0  # s before expiry at which a token is renewed
+_NO_TOKEN_FOR = 300.0  # s that a failure is cached for
 
 _lock = threading.Lock()
-_kept: dict[str, tuple[float, str | None]] = {}  # where it came from → until when, and the token
+_cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token
 
 
 def token() -> str | None:
-    """Return the token in the order in which TensorStore looks for one; None where it cannot be known here.
+    """Return the token that TensorStore would find, or None if it cannot be known here.
 
-    A key of a service account would have to sign a request, for which Python has no means of its own.
+    The key of a service account would have to sign a request, which Python's standard library cannot.
     """
     given = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
     if given:
@@ -32,10 +32,10 @@ def token() -> str | None:
     file = _credentials_file()
     with _lock:
         source = file or "metadata"
-        until, known = _kept.get(source, (0.0, None))
+        until, known = _cache.get(source, (0.0, None))
         if time.monotonic() >= until:
-            seconds, known = _of_file(file) if file else _of_machine()
-            _kept[source] = time.monotonic() + seconds, known
+            seconds, known = _from_file(file) if file else _from_metadata_server()
+            _cache[source] = time.monotonic() + seconds, known
         return known
 
 
@@ -48,26 +48,26 @@ def _credentials_file() -> str | None:
     return usual if os.path.isfile(usual) else None
 
 
-def _of_file(file: str) -> tuple[float, str | None]:
+def _from_file(file: str) -> tuple[float, str | None]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         with open(file, encoding="utf-8") as opened:
             content = json.load(opened)
         if content.get("type") == "authorized_user":
             fields = {name: content[name] for name in ("client_id", "client_secret", "refresh_token")}
             body = urllib.parse.urlencode(fields | {"grant_type": "refresh_token"}).encode()
-            return _asked(urllib.request.Request(content.get("token_uri") or _TOKEN_URL, body), _WAIT)  # noqa: S310
+            return _request_token(urllib.request.Request(content.get("token_uri") or _TOKEN_URL, body), _TIMEOUT)  # noqa: S310
     return _NO_TOKEN_FOR, None
 
 
-def _of_machine() -> tuple[float, str | None]:
+def _from_metadata_server() -> tuple[float, str | None]:
     server = os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
     with suppress(OSError, ValueError, KeyError, TypeError):
         request = urllib.request.Request(f"http://{server}/{_METADATA}", headers={"Metadata-Flavor": "Google"})
-        return _asked(request, _SERVER_WAIT)
+        return _request_token(request, _METADATA_TIMEOUT)
     return _NO_TOKEN_FOR, None
 
 
-def _asked(request: urllib.request.Request, timeout: float) -> tuple[float, str | None]:
+def _request_token(request: urllib.request.Request, timeout: float) -> tuple[float, str | None]:
     with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
         found: dict[str, Any] = json.loads(answer.read())
     return max(0.0, float(found.get("expires_in", 0)) - _MARGIN), str(found["access_token"])

@@ -1,8 +1,7 @@
-"""Local files → objects: sent from the page cache without a copy of their own, and where asked for never over another.
+"""Upload local files as objects, zero-copy from the page cache, and conditionally where asked.
 
-TensorStore takes the value of an object as bytes, and copies them twice (measured), but it writes the elements of an
-array from where they lie. So a large file is mapped into memory as an array of bytes that is one chunk, and the
-object is what that chunk is stored as.
+TensorStore copies the value of an object twice (measured), but writes an array from its own memory. So a large file is
+memory-mapped as an array of bytes in one chunk, and the object is that stored chunk.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ import numpy as np
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import client, specs
-from flax_ckpt_compat._core.object_store.store_errors import attempt
+from flax_ckpt_compat._core.object_store.store_errors import retry
 from flax_ckpt_compat._core.object_store.threads import in_parallel
 
-# S3 takes no more in one request, and one request is what makes an object appear whole or not at all.
+# S3's limit for one request; an object from a single request appears whole or not at all.
 MAX_OBJECT = 5 * 2**30
-_MAPPED_FROM = 2**20
-_COMPARED_AT_ONCE = 8 * 2**20
-_PATIENCE = 60.0  # s, beside which TensorStore tries again by itself
-# Where the array's only chunk lies in the key-value store that stands for the object.
+_MIN_MAPPED_BYTES = 2**20
+_COMPARE_BYTES = 8 * 2**20
+_TIMEOUT = 60.0  # s; TensorStore also retries by itself
+# Key of the array's only chunk in the key-value store that maps it to the object.
 _FOLDER, _CHUNK = "x/", "x/0"
 
 
-class _TakenError(Exception):
-    """There is an object already."""
+class _ObjectExistsError(Exception):
+    """An object of that name exists."""
 
 
 def names_in(directory: str) -> list[str]:
-    """Paths of all files below a local directory, relative to it."""
+    """Return the paths of all files below a local directory, relative to it."""
     return [
-        os.path.relpath(os.path.join(where, name), directory)
-        for where, _, files in os.walk(directory)
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, files in os.walk(directory)
         for name in files
     ]
 
 
 def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
-    """What version of each object below ``url`` there is, for `upload`; that there is none counts as one."""
+    """Return the version of each object below ``url``, for `upload`; a missing object has one too."""
     found: dict[str, bytes] = {}
 
-    def ask(name: str) -> None:
+    def request(name: str) -> None:
         found[name] = client.version(f"{url}/{name}")
 
-    in_parallel(ask, names)
+    in_parallel(request, names)
     return found
 
 
@@ -62,31 +61,31 @@ def download(url: str, directory: str, names: Collection[str]) -> None:
 
 
 def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
-    """Writes files of a local directory as objects below ``url``, side by side.
+    """Upload files of a local directory as objects below ``url``, in parallel.
 
     Args:
         directory: local path.
-        url: of the folder.
-        names: of the files, relative to the directory.
-        replaced: of the objects that another writer might write too, the only versions to be replaced.
+        url: the folder's URL.
+        names: names of the files, relative to the directory.
+        replaced: versions to replace, of objects that other writers may write too; no other version is replaced.
 
     Returns:
-        The names of which another writer has replaced or written the object meanwhile.
+        The names of the objects that another writer has written meanwhile.
 
     Raises:
         StorageError: the store refused.
     """
-    taken: list[str] = []
+    conflicts: list[str] = []
 
     def put(name: str) -> None:
         path, to = os.path.join(directory, name), f"{url}/{name}"
         if name not in replaced:
             upload_file(path, to)
         elif not write_if(to, _read(path), replaced[name]):
-            taken.append(name)
+            conflicts.append(name)
 
     in_parallel(put, names)
-    return taken
+    return conflicts
 
 
 def _read(path: str) -> bytes:
@@ -95,38 +94,41 @@ def _read(path: str) -> bytes:
 
 
 def upload_file(path: str, url: str, *, new: bool = False) -> bool:
-    """Writes a local file as an object.
+    """Upload a local file as an object.
 
     Args:
-        path: of the file, which must not change meanwhile.
-        url: of the object.
-        new: only where there is no object with content yet.
+        path: the file's path; it must not change meanwhile.
+        url: the object's URL.
+        new: write only if there is no object with content yet.
 
     Returns:
-        Whether it was written; False is for ``new`` alone.
+        Whether it was written; always true without ``new``.
 
     Raises:
         StorageError: the store refused.
     """
     nbytes = os.path.getsize(path)
-    if nbytes < _MAPPED_FROM:
+    if nbytes < _MIN_MAPPED_BYTES:
         if new:
             return write_if(url, _read(path))
         client.write(url, _read(path))
         return True
-    content = _mapped(path)
+    content = _memory_map(path)
     if not new:
-        attempt(url, "written", lambda: _start(url, content), nbytes)
+        retry(url, "written", lambda: _start_write(url, content), nbytes)
         return True
-    return _written(url, content, lambda: _start_new(url, content), new=True)
+    return _write_conditionally(url, content, lambda: _start_new(url, content), new=True)
 
 
 def check_sizes(path: str, url: str) -> None:
-    """Refuses a local file or directory of which one file is more than any store takes in one object.
+    """Raise if a local file, or a file of a directory, is too large for one object.
 
     Args:
-        path: local.
-        url: of the checkpoint it is to be.
+        path: local path.
+        url: the checkpoint's URL, for messages.
+
+    Raises:
+        StorageError: a file is too large.
     """
     if os.path.isdir(path):
         remedy = (
@@ -145,32 +147,32 @@ def _check_size(url: str, nbytes: int, remedy: str) -> None:
 
 
 def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
-    """Writes an object where there is none with content, or where just this version of it is.
+    """Write an object if it has this version, or, by default, if there is none with content.
 
-    A store that does not know conditions writes it, as if they were met.
+    A store without conditional writes writes it in any case.
 
     Returns:
-        Whether the object is now what was to be written.
+        Whether the object now has this content.
 
     Raises:
         StorageError: the store refused.
     """
     key = specs.split(url)[2]
 
-    def ask() -> Any:
+    def request() -> Any:
         return specs.bucket_store(url).write(key, data, if_equal=version)
 
-    return _written(url, np.frombuffer(data, np.uint8), ask, new=version == client.NO_OBJECT)
+    return _write_conditionally(url, np.frombuffer(data, np.uint8), request, new=version == client.NO_OBJECT)
 
 
-def _written(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any], *, new: bool) -> bool:
-    """Carries out a conditional write; a repeated one may find what it wrote itself, of which the answer was lost."""
+def _write_conditionally(url: str, content: np.ndarray[Any, Any], request: Callable[[], Any], *, new: bool) -> bool:
+    """Run a conditional write; a retry may find what an earlier try wrote, whose response was lost."""
     unknown = False
     try:
-        stamp = attempt(url, "written", ask, content.nbytes)
+        stamp = retry(url, "written", request, content.nbytes)
         if stamp is None or stamp.generation:
             return True
-    except _TakenError:
+    except _ObjectExistsError:
         pass
     except StorageError as error:
         unknown = isinstance(error.__cause__, NotImplementedError)
@@ -178,13 +180,13 @@ def _written(url: str, content: np.ndarray[Any, Any], ask: Callable[[], Any], *,
             raise
     nbytes = _size_of(url)
     if (new and not nbytes) or (unknown and not new):
-        attempt(url, "written", lambda: _start(url, content), content.nbytes)
+        retry(url, "written", lambda: _start_write(url, content), content.nbytes)
         return True
-    return nbytes == content.nbytes and _same(url, content)
+    return nbytes == content.nbytes and _has_content(url, content)
 
 
 def _size_of(url: str) -> int | None:
-    """Bytes of an object, or None; of what is not there, that costs one request."""
+    """Return the size of an object, or None; a missing object costs one request."""
     if client.version(url) == client.NO_OBJECT:
         return None
     try:
@@ -193,51 +195,51 @@ def _size_of(url: str) -> int | None:
         return None
 
 
-def _same(url: str, content: np.ndarray[Any, Any]) -> bool:
-    """Whether an object is these bytes, of which few are in memory at a time."""
+def _has_content(url: str, content: np.ndarray[Any, Any]) -> bool:
+    """Return whether an object has this content, compared piece by piece."""
     with suppress(FileNotFoundError):
-        for start in range(0, content.nbytes, _COMPARED_AT_ONCE):
-            stop = min(start + _COMPARED_AT_ONCE, content.nbytes)
+        for start in range(0, content.nbytes, _COMPARE_BYTES):
+            stop = min(start + _COMPARE_BYTES, content.nbytes)
             if client.read_range(url, start, stop) != content[start:stop].tobytes():
                 return False
         return True
     return False
 
 
-def _mapped(path: str) -> np.ndarray[Any, Any]:
+def _memory_map(path: str) -> np.ndarray[Any, Any]:
     return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
 
 
-def _start(url: str, content: np.ndarray[Any, Any]) -> Any:
+def _start_write(url: str, content: np.ndarray[Any, Any]) -> Any:
     if not content.nbytes:
         return specs.bucket_store(url).write(specs.split(url)[2], b"")
     return _as_array(url, content.nbytes).write(content, can_reference_source_data_indefinitely=True).commit
 
 
 def _start_new(url: str, content: np.ndarray[Any, Any]) -> Any:
-    """A transaction that has seen that there is nothing writes only if that is still so."""
+    """Start a write that fails if an object appears: a transaction that has read a missing object commits only then."""
     import tensorstore as ts
 
     there = _size_of(url)
     if there:
-        raise _TakenError
+        raise _ObjectExistsError
     if there == 0:
-        return _start(url, content)
+        return _start_write(url, content)
     transaction = ts.Transaction(repeatable_read=True)
     array = _as_array(url, content.nbytes, transaction)
     try:
-        array[:1].read().result(timeout=_PATIENCE)
+        array[:1].read().result(timeout=_TIMEOUT)
     except ValueError as error:
         if "NOT_FOUND" not in str(error):
             raise
     else:
-        raise _TakenError
+        raise _ObjectExistsError
     array.write(content, can_reference_source_data_indefinitely=True).copy.result()
     return transaction.commit_async()
 
 
 def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
-    """The object as an array of bytes in one chunk; nothing is asked of the store."""
+    """Open the object as an array of bytes in one chunk, without a request."""
     import tensorstore as ts
 
     scheme, bucket, key = specs.split(url)
