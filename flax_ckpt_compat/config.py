@@ -20,7 +20,7 @@ setting                   values (default first)     meaning
 ``mapped``                false, true                restored numpy arrays are memory of their own, or, if large and
                                                      stored as they are in a local file, private mappings of it
 ``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
-``coordination_timeout``  600.0, any number > 0      seconds to wait for the other processes at each meeting of
+``coordination_timeout``  600.0, any number > 0      seconds to wait for the other processes at each barrier of
                                                      a save
 ========================  =========================  ===========================================================
 """

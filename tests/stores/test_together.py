@@ -192,7 +192,7 @@ def test_a_process_that_comes_too_late(orbax: bool, bucket: Bucket, proxies: lis
     with proxies[0].failing(watch), proxies[1].failing(slow):
         outcomes = team.run(store_jobs.overwrite, root, orbax, 1, 5, WAIT, timeout=40)
     assert outcomes[0].kinds[0] == "ProcessTimeoutError", outcomes
-    assert "process 1 of 2 did not come" in outcomes[1].error, outcomes
+    assert "process 1 of 2 did not reach" in outcomes[1].error, outcomes
     assert bucket.keys() == before
     assert team.call(jobs.restore_small, root) == [1, 1]
 

@@ -119,7 +119,9 @@ def publish_object(staged: str, url: str, *, new: bool) -> None:
             uploads.upload_file(staged, url, new=new)
 
 
-def publish_folder(staged: str, lease: WriteLease, replaced: bytes, *, new: bool, there: Collection[str] = ()) -> None:
+def publish_folder(
+    staged: str, lease: WriteLease, replaced: bytes, *, new: bool, uploaded: Collection[str] = ()
+) -> None:
     """Upload a directory, and remove an object of its name; see `publish`.
 
     Args:
@@ -127,14 +129,14 @@ def publish_folder(staged: str, lease: WriteLease, replaced: bytes, *, new: bool
         lease: lease of the folder.
         replaced: version of the object before the lease began.
         new: as for `publish`.
-        there: names of objects of the checkpoint that are uploaded already.
+        uploaded: names of objects of the checkpoint that are uploaded already.
     """
-    names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *there}]
+    names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *uploaded}]
     versions = swaps.shared_versions(lease, names)
     if not new and views.commit_files(lease.initial):
-        swaps.replace(lease, staged, names, versions, there)
+        swaps.replace(lease, staged, names, versions, uploaded)
     else:
-        _write_new(lease, staged, names, versions, there, keep_committed=new)
+        _write_new(lease, staged, names, versions, uploaded, keep_committed=new)
     # The writer of a newer object sees our marker, and removes the folder.
     with after_commit(lease.url):
         if replaced != client.NO_OBJECT and client.version(lease.url) == replaced:
@@ -146,15 +148,15 @@ def _write_new(
     staged: str,
     names: list[str],
     versions: dict[str, bytes],
-    there: Collection[str],
+    uploaded: Collection[str],
     *,
     keep_committed: bool,
 ) -> None:
     """Upload a directory where no checkpoint is committed, or where none may be replaced."""
-    lease.clear(keep_committed=keep_committed, keep=[*there, *versions])
+    lease.clear(keep_committed=keep_committed, keep=[*uploaded, *versions])
     try:
-        swaps.upload_all(lease, staged, names, versions, there)
-        lease.commit([*names, *there])
+        swaps.upload_all(lease, staged, names, versions, uploaded)
+        lease.commit([*names, *uploaded])
     except ConcurrentWriteError:
         client.delete_all(f"{lease.url}/{name}" for name in names if name not in versions)
         raise

@@ -114,7 +114,7 @@ def publish(upload: MultiprocessUpload, staged: str, *, new: bool) -> None:
     try:
         if upload.folder == upload.url:
             replaced = bytes.fromhex(upload.replaced)
-            commit.publish_folder(staged, lease, replaced, new=new, there=upload.written())
+            commit.publish_folder(staged, lease, replaced, new=new, uploaded=upload.written())
             if not new:
                 with after_commit(upload.url):
                     commit.remove_arrays_beside(upload.url)

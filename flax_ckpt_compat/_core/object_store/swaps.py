@@ -34,7 +34,7 @@ def shared_versions(lease: WriteLease, names: Iterable[str]) -> dict[str, bytes]
 
 
 def replace(
-    lease: WriteLease, staged: str, names: Collection[str], versions: dict[str, bytes], there: Collection[str]
+    lease: WriteLease, staged: str, names: Collection[str], versions: dict[str, bytes], uploaded: Collection[str]
 ) -> None:
     """Replace the existing checkpoint.
 
@@ -43,35 +43,35 @@ def replace(
         staged: local path of the new files.
         names: names of the files, relative to ``staged``.
         versions: result of `shared_versions`.
-        there: names of objects of the new checkpoint that are uploaded already.
+        uploaded: names of objects of the new checkpoint that are uploaded already.
 
     Raises:
         ConcurrentWriteError: the lease is lost; the old checkpoint is unchanged.
         CleanupError: it was replaced, but not all of the old one could be removed.
         StorageError: the store refused; the old checkpoint is unchanged.
     """
-    inside = views.next_name(lease.marker)
+    next_folder = views.next_name(lease.marker)
     data = [name for name in names if not is_shared(name)]
     shared = [name for name in names if is_shared(name)]
     try:
-        client.write(f"{lease.url}/{inside}/{LIST_FILE}", "\n".join(data).encode())
+        client.write(f"{lease.url}/{next_folder}/{LIST_FILE}", "\n".join(data).encode())
         uploads.upload(staged, lease.url, data, {})
-        uploads.upload(staged, f"{lease.url}/{inside}", shared, {})
-        if not {*data, *there, *(f"{inside}/{name}" for name in shared)} <= lease.list_others():
+        uploads.upload(staged, f"{lease.url}/{next_folder}", shared, {})
+        if not {*data, *uploaded, *(f"{next_folder}/{name}" for name in shared)} <= lease.list_others():
             lease.abort()  # another writer has removed some as leftovers
-        client.write(f"{lease.url}/{inside}/{COMMIT_FILE}", lease.commit_content())
+        client.write(f"{lease.url}/{next_folder}/{COMMIT_FILE}", lease.commit_content())
         before = lease.list_others()
     except ConcurrentWriteError:
-        _undo(lease, inside, shared, data)
+        _undo(lease, next_folder, shared, data)
         raise
     if COMMIT_FILE in before:
         client.delete(f"{lease.url}/{COMMIT_FILE}")  # this commits the new checkpoint
-    _finish(lease, staged, shared, versions, {*data, *there}, inside)
+    _finish(lease, staged, shared, versions, {*data, *uploaded}, next_folder)
 
 
-def _undo(lease: WriteLease, inside: str, shared: Iterable[str], data: Iterable[str]) -> None:
-    client.delete(f"{lease.url}/{inside}/{COMMIT_FILE}")
-    client.delete_all(f"{lease.url}/{inside}/{name}" for name in [*shared, LIST_FILE])
+def _undo(lease: WriteLease, next_folder: str, shared: Iterable[str], data: Iterable[str]) -> None:
+    client.delete(f"{lease.url}/{next_folder}/{COMMIT_FILE}")
+    client.delete_all(f"{lease.url}/{next_folder}/{name}" for name in [*shared, LIST_FILE])
     client.delete_all(f"{lease.url}/{name}" for name in data)
 
 
@@ -81,11 +81,11 @@ def _finish(
     shared: Collection[str],
     versions: dict[str, bytes],
     kept: Collection[str],
-    inside: str,
+    next_folder: str,
 ) -> None:
     """Upload the new checkpoint's files to their final names, and remove all else."""
-    ours = [f"{inside}/{name}" for name in [*shared, LIST_FILE]]
-    commit_file = f"{inside}/{COMMIT_FILE}"
+    ours = [f"{next_folder}/{name}" for name in [*shared, LIST_FILE]]
+    commit_file = f"{next_folder}/{COMMIT_FILE}"
     with after_commit(lease.url):
         upload_all(lease, staged, shared, versions, {*kept, *ours, commit_file})
         lease.commit([*shared, *kept], [commit_file, *ours])
@@ -132,23 +132,23 @@ def resume(url: str, staged: str) -> None:
         StorageError: the store refused.
     """
     lease = WriteLease(url)
-    inside = views.current_folder(lease.initial)
-    if inside is None:
+    next_folder = views.current_folder(lease.initial)
+    if next_folder is None:
         lease.release()
         return
-    lease.adopted.append(inside)
-    shared = [name[len(inside) + 1 :] for name in lease.initial if name.startswith(f"{inside}/")]
+    lease.adopted.append(next_folder)
+    shared = [name[len(next_folder) + 1 :] for name in lease.initial if name.startswith(f"{next_folder}/")]
     shared = [name for name in shared if name not in (COMMIT_FILE, LIST_FILE)]
-    of_processes = [name for name in lease.initial if views.is_of_save(name, inside)]
-    kept = {*data_names(url, inside), *of_processes} & lease.initial
+    of_processes = [name for name in lease.initial if views.is_of_save(name, next_folder)]
+    kept = {*data_names(url, next_folder), *of_processes} & lease.initial
     versions = shared_versions(lease, shared)
-    uploads.download(f"{url}/{inside}", staged, shared)
-    _finish(lease, staged, shared, versions, kept, inside)
+    uploads.download(f"{url}/{next_folder}", staged, shared)
+    _finish(lease, staged, shared, versions, kept, next_folder)
 
 
-def data_names(url: str, inside: str) -> list[str]:
-    """Return the names of the data objects of the save that writes below ``inside``."""
+def data_names(url: str, next_folder: str) -> list[str]:
+    """Return the names of the data objects of the save that writes below ``next_folder``."""
     try:
-        return client.read(f"{url}/{inside}/{LIST_FILE}").decode().split("\n")
+        return client.read(f"{url}/{next_folder}/{LIST_FILE}").decode().split("\n")
     except FileNotFoundError:  # its writer finished meanwhile
         return []
