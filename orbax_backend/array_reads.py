@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 
 from . import grid
 from .grid import Box
-from .key_index import StoredValue
+from .stored_values import StoredValue
 from .uncompressed import Copy
 from .zarr import ArrayInfo
 

@@ -21,12 +21,7 @@ from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, MANIFEST, 
 from .codecs import UndecodableError
 from .ocdbt_btree import BTree
 from .sources import directory_spec, new_context, read_range, wait
-from .stored_values import ByteRange as ByteRange
-from .stored_values import Index as Index
-from .stored_values import OpaqueValue as OpaqueValue
-from .stored_values import StoredValue as StoredValue
-from .stored_values import refuse_escape
-from .stored_values import stays_inside as stays_inside
+from .stored_values import ByteRange, Index, OpaqueValue, StoredValue, refuse_escape
 
 _MAX_METADATA_BYTES = 1 << 20
 

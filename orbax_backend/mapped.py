@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.local import mapping
 
 from .array_reads import Job
 from .grid import Box
-from .key_index import ByteRange, StoredValue
+from .stored_values import ByteRange, StoredValue
 
 Located = tuple[list[tuple[StoredValue, Box]], bool]
 

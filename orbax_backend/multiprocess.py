@@ -21,11 +21,12 @@ from .database import Database, file_locator, tensorstore_errors
 from .encode import STRING, EncodedLeaf
 from .files import make_directory, storage_errors, sync_directory, write_file
 from .grid import Shape
-from .key_index import ByteRange, Index, open_index
+from .key_index import open_index
 from .plan import Plan
 from .sharding import ShardingEncoder
 from .sources import sizes_of
 from .stored_names import key_prefix
+from .stored_values import ByteRange, Index
 from .writer import commit, compressor, finish_arrays, start_arrays, sync_database, write_array_metadatas, write_tree
 from .zarr import parse_array_metadata
 
@@ -76,8 +77,9 @@ def write(
     database = start_arrays(own, arrays, codec, is_primary)
     try:
         # All processes would upload the same list.
-        if is_primary or upload is None:
+        if metadata.has_jax_arrays(plan) and (is_primary or upload is None):
             write_array_metadatas(path, plan, codec is not None, process.index)
+            sync_directory(os.path.join(path, ARRAY_METADATAS))
         if is_primary:
             write_tree(path, plan)
     finally:

@@ -16,7 +16,8 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, MANIFEST, MSGPACK_FILE, TREE_METADATA
 
-from .key_index import ByteRange, Index, StoredValue, open_index, process_databases, stays_inside
+from .key_index import open_index, process_databases
+from .stored_values import ByteRange, Index, StoredValue, stays_inside
 
 
 def unmerged_database(path: str, names: Iterable[str]) -> str | None:

@@ -20,10 +20,10 @@ from flax_ckpt_compat._core.thread_pools import Pool
 from . import grid, remote_reads, uncompressed
 from .array_reads import ArrayRead, Job, by_chunk, show
 from .grid import Box
-from .key_index import ByteRange, Index, OpaqueValue, StoredValue
 from .mapped import arrays as arrays_over_files
 from .sources import new_context, read_range, sizes_of, wait
 from .stored_names import key_prefix
+from .stored_values import ByteRange, Index, OpaqueValue, StoredValue
 from .uncompressed import Copy, Piece, in_threads
 
 _log = logging.getLogger("flax_ckpt_compat")

@@ -22,10 +22,11 @@ from .decode import ArrayLocator, inline_key, kinds_of, make_decoder, take_inlin
 from .encode import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from .grid import Box
 from .items import implementation
-from .key_index import Index, open_index
+from .key_index import open_index
 from .nested_databases import NestedIndex, SubdirIndex, unmerged_database
 from .read_arrays import Fetcher
 from .stored_names import key_prefix
+from .stored_values import Index
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata

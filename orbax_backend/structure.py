@@ -33,10 +33,11 @@ from .aggregate import Aggregate, Keys
 from .encode import JAX_ARRAY, STRING
 from .items import holds_array_folder, is_single_array, is_typed_key
 from .json_files import corrupt, read_ahead, read_json
-from .key_index import holds_array, process_databases, stays_inside
+from .key_index import holds_array, process_databases
 from .metadata import DICT_KEY, SEQUENCE_KEY
 from .saved_shardings import read_shardings
 from .stored_names import pointer_tokens, stored_name
+from .stored_values import stays_inside
 from .type_annotations import TypeAnnotations, parse_annotations
 
 # Value type of a leaf with only a name: an array or a text.

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.thread_pools import Pool
 
 from . import grid
 from .grid import Box, Shape
-from .key_index import ByteRange
+from .stored_values import ByteRange
 
 _Array = np.ndarray[Any, Any]
 _THREADS = min(8, 2 * (os.cpu_count() or 1))

@@ -51,7 +51,7 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
             make_directory(os.path.join(path, ARRAY_METADATAS))
         with ConcurrentWrites() as writes:
             if lists_arrays:
-                _write_array_metadatas(path, plan, codec is not None, 0, writes.add)
+                write_array_metadatas(path, plan, codec is not None, 0, writes.add)
             write_tree(path, plan, writes.add)
         if lists_arrays:
             sync_directory(os.path.join(path, ARRAY_METADATAS))
@@ -73,14 +73,8 @@ def compressor(name: str | None) -> dict[str, Any] | None:
     return _COMPRESSORS[name]
 
 
-def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int) -> None:
-    """Write this process's list of all jax arrays; its directory exists if there are any."""
-    if metadata.has_jax_arrays(plan):
-        _write_array_metadatas(path, plan, compressed, process, write_file)
-        sync_directory(os.path.join(path, ARRAY_METADATAS))
-
-
-def _write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write) -> None:
+def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write = write_file) -> None:
+    """Write a process's list of all jax arrays; its directory exists."""
     content = metadata.array_metadatas(plan, compressed)
     write(os.path.join(path, ARRAY_METADATAS, f"process_{process}"), content.encode())
 

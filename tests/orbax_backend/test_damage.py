@@ -130,7 +130,7 @@ def test_any_byte_may_be_wrong(written: Path, tmp_path: Path) -> None:
 
 
 def test_our_keys_survive_the_loss_of_array_metadatas(tmp_path: Path) -> None:
-    """Our marks name PRNG keys, too."""
+    """Our annotations name PRNG keys too."""
     path = Path(save(tmp_path / "c", TREE))
     shutil.rmtree(path / "array_metadatas")
     assert fingerprint(load(path)) == fingerprint(on_host(TREE))

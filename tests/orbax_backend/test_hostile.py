@@ -100,7 +100,7 @@ def test_tree_metadata_of_endless_depth_is_an_error(files: Path) -> None:
 
 
 @pytest.mark.parametrize("mark", [{"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY])
-def test_marks_that_contradict_the_array_are_an_error(files: Path, mark: dict[str, Any]) -> None:
+def test_annotations_that_contradict_the_array_are_an_error(files: Path, mark: dict[str, Any]) -> None:
     """No mark turns the 4000 stored float64 into a scalar, a text or a key."""
     change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": mark}, "containers": []}})
     with pytest.raises(CorruptCheckpointError, match="'a'"):
@@ -117,7 +117,7 @@ def test_a_text_that_is_no_utf8_is_an_error(tmp_path: Path) -> None:
         load(path)
 
 
-def test_marks_of_a_newer_release_are_not_guessed_at(files: Path) -> None:
+def test_annotations_of_a_newer_release_are_not_guessed_at(files: Path) -> None:
     """The error says which format this release reads."""
     change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 2}})
     with pytest.raises(UnrecognizedFormatError, match="format 1"):

@@ -137,7 +137,7 @@ def test_real_orbax_finds_odd_names(tmp_path: Path, name: str) -> None:
 
 @needs("orbax-checkpoint", 0, 12, 8, why="writes other entries")
 def test_metadata_files_are_those_of_real_orbax(tmp_path: Path) -> None:
-    """Real Orbax's own files of the same tree hold the same JSON, apart from times and our marks."""
+    """Real Orbax's own files of the same tree hold the same JSON, apart from times and our annotations."""
     tree = {"a": jnp.arange(3.0), "l": [1, "x", None], "n": {"b": np.arange(2), "e": {}}, "key": jax.random.key(0)}
     ours = Path(save(tmp_path / "ours", tree))
     ocp.PyTreeCheckpointer().save(tmp_path / "theirs", tree)
