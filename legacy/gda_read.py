@@ -18,10 +18,10 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.object_store import store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
-_SUFFIX = "_gda"
 # Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
 
@@ -63,7 +63,7 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     """
     if subpath.startswith("/") or "\0" in subpath or ".." in subpath.split("/"):
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
-    folder = os.path.join(checkpoint + _SUFFIX, subpath) if subpath else checkpoint + _SUFFIX
+    folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
     try:
         text = paths.read(f"{folder}/.zarray", 2**20)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -155,7 +155,7 @@ def _check_unchanged(array: FolderArray, shape: tuple[int, ...], dtype: np.dtype
 
 def _corrupt(checkpoint: str, path: Path, found: str) -> CorruptCheckpointError:
     leaf = show_path(path)
-    message = f"{checkpoint}: {leaf}: expected an array of several processes in {checkpoint}{_SUFFIX}, found {found}"
+    message = f"{checkpoint}: {leaf}: expected an array of several processes in {folder_of(checkpoint)}, found {found}"
     return CorruptCheckpointError(
-        f"{message}; copy that folder anew from where it was saved", path=checkpoint, leaf=leaf
+        f"{message}; copy that folder again from where it was saved", path=checkpoint, leaf=leaf
     )

@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.tree import (
     is_jax_array,
     iter_leaves,
     map_leaves,
-    normalize_index,
+    shards_of,
     show_path,
 )
 
@@ -62,13 +62,8 @@ class DistributedArray:
         return _chunks(self.value)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards that this process writes: the first replica (``replica_id`` 0) of each."""
-        if isinstance(self.value, HostCopy):
-            yield from self.value.shards
-            return
-        for shard in self.value.addressable_shards:
-            if shard.replica_id == 0:
-                yield Shard(normalize_index(shard.index, self.shape), np.asarray(shard.data))
+        """Return the shards that this process writes."""
+        return shards_of(self.value)
 
     def names(self) -> Iterator[str]:
         """Return the names of its chunks; none if it has no elements."""
@@ -158,8 +153,8 @@ def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
     owners = {device.process_index for device in sharding.device_set}
     if len(owners) == 1 and owners != {process.index}:
         raise UnsupportedLeafError(
-            f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {process.index} sees "
-            "nothing of it; shard or replicate it over the processes before saving",
+            f"{show_path(path)} lies wholly on the devices of process {owners.pop()}, and process {process.index} has "
+            "no shard of it; shard or replicate it over the processes before saving",
             leaf=show_path(path),
         )
     return array

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.tree import HostCopy, Shard, normalize_index
+from flax_ckpt_compat._core.tree import HostCopy, Shard, shards_of
 
 _BLOCK = 8 * 2**20  # bytes
 # Bytes below which listing an array's shards takes longer than jax's own assembly, which keeps its copy alive.
@@ -39,16 +39,10 @@ def pieces(leaf: Any) -> Iterator[_Array]:
 
 def _shards(leaf: Any) -> Sequence[Shard]:
     """Return shards that together cover the array."""
-    if isinstance(leaf, HostCopy):
-        return leaf.shards
     if isinstance(leaf, np.ndarray):
         return [Shard(tuple(slice(0, length) for length in leaf.shape), leaf)]
     # Not np.asarray of the whole array: jax would keep that copy for as long as the array lives.
-    return [
-        Shard(normalize_index(shard.index, leaf.shape), np.asarray(shard.data))
-        for shard in leaf.addressable_shards
-        if shard.replica_id == 0
-    ]
+    return list(shards_of(leaf))
 
 
 def _blocks(shape: tuple[int, ...], itemsize: int, prefix: tuple[slice, ...] = ()) -> Iterator[tuple[slice, ...]]:

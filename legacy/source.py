@@ -221,5 +221,7 @@ def _size(fd: int, path: str) -> int:
 
 
 def _empty(path: str) -> CorruptCheckpointError:
-    message = f"{path}: expected a msgpack file, found an empty one; its writer never finished, restore another"
+    message = (
+        f"{path}: expected a msgpack file, found an empty one: its writer never finished; restore another checkpoint"
+    )
     return CorruptCheckpointError(message, path=path)

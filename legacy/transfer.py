@@ -130,7 +130,8 @@ def _read_span(source: Source, span: Span) -> None:
 def _truncated(path: str, handle: LeafHandle, offset: int) -> CorruptCheckpointError:
     leaf = show_path(handle.path)
     message = f"{path}: {leaf}: expected {handle.nbytes} bytes of data, found the end of the file at byte {offset}"
-    return CorruptCheckpointError(f"{message}; it was cut since it was opened, restore another", path=path, leaf=leaf)
+    message += "; it was truncated while it was open; restore another checkpoint"
+    return CorruptCheckpointError(message, path=path, leaf=leaf)
 
 
 def fetch_small(source: Source, wanted: list[Small], values: list[Any]) -> None:

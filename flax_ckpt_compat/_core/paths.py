@@ -14,11 +14,11 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local.temporaries import GONE
 from flax_ckpt_compat._core.object_store import client, commit, uploads
 from flax_ckpt_compat._core.object_store.client import listing_cache as listing_cache
 from flax_ckpt_compat._core.object_store.store_errors import not_found
 
-_GONE = (FileNotFoundError, NotADirectoryError)
 _SLASHES_OF_BUCKET = 2
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _MANGLED = re.compile(r"(s3|gs|file):/(?!/)")
@@ -154,12 +154,12 @@ def total_size(path: str) -> int:
     if is_url(path):
         return _size_in_store(path)
     total = 0
-    with suppress(*_GONE):
+    with suppress(*GONE):
         if not os.path.isdir(path):
             return os.stat(path).st_size
     for folder, _, names in os.walk(path):
         for name in names:
-            with suppress(*_GONE):
+            with suppress(*GONE):
                 total += os.stat(os.path.join(folder, name)).st_size
     return total
 

@@ -119,6 +119,16 @@ def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[s
     return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
 
 
+def shards_of(array: Any) -> Iterator[Shard]:
+    """Yield a `HostCopy`'s shards, or the addressable shards of a ``jax.Array``, each once (``replica_id`` 0)."""
+    if isinstance(array, HostCopy):
+        yield from array.shards
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            yield Shard(normalize_index(shard.index, array.shape), np.asarray(shard.data))
+
+
 def is_jax_array(leaf: object) -> bool:
     """Return whether a leaf is a ``jax.Array``, without importing jax: such a leaf implies that it is loaded."""
     jax = sys.modules.get("jax")
