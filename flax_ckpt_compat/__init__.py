@@ -1,6 +1,6 @@
-"""flax.training.checkpoints, kept alive: msgpack and Orbax-format checkpoints behind Flax's own function names.
+"""Read and write Flax checkpoints, msgpack and Orbax-format, with the functions of flax.training.checkpoints.
 
-Importing this package loads nothing else; each of its names is imported when it is first used.
+Importing this package loads nothing else; each of its names is imported on first use.
 """
 
 import typing as _typing
@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 
 if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
-    # A checkout keeps the backends beside this folder; a wheel keeps them inside it.
+    # The backends are beside this folder in a checkout, and inside it in a wheel.
     __path__.append(str(_Path(__file__).parents[1]))
 
 if _typing.TYPE_CHECKING:
@@ -69,10 +69,10 @@ _FUNCTIONS = {
     "uninstall": "_patching",
 }
 
-if not _typing.TYPE_CHECKING:  # a type checker would take any misspelt name for one of these
+if not _typing.TYPE_CHECKING:  # with __getattr__, a type checker would accept any misspelt name
 
     def __getattr__(name: str) -> _typing.Any:
-        # Scripts set jax's environment variables after this import, so nothing that loads jax may be loaded here.
+        # Scripts may set jax's environment variables after this import, so do not import jax here.
         if name in _FUNCTIONS:
             return getattr(_import_module(f"flax_ckpt_compat.{_FUNCTIONS[name]}"), name)
         if name in __all__:

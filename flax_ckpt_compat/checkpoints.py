@@ -1,8 +1,7 @@
 """Drop-in for ``flax.training.checkpoints``: the same names, signatures, results and error types.
 
-``flax_use_orbax_checkpointing`` chooses what a save writes; what a restore reads is detected from the files.
-Where Flax's two backends disagree, both sides of the flag follow legacy Flax here; the differences are listed
-in the migration guide.
+``flax_use_orbax_checkpointing`` chooses the format of a save; a restore detects the format from the files. If Flax's
+two backends disagree, both settings of the flag follow legacy Flax; the migration guide lists the differences.
 """
 
 from __future__ import annotations
@@ -68,31 +67,31 @@ def save_checkpoint(
     async_manager: AsyncManager | None = None,
     orbax_checkpointer: Any | None = None,
 ) -> str:
-    """Saves a tree from this process alone; atomic, durable, and without waiting for other processes.
+    """Save a tree from this process. The save is atomic and durable, and does not wait for other processes.
 
     Args:
-        ckpt_dir: directory of the checkpoints; made if it does not exist.
-        target: pytree, or anything that ``flax.serialization`` knows. Leaves: numpy and jax arrays of any
+        ckpt_dir: directory of the checkpoints; created if it does not exist.
+        target: pytree, or any type that ``flax.serialization`` supports. Leaves: numpy and jax arrays of any
             dtype but object and record ones, numpy and Python scalars, str, bytes, None, typed PRNG keys.
         step: finite number (int, float, numpy scalar, 0-d array), or text such as ``"best"`` for a checkpoint
             outside the order of steps.
         prefix: literal text before the step in the checkpoint's name; may contain ``/``.
-        keep: how many of the newest checkpoints of this prefix stay; 0 keeps all.
+        keep: number of newest checkpoints of this prefix to keep; 0 keeps all.
         overwrite: replace this step if it exists, and afterwards remove newer ones.
-        keep_every_n_steps: of the older checkpoints, also keep those at least so far apart.
-        async_manager: write in the background; the values saved are those at the time of this call.
-        orbax_checkpointer: a checkpointer of real Orbax that shall do the writing.
+        keep_every_n_steps: also keep older checkpoints that are at least this many steps apart.
+        async_manager: write in the background, with the values at the time of this call.
+        orbax_checkpointer: an Orbax checkpointer to write with.
 
     Returns:
         The checkpoint's path, in the form in which ``ckpt_dir`` was given.
 
     Raises:
         InvalidCheckpointError: without ``overwrite``, the step exists or is older than the newest.
-        StepError: a step, ``keep`` or prefix that means nothing.
-        UnsupportedLeafError, NameCollisionError: the tree cannot be held by the format; nothing was written.
-        MPACheckpointingRequiredError: an array of which this process sees only a part.
+        StepError: an invalid step, ``keep`` or prefix.
+        UnsupportedLeafError, NameCollisionError: the format cannot hold the tree; nothing was written.
+        MPACheckpointingRequiredError: an array is not fully addressable from this process.
         CleanupError: the step was saved, but an old checkpoint could not be removed.
-        StorageError: the file system refused.
+        StorageError: the file system or store failed.
     """
     return save_pipeline.save(
         _directory(ckpt_dir),
@@ -119,25 +118,30 @@ def save_checkpoint_multiprocess(
     gda_manager: Any | None = None,
     orbax_checkpointer: Any | None = None,
 ) -> str:
-    """Saves a tree that several processes hold together; called by all of them, with the same arguments.
+    """Save a tree that is spread over several processes; all of them call this, with the same arguments.
 
-    Of an array that is spread over the processes each writes its own shards; all else is taken from process 0, which
-    also commits. No process waits for another longer than the setting ``coordination_timeout``. On one process it is
-    the same as `save_checkpoint`.
+    Each process writes its own shards of multiprocess arrays; process 0 writes all else, and commits. No process waits
+    for another longer than the setting ``coordination_timeout``. On one process it is the same as `save_checkpoint`.
 
     Args:
-        gda_manager: a ``GlobalAsyncCheckpointManager``; not needed. A given one is waited for.
+        ckpt_dir: as for `save_checkpoint`, and visible to every process.
+        target: as for `save_checkpoint`.
+        step: as for `save_checkpoint`.
+        prefix: as for `save_checkpoint`.
+        keep: as for `save_checkpoint`.
+        overwrite: as for `save_checkpoint`.
+        keep_every_n_steps: as for `save_checkpoint`.
         async_manager: write and commit in the background; all processes pass one, or none does.
-        ckpt_dir, target, step, prefix, keep, overwrite, keep_every_n_steps, orbax_checkpointer: as for
-            `save_checkpoint`; every process sees the same directory.
+        gda_manager: a ``GlobalAsyncCheckpointManager`` to wait for; not needed.
+        orbax_checkpointer: as for `save_checkpoint`.
 
     Returns:
         The checkpoint's path, in the form in which ``ckpt_dir`` was given.
 
     Raises:
-        ProcessTimeoutError: processes did not come in time; the message names them.
+        ProcessTimeoutError: processes timed out at a barrier; the message names them.
         MultiprocessSaveError: another process failed, or saves something else; nothing was saved.
-        CheckpointError: what `save_checkpoint` raises, and then in every process.
+        CheckpointError: an error of `save_checkpoint`, raised in every process.
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
@@ -166,33 +170,33 @@ def restore_checkpoint(
     orbax_checkpointer: Any | None = None,
     orbax_transforms: Any | None = None,
 ) -> PyTree:
-    """Restores a checkpoint of any format, which is detected from the files; the flag plays no part.
+    """Restore a checkpoint of any format, detected from the files; the flag has no effect.
 
     Args:
         ckpt_dir: a directory of checkpoints, or one checkpoint.
         target: tree of the wanted structure; None restores nested dicts with text keys.
-        step: which checkpoint of the directory; None takes the latest complete one.
+        step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
         parallel: accepted as in Flax; large files are always read in parallel.
         gda_manager: accepted as in Flax and waited for; not needed.
-        allow_partial_mpa_restoration: accepted as in Flax; arrays that the target does not place come as numpy.
-        orbax_checkpointer: a checkpointer of real Orbax that shall do the reading of Orbax directories.
-        orbax_transforms: how the checkpoint's leaves become the target's, for every format: a list of rules (see
+        allow_partial_mpa_restoration: accepted as in Flax; arrays without a sharding in the target become numpy arrays.
+        orbax_checkpointer: an Orbax checkpointer to read Orbax directories with.
+        orbax_transforms: mapping of stored leaves to the target's, for every format: a list of rules (see
             `flax_ckpt_compat.rules`), or a pytree of `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted)
             by key path of the target, or regular expression. Unlike rules, transforms, ``{}`` included, keep the
             target's values for leaves that the checkpoint lacks, and its None.
 
     Returns:
-        A tree like ``target`` with the stored leaves, or ``target`` itself, with a logged warning, where there is
-        nothing to restore. Arrays are writable numpy arrays; those of Orbax directories become ``jax.Array`` where
-        the target's leaf has a sharding.
+        A tree like ``target`` with the stored leaves, or ``target`` itself, with a logged warning, if there is no
+        checkpoint. Arrays are writable numpy arrays; those of Orbax directories become ``jax.Array`` if the target's
+        leaf has a sharding.
 
     Raises:
         CheckpointNotFoundError: the given step does not exist (a ``ValueError``, as in Flax).
-        MissingLeavesError: the target has leaves that the checkpoint lacks; the message ends with the rules that
-            would find them, where that is clear.
-        TransformError: a transform or rule that makes no sense, or does not fit.
-        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be restored.
+        MissingLeavesError: the target has leaves that the checkpoint lacks; the message ends with rules that would
+            find them, if they are clear.
+        TransformError: a transform or rule is invalid, or does not fit.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
@@ -202,28 +206,37 @@ def restore_checkpoint(
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
     """Return the path of the latest complete checkpoint of a prefix, or None.
 
-    The highest step is the latest, of the prefix or of a CheckpointManager in the same directory. Where there is none,
-    the naturally last ``prefix + text`` is; and where there is none either, the last complete name that begins with
-    the prefix, with a warning. A step's directory in a format that is not Flax's or Orbax's is named as in Flax.
+    The latest is the highest step, of the prefix or of a CheckpointManager in the directory. Without any, it is the
+    last ``prefix + text`` in natural order; without any of these, the last complete name that begins with the prefix,
+    with a warning. As in Flax, a step may be a directory in a foreign format.
+
+    Args:
+        ckpt_dir: directory of the checkpoints.
+        prefix: literal text before the step in the checkpoints' names; may contain ``/``.
     """
-    where = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
-    async_saves.wait_for_joint_saves(where.directory)
-    found = lookups.latest(where)
-    return None if found is None else os.path.join(where.shown, found.name)
+    directory = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    async_saves.wait_for_joint_saves(directory.directory)
+    found = lookups.latest(directory)
+    return None if found is None else os.path.join(directory.shown, found.name)
 
 
 def available_steps(
     ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_", step_type: type = int
 ) -> list[int | float]:
-    """Return the steps of the complete checkpoints of a prefix, or of a CheckpointManager, as ``step_type``, in order.
+    """Return the steps of the complete checkpoints of a prefix, or of a CheckpointManager, in order.
+
+    Args:
+        ckpt_dir: directory of the checkpoints.
+        prefix: literal text before the step in the checkpoints' names; may contain ``/``.
+        step_type: type of the returned steps.
 
     Raises:
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
     """
-    where = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
-    async_saves.wait_for_joint_saves(where.directory)
+    directory = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    async_saves.wait_for_joint_saves(directory.directory)
     found = []
-    for entry in lookups.available(where):
+    for entry in lookups.available(directory):
         try:
             found.append(step_type(entry.text))
         except ValueError as error:
@@ -235,14 +248,14 @@ def available_steps(
 
 
 def safe_normpath(path: str) -> str:
-    """``os.path.normpath`` that leaves the ``scheme://`` of a URL alone."""
+    """Normalise a path with ``os.path.normpath``, leaving the ``scheme://`` of a URL alone."""
     match = SCHEME_RE.match(path)
     assert match is not None  # every text matches
     return (match["scheme"] or "") + os.path.normpath(match["path"])
 
 
 def convert_pre_linen(params: PyTree) -> PyTree:
-    """Renames pre-Linen submodules (``Conv_0, Dense_1``: one count) to Linen's (``Conv_0, Dense_0``: one per class).
+    """Rename pre-Linen submodules (``Conv_0, Dense_1``: one count) to Linen's (``Conv_0, Dense_0``: one per class).
 
     Args:
         params: nested dict or FrozenDict; names that already are Linen's stay as they are.

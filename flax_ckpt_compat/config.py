@@ -1,9 +1,9 @@
-"""The settings, where they come from, and Flax's own flag.
+"""Configure the library: settings, their sources, and Flax's own flag.
 
-Every setting can be given as an environment variable (``FLAX_CKPT_COMPAT_`` + its name in capitals, read
-when this module is first imported; empty counts as not given), set for the process with `update`, or for a block
-with `override`. ``config.current()`` gives all values in force, ``config.must_exist`` one of them. What nobody has
-set is as in the table for Flax's own functions, and as in `STRICT` for ``flax_ckpt_compat.restore`` and ``save``.
+Set a setting by an environment variable (``FLAX_CKPT_COMPAT_`` + its name in capitals, read when this module is first
+imported; empty counts as not given), for the process with `update`, or for a block with `override`.
+``config.current()`` returns all values in force, ``config.must_exist`` one of them. Defaults are those of the table for
+Flax's own functions, and `STRICT` for ``flax_ckpt_compat.restore`` and ``save``.
 
 ========================  =========================  ===========================================================
 setting                   values (default first)     meaning
@@ -79,7 +79,7 @@ _DEFAULTS = Settings()
 STRICT = Settings(shape_mismatch="error", kind_mismatch="error", structure="stored", must_exist=True)
 
 
-def _checked(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+def _validated(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in changes.items():
         if name not in _NAMES:
             raise SettingError(_unknown(name))
@@ -105,12 +105,12 @@ def _from_environment() -> Mapping[str, Any]:
         if not variable.startswith(_VARIABLE) or not word:
             continue
         if variable not in _variables():
-            _warn_of_unknown(variable)
+            _warn_about_unknown(variable)
             continue
         is_word = word in _WORDS and _WORDS[word] in _VALUES.get(name, ())
         value = _number(word) if name in _SECONDS else _WORDS[word] if is_word else word
         try:
-            found.update(_checked({name: value}))
+            found.update(_validated({name: value}))
         except SettingError as error:
             raise SettingError(f"environment variable {variable}: {error}") from None
     return found
@@ -127,25 +127,25 @@ def _variables() -> list[str]:
     return [_VARIABLE + name.upper() for name in _NAMES]
 
 
-def _warn_of_unknown(variable: str) -> None:
+def _warn_about_unknown(variable: str) -> None:
     near = difflib.get_close_matches(variable.upper(), _variables(), n=1, cutoff=0.8)
     known = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(_variables())}"
     _log.warning("Environment variable %s is no setting and has no effect; %s", variable, known)
 
 
-# Only what was set on purpose, so that each caller can have defaults of its own.
+# Explicit settings only, so that each caller can have its own defaults.
 _process = _from_environment()
 _block: ContextVar[Mapping[str, Any]] = ContextVar("flax_ckpt_compat_settings", default=MappingProxyType({}))
 _defaults: ContextVar[Settings] = ContextVar("flax_ckpt_compat_defaults", default=_DEFAULTS)
 
 
 def current() -> Settings:
-    """The settings in force here: those of the innermost `override`, else the process's, else the `defaults`."""
+    """Return the settings in force: of the innermost `override`, else the process's, else the `defaults`."""
     return dataclasses.replace(_defaults.get(), **{**_process, **_block.get()})
 
 
 def update(*pair: Any, **changes: Any) -> None:
-    """Changes settings for the whole process.
+    """Change settings for the whole process.
 
     Args:
         pair: one setting's name and value, as Flax's ``config.update`` takes them.
@@ -159,17 +159,20 @@ def update(*pair: Any, **changes: Any) -> None:
         if len(pair) != 2 or not isinstance(pair[0], str):
             raise SettingError(f"update takes a setting's name and its value, or name=value; found {pair!r:.100}")
         changes = {pair[0]: pair[1], **changes}
-    _process = {**_process, **_checked(changes)}
+    _process = {**_process, **_validated(changes)}
 
 
 @contextmanager
 def override(**changes: Any) -> Iterator[Settings]:
-    """Changes settings inside a ``with`` block, in this thread (and async task) only.
+    """Change settings inside a ``with`` block, in this thread (and async task) only.
+
+    Args:
+        changes: settings by name.
 
     Raises:
         SettingError: no such setting, or not one of its values.
     """
-    token = _block.set({**_block.get(), **_checked(changes)})
+    token = _block.set({**_block.get(), **_validated(changes)})
     try:
         yield current()
     finally:
@@ -178,7 +181,7 @@ def override(**changes: Any) -> Iterator[Settings]:
 
 @contextmanager
 def defaults(settings: Settings) -> Iterator[Settings]:
-    """Puts other values in the place of the table's defaults inside a ``with`` block; what was set stays stronger."""
+    """Replace the table's defaults inside a ``with`` block; explicit settings take precedence."""
     token = _defaults.set(settings)
     try:
         yield current()
@@ -187,7 +190,7 @@ def defaults(settings: Settings) -> Iterator[Settings]:
 
 
 def use_orbax_format() -> bool:
-    """Flax's own flag ``flax_use_orbax_checkpointing``, read afresh: code flips it in the middle of a script."""
+    """Return Flax's flag ``flax_use_orbax_checkpointing``, read at each call: scripts change it midway."""
     from flax import config as flax_config
 
     return bool(getattr(flax_config, "flax_use_orbax_checkpointing", False))
@@ -200,7 +203,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Module(ModuleType):
-    """This module, which refuses assignments that would have no effect: settings, and names that it does not have."""
+    """Module type that refuses assignments without effect: to settings, and to unknown names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NAMES:

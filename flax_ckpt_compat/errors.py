@@ -1,11 +1,11 @@
-"""Every error that the library raises: ours, and those that are also Flax's.
+"""Define the errors that the library raises: ours, and those that are also Flax's.
 
 CheckpointError
 ├── InvalidCheckpointError(flax InvalidCheckpointError, ValueError)   outdated or existing step, overwrite=False
-├── MPACheckpointingRequiredError(flax's, ValueError)   an array that this process cannot fully see
-├── MPARestoreTargetRequiredError(flax's, ValueError)   such an array, and no target that says how to place it
+├── MPACheckpointingRequiredError(flax's, ValueError)   an array that is not fully addressable from this process
+├── MPARestoreTargetRequiredError(flax's, ValueError)   such an array is stored, and the target has no sharding for it
 ├── MPARestoreDataCorruptedError(flax's, ValueError)    the folder of such arrays was never finished
-└── those of flax_ckpt_compat._core.errors, which need nothing of flax
+└── those of flax_ckpt_compat._core.errors, which do not depend on flax
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 
 
 class _FlaxTooError(CheckpointError):
-    """Ours and Flax's at once: our attributes and message, after Flax's own."""
+    """Base of errors that are both ours and Flax's, with our attributes and message."""
 
     def __init__(self, message: str, *args: Any, path: str, leaf: str | None = None):
         # Flax's classes build their message from positional arguments that differ from class to class.
@@ -81,7 +81,7 @@ class _FlaxTooError(CheckpointError):
         return self._message
 
     def __reduce__(self) -> Any:
-        # Flax's own would come back as a bare FlaxError, which nobody who expects this class catches.
+        # Flax's own __reduce__ unpickles to a bare FlaxError.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
@@ -93,14 +93,14 @@ class InvalidCheckpointError(_FlaxTooError, _flax.InvalidCheckpointError, ValueE
 
 
 class MPACheckpointingRequiredError(_FlaxTooError, _flax.MPACheckpointingRequiredError, ValueError):
-    """An array that spans processes where only host-local ones can be saved or restored."""
+    """An array spans processes, and only host-local arrays can be saved or restored here."""
 
     def __init__(self, message: str, *, path: str, step: Any, leaf: str | None = None):
         super().__init__(message, path, step, path=path, leaf=leaf)
 
 
 class MPARestoreTargetRequiredError(_FlaxTooError, _flax.MPARestoreTargetRequiredError, ValueError):
-    """An array that spans processes is stored and no target says how to place it."""
+    """A stored array spans processes, and the target has no sharding for it."""
 
     def __init__(self, message: str, *, path: str, step: Any, leaf: str | None = None):
         super().__init__(message, path, step, leaf, path=path, leaf=leaf)

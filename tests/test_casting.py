@@ -48,7 +48,7 @@ def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return reader.read(wanted)
 
     leaves = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
-    casts = {id(leaf): casting.Cast(np.dtype(np.float16)) for leaf in leaves if leaf.name != "kept"}
+    casts = {leaf: casting.Cast(np.dtype(np.float16)) for leaf in leaves if leaf.name != "kept"}
     values = casting.read(read, leaves, casts)
     assert [value.dtype for value in values] == [np.float16] * (len(leaves) - 1) + [np.float32]
     assert batches[0] == 36_000 and max(batches[1:-1]) <= 1000 and batches[-1] == 20_000

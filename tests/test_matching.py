@@ -30,9 +30,7 @@ def handles(tree: Any) -> Any:
 
 def match(stored: Any, target: Any, *, lenient: bool = False, own: Any = ()) -> matching.Match:
     """A match of two plain trees."""
-    return matching.match(
-        handles(stored), state_dict.describe(target), lenient=lenient, takes_anything=own.__contains__
-    )
+    return matching.match(handles(stored), state_dict.describe(target), lenient=lenient, is_custom=own.__contains__)
 
 
 NAMES = st.sampled_from("abcd")
@@ -134,7 +132,7 @@ def test_old_namedtuples_are_read_as_new_ones() -> None:
         field = stored.children["p"].children["fields"].children[str(index)]
         field.reader = type("Reader", (), {"read": staticmethod(lambda wanted, name=name: [name])})
     outcome = matching.match(
-        stored, state_dict.describe({"p": Pair(0, 0)}), lenient=False, takes_anything=lambda path: False
+        stored, state_dict.describe({"p": Pair(0, 0)}), lenient=False, is_custom=lambda path: False
     )
     assert [outcome.sources["p"][name].node.locator for name in Pair._fields] == [7, 8]
     assert match({"p": old}, {"p": {"name": 0}}).missing == []

@@ -150,12 +150,12 @@ def test_work_does_not_grow_with_depth() -> None:
 def test_keys_are_taken_apart_and_put_together(impl: str) -> None:
     """Typed PRNG keys and batches of them survive being taken apart; raw uint32 keys are plain arrays."""
     keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), (2, 3))}
-    apart = map_leaves(lambda _, leaf: state_dict.key_apart(leaf), state_dict.describe(keys))
+    apart = map_leaves(lambda _, leaf: state_dict.split_key(leaf), state_dict.describe(keys))
     assert all(isinstance(leaf, KeyData) and leaf.impl == impl for _, leaf in iter_leaves(apart))
     for name, key in keys.items():
-        assert fingerprint(state_dict.put_key_together(apart.children[name])) == fingerprint(key)
+        assert fingerprint(state_dict.join_key(apart.children[name])) == fingerprint(key)
     raw = jax.random.PRNGKey(0)
-    assert state_dict.key_apart(raw) is raw
+    assert state_dict.split_key(raw) is raw
 
 
 def test_abstract_targets_are_described() -> None:

@@ -1,4 +1,4 @@
-"""Why there is nothing to restore, and what the caller may have meant."""
+"""Explain why there is nothing to restore, and suggest corrections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import foreign_folders, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
-# Without a sign: the dash of ckpt-3 is part of its prefix for whoever chose it.
+# Unsigned: the dash of ckpt-3 belongs to the prefix.
 _NUMBERED = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
 _DIGITS = re.compile(r"\d+")
@@ -25,11 +25,11 @@ _LIKE_A_TYPO = 0.85
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Absence:
-    """Why a look-up found nothing.
+    """Reason why a look-up found nothing.
 
     Attributes:
-        why: the reason, and what the caller may have meant.
-        is_start: there is nothing at all, as when a program first runs.
+        why: the reason, with suggestions.
+        is_start: there is nothing at all, as in a program's first run.
     """
 
     why: str
@@ -37,48 +37,49 @@ class Absence:
 
     @property
     def level(self) -> int:
-        """The level of the log record: a first start is no reason to warn."""
+        """Return the level of the log record: no warning on a first run."""
         return logging.INFO if self.is_start else logging.WARNING
 
 
 def of_directory(path: str) -> Absence:
     """Explain that a path does not exist."""
     near = near_directory(path, _LIKE_A_TYPO)
-    # Runs that differ in a number stand side by side on purpose.
+    # Sibling runs often differ in a number.
     if near is None or _without_numbers(near) == _without_numbers(path):
         return Absence(f"{path} does not exist", True)
     return Absence(f"{path} does not exist: did you mean {near}?", False)
 
 
-def of_checkpoints(where: CheckpointDir, prefix: str) -> Absence:
-    """Explain that a place holds no checkpoint of its prefix, and name those that it holds of others.
+def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
+    """Explain that a directory holds no checkpoint of a prefix, and name those of other prefixes.
 
     Args:
-        where: directory and prefix.
+        checkpoint_dir: directory and prefix.
         prefix: as the caller wrote it.
     """
-    if not paths.isdir(where.directory):
-        if paths.lexists(where.directory):
-            return Absence(f"{where.directory} is no directory", False)
-        return dataclasses.replace(found := of_directory(where.directory), why=f"the directory {found.why}")
-    none = f"{where.directory} holds no checkpoint with the prefix {where.prefix!r}"
-    names = listing.names_in(where)
-    others = list(itertools.islice(_others(where, names), _MAX_OTHERS))
+    if not paths.isdir(checkpoint_dir.directory):
+        if paths.lexists(checkpoint_dir.directory):
+            return Absence(f"{checkpoint_dir.directory} is no directory", False)
+        return dataclasses.replace(found := of_directory(checkpoint_dir.directory), why=f"the directory {found.why}")
+    none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
+    names = listing.names_in(checkpoint_dir)
+    others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:
-        head = prefix.removesuffix(where.prefix)
+        head = prefix.removesuffix(checkpoint_dir.prefix)
         prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
         there = ", ".join(other + step for other, step in others)
         return Absence(f"{none}; there are {there}: did you mean {prefixes}?", False)
-    file = foreign_folders.msgpack_file_in(where.directory)
+    file = foreign_folders.msgpack_file_in(checkpoint_dir.directory)
     if file is not None:
         return Absence(
-            f"{none}, but looks like {foreign_folders.folder_looks_like(where.directory)}: restore {file}", False
+            f"{none}, but looks like {foreign_folders.folder_looks_like(checkpoint_dir.directory)}: restore {file}",
+            False,
         )
-    return Absence(none, all(map(_says_nothing, names)))
+    return Absence(none, all(map(_is_unrelated, names)))
 
 
 def near_directory(path: str, cutoff: float = 0.6) -> str | None:
-    """Return a directory in the same place whose name is much like that of a local one that does not exist."""
+    """Return a sibling directory with a name similar to a local path that does not exist, or None."""
     if paths.is_url(path):
         return None
     parent, name = os.path.split(path)
@@ -94,16 +95,16 @@ def _without_numbers(path: str) -> str:
     return _DIGITS.sub("", os.path.basename(path))
 
 
-def _says_nothing(name: str) -> bool:
-    """Return whether a name says nothing about checkpoints, and is there before the first one."""
+def _is_unrelated(name: str) -> bool:
+    """Return whether a name is unrelated to checkpoints, such as a file that exists before the first one."""
     return _EVENTS.fullmatch(name) is not None or atomic.is_temporary(name)
 
 
-def _others(where: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
+def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
-    names = [name for name in names if not _says_nothing(name) and not steps.is_foreign(name)]
+    names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]
     found = [match.groups() for match in map(_NUMBERED.fullmatch, names) if match]
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step
-        if steps.step_of(name, where.prefix) is None and listing.is_checkpoint(where.path(name)):
+        if steps.step_of(name, checkpoint_dir.prefix) is None and listing.is_checkpoint(checkpoint_dir.path(name)):
             yield other, step

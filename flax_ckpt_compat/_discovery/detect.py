@@ -1,4 +1,4 @@
-"""Path → what is there, from marker names and first bytes alone; decodes nothing, imports no backend."""
+"""Detect formats from marker names and first bytes; decode nothing, import no backend."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._discovery.foreign_folders import folder_looks_like, foreign_remedy
 
-# Any one of these makes a directory an Orbax pytree; the first two are also what Flax itself looks for.
+# Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 _TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
 _ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
-_FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # also what handlers of the user's own leave behind
-_PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # what else a tree consists of
+_FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # custom handlers leave these too
+_PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
 _RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
-# What Orbax itself calls the tree of a step; where nothing else marks a directory as one of its own.
+# Orbax's own names for the tree of a step, for directories without other markers.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 _STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
 _NO_ITEMS = {layout.DESCRIPTOR}
 _CHUNK = re.compile(layout.ZARR2_CHUNK_PATTERN)
 _FIRST_BYTES = 512
-ABSENT = "it does not exist"  # what is missing where nothing is there at all
+ABSENT = "it does not exist"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Item:
     """One tree of a checkpoint.
 
     Attributes:
-        format: how it is stored; None for a plain JSON item.
-        path: the file, or the directory of that tree alone.
+        format: on-disk format; None for a plain JSON item.
+        path: the file or directory of this tree.
     """
 
     format: Format | None
@@ -45,12 +45,12 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What a path holds.
+    """Contents of a path.
 
     Attributes:
         path: the checkpoint.
         items: name → tree; a checkpoint that is one tree has the single item ''.
-        unknown: names of directories beside the items that are none.
+        unknown: names of directories beside the items that are not items.
     """
 
     path: str
@@ -59,12 +59,12 @@ class Found:
 
     @property
     def trees(self) -> dict[str, Item]:
-        """The items that are pytrees."""
+        """Return the items that are pytrees."""
         return {name: item for name, item in self.items.items() if item.format is not None}
 
 
 def what_is_missing(path: str) -> str | None:
-    """Why a checkpoint is certainly not complete, from cheap signs; None where none of them speaks against it."""
+    """Return why the checkpoint is incomplete, judged by names and sizes, or None."""
     try:
         if not paths.isdir(path):
             return "the file is empty" if paths.is_empty(path) else None
@@ -91,7 +91,7 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
         return None
     if _items(path, names) or _json_file(path, names):
         return None
-    if _lost_its_tree(path, names):
+    if _lost_structure(path, names):
         structure = (
             f"no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where they belong"
         )
@@ -102,7 +102,7 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
 
 
 def is_orbax_directory(path: str) -> bool:
-    """True where the path itself is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
+    """Return whether a path is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
     if not paths.isdir(path):
         return False
     names = _names_in(path)
@@ -110,54 +110,55 @@ def is_orbax_directory(path: str) -> bool:
         return True
     items = _items(path, names)
     named = names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS, *_RANDOM_KEYS))
-    return bool(items and (named or _only_orbax_has(items))) or _lost_its_tree(path, names)
+    return bool(items and (named or _only_orbax_has(items))) or _lost_structure(path, names)
 
 
 def _only_orbax_has(items: dict[str, Item]) -> bool:
-    """True for a tree beside a JSON or key item: before 0.5.11 nothing else marked a composite of any names."""
+    """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
     kinds = {os.path.basename(item.path) in _RANDOM_KEYS or item.format for item in items.values()}
     return True in kinds or kinds == {None, Format.ORBAX}
 
 
-def is_doubtful(path: str) -> bool:
-    """True where nothing that only Orbax writes makes a directory look like its own: a common name alone does."""
+def has_no_orbax_marker(path: str) -> bool:
+    """Return whether a directory has no marker that only Orbax writes, just a common name."""
     return not _names_in(path).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
 
 
 def is_unfinished(path: str) -> bool:
-    """True for a directory that is one checkpoint of which Orbax wrote no more than the beginning.
+    """Return whether a directory is one checkpoint that Orbax began to write.
 
-    Temporaries of whole checkpoints do not count: they lie in directories of checkpoints.
+    Temporaries of whole checkpoints do not count: their parents are directories of checkpoints.
     """
     begun = tuple(item + layout.TEMPORARY for item in USUAL_ITEMS)
     return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in _names_in(path))
 
 
 def is_step_of_manager(path: str) -> bool:
-    """Return whether it is a complete step of an Orbax CheckpointManager: a directory of items."""
+    """Return whether a path is a complete step of an Orbax CheckpointManager: a directory of items."""
     # A flat directory may be a checkpoint of any prefix.
     return paths.isdir(path) and not _is_tree(path, _names_in(path)) and what_is_missing(path) is None
 
 
 def is_step_by_name(path: str) -> bool:
-    """Return whether a directory holds items and is named like a step; Orbax before 0.5.11 marked it no further."""
+    """Return whether a directory holds items and is named like a step, the only signs before Orbax 0.5.11."""
     if not _STEP_DIRECTORY.fullmatch(os.path.basename(path)) or not paths.isdir(path):
         return False
     return bool(_items(path, _names_in(path)))
 
 
 def foreign_look(path: str) -> str | None:
-    """Return what a directory without any sign of Orbax, or of our own writing, looks like; None for all else."""
+    """Return what a directory without markers of Orbax or ours looks like, or None."""
     return folder_looks_like(path) if paths.isdir(path) and not _looks_begun(path) else None
 
 
 def detect(path: str) -> Found:
-    """What kind of checkpoint this existing path is.
+    """Detect the format and items of a checkpoint.
 
     Raises:
-        IncompleteCheckpointError: it was begun and not finished; the message says what is missing.
-        UnrecognizedFormatError: a directory without anything of a checkpoint. Any file may be msgpack: what a
-            file that does not decode looks like is told by `_looks.looks_like`.
+        CheckpointNotFoundError: the path does not exist.
+        IncompleteCheckpointError: the save was not finished; the message names the missing part.
+        UnrecognizedFormatError: a directory of another kind. Any file may be msgpack; `file_types.looks_like`
+            identifies files that do not decode.
     """
     missing = what_is_missing(path)
     if missing == ABSENT:
@@ -191,15 +192,15 @@ def detect(path: str) -> Found:
 
 
 def _looks_begun(path: str) -> bool:
-    """True for an empty directory, and for one with a sign of Orbax or of our writing, also one level down."""
+    """Return whether a directory is empty, or has a marker of Orbax or ours, there or one level down."""
     names = set(paths.listdir(path))
     children = [os.path.join(path, name) for name in names]
-    return not names or _has_sign(path, names) or any(_has_sign(child, _names_in(child)) for child in children)
+    return not names or _has_marker(path, names) or any(_has_marker(child, _names_in(child)) for child in children)
 
 
-def _has_sign(path: str, names: set[str]) -> bool:
-    # commit_success.txt is also what is left of a checkpoint in a store whose removal is on its way.
-    if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_its_tree(path, names):
+def _has_marker(path: str, names: set[str]) -> bool:
+    # A checkpoint that is being removed from a store may have only commit_success.txt left.
+    if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_structure(path, names):
         return True
     return any(layout.TEMPORARY in name or commit.is_marker(name) for name in names)
 
@@ -225,7 +226,7 @@ def is_array(path: str) -> bool:
 
 
 def _is_never_merged(path: str, names: set[str]) -> bool:
-    """True for what Orbax 0.4.3 to 0.4.7 wrote without OCDBT: one process' database, and empty folders of arrays."""
+    """Return whether Orbax 0.4.3 to 0.4.7 wrote it without OCDBT: one process' database, and empty array folders."""
     folders = [name for name in names if paths.isdir(os.path.join(path, name))]
     databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
     finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
@@ -235,8 +236,8 @@ def _is_never_merged(path: str, names: set[str]) -> bool:
     return finished and len(databases) == 1 and len(folders) > 1
 
 
-def _lost_its_tree(path: str, names: set[str]) -> bool:
-    """True for the parts of a tree, or folders of single arrays, without the file that says what belongs where."""
+def _lost_structure(path: str, names: set[str]) -> bool:
+    """Return whether a directory has parts of a tree, or folders of single arrays, but lost the structure file."""
     if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
     data = os.path.join(path, layout.DATA_DIRECTORY)
@@ -245,45 +246,45 @@ def _lost_its_tree(path: str, names: set[str]) -> bool:
     chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
     if layout.MSGPACK_FILE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, _names_in(chunks))):
         return True
-    # Beside other files, a folder of a single array is somebody's data set.
+    # Beside other files, a folder of a single array is a data set.
     folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
     return all(map(paths.isdir, folders)) and any(map(is_array, folders))
 
 
 def _json_file(path: str, names: set[str]) -> str | None:
-    """The one file of a JSON item that was saved as a checkpoint of its own."""
+    """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
     rest = names.difference(_FINISHED)
     file = os.path.join(path, *rest)
     return file if len(rest) == 1 and rest.intersection(layout.JSON_FILES) and paths.isfile(file) else None
 
 
 def _holds_msgpack_tree(path: str) -> bool:
-    """True for a file that starts as Orbax's aggregate file does: a map, an array, or the text of a placeholder."""
+    """Return whether a file begins like Orbax's aggregate file: a map, an array, or a placeholder's text."""
     if not paths.isfile(path):
         return False
     first = _read_first(path)
     return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
 
 
-def _is_checkpoint_itself(name: str, inside: set[str], noted: bool) -> bool:
-    """True for a directory that is no item, but a checkpoint of some prefix in a directory of checkpoints.
+def _is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
+    """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints.
 
-    Since 0.5.11 a whole checkpoint has a note of its own, and its items have none. Before, a name that ends in a
-    step has to tell, unless the directory around it is noted to be a checkpoint.
+    Since 0.5.11 a whole checkpoint has a metadata file, and its items have none. Before, a name that ends in a step
+    decides, unless the parent directory has the metadata file.
     """
-    return layout.STEP_METADATA in inside or (not noted and steps.ends_in_step(name))
+    return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
 
 
 def _items(path: str, names: set[str]) -> dict[str, Item]:
-    """The named items of a CheckpointManager step or an Orbax v1 directory."""
+    """Return the named items of a CheckpointManager step or an Orbax v1 directory."""
     items = {}
-    noted = bool(names.intersection(_ITEMS_MARKERS))
+    is_marked = bool(names.intersection(_ITEMS_MARKERS))
     for name in sorted(names):
         child = os.path.join(path, name)
         if not paths.isdir(child):
             continue
         inside = _names_in(child)
-        if _is_checkpoint_itself(name, inside, noted):
+        if _is_checkpoint_itself(name, inside, is_marked):
             continue
         keys = sorted(inside.intersection(_RANDOM_KEYS))
         if _is_tree(child, inside):

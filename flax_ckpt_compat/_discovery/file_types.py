@@ -1,4 +1,4 @@
-"""First bytes of a file that is no checkpoint → what it is instead."""
+"""Identify files that are no checkpoints by their first bytes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
     (b"model_checkpoint_path:", "TensorFlow's list of checkpoints"),
     (b"SQLite format 3", "an SQLite database"),
 )
-# How msgpack begins a map, and an array of Flax's that is the whole tree.
+# First bytes of a msgpack map, and of a Flax array that is the whole tree.
 _TREE_STARTS = (*range(0x80, 0x90), 0xDE, 0xDF, 0xC7, 0xC8, 0xC9)
 
 
 def looks_like(path: str) -> str | None:
-    """What a file that does not decode as msgpack is known to be instead, or None."""
+    """Return what a file that does not decode as msgpack looks like, or None."""
     with atomic.translated(path):
         first, size = paths.read(path, _FIRST_BYTES), paths.getsize(path)
-    # Before everything else: the length that it begins with may look like a pickle, or be any other magic number.
+    # First: the length at its beginning may look like a pickle or any other magic number.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return "a safetensors file"
     for magic, what in _LOOKS:
         if first.startswith(magic):
             return what
-    # msgpack's empty map is the single byte 0x80, with which every pickle of protocol 2 or later begins.
+    # msgpack's empty map is the single byte 0x80, the first byte of every pickle of protocol 2 or later.
     if len(first) > 2 and first[0] == 0x80 and first[1] in range(2, 6):
         return "a Python pickle (it is not opened, because unpickling runs code)"
     if b"brain.Event:" in first[:64]:
@@ -48,7 +48,7 @@ def looks_like(path: str) -> str | None:
 
 
 def may_be_msgpack_tree(path: str) -> bool:
-    """Return whether a file begins as Flax's checkpoints do, and looks like nothing else."""
+    """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
     with atomic.translated(path):
         first = paths.read(path, 1)
     return bool(first) and first[0] in _TREE_STARTS and looks_like(path) is None
@@ -63,7 +63,7 @@ def _text_looks_like(first: bytes) -> str | None:
     if any((byte < 0x20 and byte not in b"\t\n\f\r") or byte == 0x7F for byte in first):
         return None
     try:
-        # Not final: the last character may be cut in two.
+        # Not final: the last character may be truncated.
         codecs.getincrementaldecoder("utf-8")().decode(first)
     except UnicodeDecodeError:
         return None

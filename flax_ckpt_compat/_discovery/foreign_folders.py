@@ -1,4 +1,4 @@
-"""Names in a directory that is no checkpoint → what it is instead, and what to restore of it."""
+"""Identify directories that are no checkpoints by the names in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from flax_ckpt_compat._core import paths
 
 _MAX_SHOWN = 3
-_FLAX_FILE = "flax_model.msgpack"  # what Hugging Face's save_pretrained writes of a Flax model
+_FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
 _HUGGING_FACE = re.compile(
     r"flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(model|adapter_model)(-\d+-of-\d+)?\.safetensors|"
     r"trainer_state\.json|diffusion_flax_model\.msgpack"
@@ -35,14 +35,14 @@ def folder_looks_like(path: str) -> str:
 
 
 def msgpack_file_in(path: str) -> str | None:
-    """Return the path of the one msgpack file in a directory, such as Hugging Face's; None where none is meant."""
+    """Return the path of the only msgpack file in a directory, or of Hugging Face's; None if it is ambiguous."""
     names = [name for name in paths.listdir(path) if name.endswith(".msgpack")]
     name = _FLAX_FILE if _FLAX_FILE in names else names[0] if len(names) == 1 else None
     return None if name is None else os.path.join(path, name)
 
 
 def foreign_remedy(path: str) -> str:
-    """Return what to do about a directory that is no checkpoint."""
+    """Return the remedy for a directory that is no checkpoint."""
     file = msgpack_file_in(path)
     if file is not None:
         return f"Restore the file in it: {file}."

@@ -1,4 +1,4 @@
-"""The only file that knows which backends exist; they are imported on first use."""
+"""Map formats to backends, imported on first use; no other module names a backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
 
 @functools.cache
 def backend_for(format: Format) -> Backend:
-    """The backend that reads and writes a format."""
+    """Return the backend that reads and writes a format."""
     if format is Format.MSGPACK:
         return cast(Backend, importlib.import_module(_LEGACY).BACKEND)
     # Directories of Orbax before 0.5.16 hold a msgpack file.

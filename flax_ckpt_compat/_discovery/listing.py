@@ -1,6 +1,6 @@
-"""The complete checkpoints of exactly one prefix, by which saving overwrites and retains; decodes nothing.
+"""List the complete checkpoints of exactly one prefix, for overwriting and retention; decode nothing.
 
-What look-ups name is more than that: see `flax_ckpt_compat._discovery.directory`.
+Look-ups include more: see `flax_ckpt_compat._discovery.directory`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointDir:
-    """Where the checkpoints of a prefix live.
+    """Directory and prefix of checkpoints.
 
     Attributes:
-        directory: absolute path of the directory that holds them.
-        prefix: what their names begin with; the part of the caller's prefix after its last ``/``.
+        directory: absolute path.
+        prefix: beginning of their names: the part of the caller's prefix after its last ``/``.
         shown: the directory as the caller wrote it, for returned paths.
     """
 
@@ -34,80 +34,86 @@ class CheckpointDir:
     shown: str
 
     def path(self, name: str) -> str:
-        """Absolute path of a name in this place."""
+        """Return the absolute path of a name in this directory."""
         return os.path.join(self.directory, name)
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
-    """The place that a caller's directory and prefix mean.
+    """Resolve a caller's directory and prefix.
 
     Raises:
-        StorageError: a URL of a scheme that cannot be reached, or what was one.
+        StorageError: a URL of an unsupported scheme, or a path that was made from one.
     """
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
-    # Where the prefix climbs out of a linked directory, only the file system knows where to.
+    # ".." out of a symlinked directory can only be resolved by the file system.
     climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
     absolute = os.path.realpath(paths.local(shown)) if climbs else paths.absolute(shown)
     return CheckpointDir(absolute, tail, shown)
 
 
-def names_in(where: CheckpointDir) -> list[str]:
-    """All names in the place's directory; none where it does not exist."""
+def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
+    """Return all names in the directory; none if it does not exist."""
     try:
-        with atomic.translated(where.directory):
-            names = paths.listdir(where.directory)
-        return names if paths.is_url(where.directory) else names + atomic.restore_set_aside(where.directory, names)
+        with atomic.translated(checkpoint_dir.directory):
+            names = paths.listdir(checkpoint_dir.directory)
+        return (
+            names
+            if paths.is_url(checkpoint_dir.directory)
+            else names + atomic.restore_set_aside(checkpoint_dir.directory, names)
+        )
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return []
         raise
 
 
-def complete_steps(where: CheckpointDir, names: list[str] | None = None, *, quiet: bool = False) -> list[str]:
-    """Names of the complete numeric checkpoints, oldest first; incomplete ones are named in one warning.
+def complete_steps(checkpoint_dir: CheckpointDir, names: list[str] | None = None, *, quiet: bool = False) -> list[str]:
+    """Return names of the complete numeric checkpoints, oldest first; warn once about incomplete ones.
 
     Args:
-        where: directory and prefix.
-        names: what the directory holds, where the caller knows that.
-        quiet: do without the warning.
+        checkpoint_dir: directory and prefix.
+        names: names in the directory, if already listed.
+        quiet: do not warn.
     """
     complete, broken = [], []
-    with paths.listing_cache(where.directory):
-        ours = steps.in_order(names_in(where) if names is None else names, where.prefix)
-        if paths.is_url(where.directory):
-            client.prefetch_emptiness([where.path(name) for name in ours if paths.isfile(where.path(name))])
+    with paths.listing_cache(checkpoint_dir.directory):
+        ours = steps.in_order(names_in(checkpoint_dir) if names is None else names, checkpoint_dir.prefix)
+        if paths.is_url(checkpoint_dir.directory):
+            client.prefetch_emptiness(
+                [checkpoint_dir.path(name) for name in ours if paths.isfile(checkpoint_dir.path(name))]
+            )
         for name in ours:
-            missing = what_is_missing(where.path(name))
+            missing = what_is_missing(checkpoint_dir.path(name))
             if missing is None:
                 complete.append(name)
-            # Else another process has just evicted it, or it is no checkpoint and nobody's to count.
-            elif paths.lexists(where.path(name)) and not detect.foreign_look(where.path(name)):
+            # Otherwise another process has just evicted it, or it is no checkpoint.
+            elif paths.lexists(checkpoint_dir.path(name)) and not detect.foreign_look(checkpoint_dir.path(name)):
                 broken.append(f"{name} ({missing})")
     if broken and not quiet:
-        _log.warning("Skipping incomplete checkpoints in %s: %s", where.directory, "; ".join(broken))
+        _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
     return complete
 
 
-def newest_step(where: CheckpointDir, *, but: Container[str] = ()) -> str | None:
-    """Return the name of the newest complete numeric checkpoint; nothing is asked about older ones.
+def newest_step(checkpoint_dir: CheckpointDir, *, but: Container[str] = ()) -> str | None:
+    """Return the name of the newest complete numeric checkpoint, without checking older ones.
 
     Args:
-        where: directory and prefix.
-        but: names that do not count.
+        checkpoint_dir: directory and prefix.
+        but: names to ignore.
     """
-    with paths.listing_cache(where.directory):
-        for name in reversed(steps.in_order(names_in(where), where.prefix)):
-            if name not in but and what_is_missing(where.path(name)) is None:
+    with paths.listing_cache(checkpoint_dir.directory):
+        for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
+            if name not in but and what_is_missing(checkpoint_dir.path(name)) is None:
                 return name
     return None
 
 
 def what_is_missing(path: str) -> str | None:
-    """Why a checkpoint is certainly not complete, or None; one that others remove meanwhile is not there.
+    """Return why the checkpoint is incomplete, or None; one removed meanwhile does not exist.
 
     Raises:
-        StorageError: it cannot be looked at.
+        StorageError: it cannot be accessed.
     """
     try:
         with atomic.translated(path):
@@ -119,7 +125,7 @@ def what_is_missing(path: str) -> str | None:
 
 
 def is_checkpoint(path: str) -> bool:
-    """True for what is complete and resembles a checkpoint, judged to make a suggestion; False where in doubt."""
+    """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
         with atomic.translated(path):
             of_its_kind = detect.is_orbax_directory(path) if paths.isdir(path) else file_types.may_be_msgpack_tree(path)

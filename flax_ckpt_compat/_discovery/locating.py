@@ -1,4 +1,4 @@
-"""Which checkpoint a caller means, and reading it although others write, rotate and replace checkpoints meanwhile."""
+"""Locate the checkpoint that a caller means, and read it while others write, rotate and replace checkpoints."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from flax_ckpt_compat._discovery.absence import Absence
 from flax_ckpt_compat._discovery.directory import Directory, list_again_while_it_changes
 
 _Result = TypeVar("_Result")
-# Each round takes a checkpoint that was removed or replaced while it was read: a reader slower than the writer's
-# retention has to say so in the end.
+# Rounds lost to checkpoints removed or replaced during the read, before a reader that is slower than the writer's
+# retention gives up.
 _ROUNDS = 10
-# What is judged after a whole checkpoint was opened, whatever has become of it since.
-_JUDGEMENTS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
+# Errors of policies, raised after the checkpoint was opened: not caused by its removal.
+_POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """The checkpoint that a caller means.
+    """The located checkpoint.
 
     Attributes:
         path: absolute path, or URL.
@@ -50,7 +50,7 @@ class Choice:
 
 
 class ReplacedError(CheckpointError):
-    """Another checkpoint has had this path since reading began."""
+    """Another checkpoint took this path during the read."""
 
 
 def find(ckpt_dir: str, step: Any, prefix: str) -> Choice | Absence:
@@ -59,31 +59,31 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> Choice | Absence:
     Raises:
         CheckpointNotFoundError: an explicit step that does not exist.
     """
-    where = listing.checkpoint_dir(ckpt_dir, prefix)
+    checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
     root = paths.absolute(ckpt_dir)
     if step is not None:
         with paths.listing_cache(root):
-            return Choice(_step_path(root, where, steps.step_text(step), prefix), True)
-    return list_again_while_it_changes(root, lambda last: _find(root, where, prefix, last))
+            return Choice(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), True)
+    return list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
-def _find(root: str, where: listing.CheckpointDir, prefix: str, last: bool) -> Choice | Absence:
+def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> Choice | Absence:
     if not _exists(root):
         return absence.of_directory(root)
-    # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first
-    # wherever the directory has no marker that only Orbax writes.
-    if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.is_doubtful(root)):
+    # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
+    # the directory has a marker that only Orbax writes.
+    if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)):
         return Choice(root, True)
-    latest = lookups.latest_of(Directory(where, tolerant=last))
+    latest = lookups.latest_of(Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
         return Choice(latest.path, False)
     if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
         return Choice(root, True)
-    return absence.of_checkpoints(where, prefix)
+    return absence.of_checkpoints(checkpoint_dir, prefix)
 
 
 def _exists(path: str) -> bool:
-    """Whether it is there, once what a dead writer set aside is back in its place."""
+    """Return whether a path exists, after restoring what a dead writer set aside."""
     if paths.lexists(path):
         return True
     if paths.is_url(path):
@@ -91,29 +91,31 @@ def _exists(path: str) -> bool:
     parent = os.path.dirname(path)
     try:
         names = os.listdir(parent)
-    except OSError:  # it is not there either, or nobody may list it: the path is just not there
+    except OSError:  # missing or not listable: the path does not exist
         return False
     atomic.restore_set_aside(parent, names)
     return paths.lexists(path)
 
 
-def _step_path(root: str, where: listing.CheckpointDir, text: str, prefix: str) -> str:
-    path = where.path(where.prefix + text)
+def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, prefix: str) -> str:
+    path = checkpoint_dir.path(checkpoint_dir.prefix + text)
     if _exists(path):
         return path
     number = steps.parse_step(text)
-    found = None if number is None else lookups.find_step(where, number)
+    found = None if number is None else lookups.find_step(checkpoint_dir, number)
     if found is not None:
         return found.path
-    there = [entry.text for entry in lookups.available(where)]
-    known = f"the steps there are: {', '.join(there)}" if there else absence.of_checkpoints(where, prefix).why
-    if not there and _is_checkpoint_itself(root):
+    available = [entry.text for entry in lookups.available(checkpoint_dir)]
+    known = (
+        f"available steps: {', '.join(available)}" if available else absence.of_checkpoints(checkpoint_dir, prefix).why
+    )
+    if not available and _is_checkpoint_itself(root):
         known = f"{root} is itself a checkpoint; leave out step="
     raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
 
 
 def _is_checkpoint_itself(root: str) -> bool:
-    is_orbax = paths.isdir(root) and detect.is_orbax_directory(root) and not detect.is_doubtful(root)
+    is_orbax = paths.isdir(root) and detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)
     return is_orbax or paths.isfile(root)
 
 
@@ -125,30 +127,30 @@ def read_found(
     otherwise: Callable[[], _Result] | None = None,
     doing: str = "restore",
 ) -> _Result:
-    """Find the checkpoint that a caller means and read it; once more if it was removed or replaced meanwhile.
+    """Locate a checkpoint and read it; again if it was removed or replaced meanwhile.
 
     Args:
         ckpt_dir: a directory of checkpoints, or one checkpoint.
-        step: which checkpoint of the directory; None is the latest, and the new latest once that was removed.
+        step: the step in the directory; None is the latest, and the new latest if that was removed.
         prefix: as the caller wrote it.
-        read: reads the checkpoint of a path, and `check_same`s it where it read several files.
-        otherwise: gives the result where there is nothing, unless the setting ``must_exist`` says to raise; if None,
-            that always raises.
+        read: reads the checkpoint at a path, with `check_same` after reading several files.
+        otherwise: returns the result if there is no checkpoint and the setting ``must_exist`` is off; None always
+            raises.
         doing: completes "nothing to …".
 
     Raises:
-        CheckpointNotFoundError: there is none; or the one that was named was removed while it was read.
+        CheckpointNotFoundError: there is no checkpoint, or the named one was removed during the read.
     """
     removed: tuple[str, Exception] | None = None
     for _ in range(_ROUNDS):
         found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
         if isinstance(found, Absence):
             return _nothing(ckpt_dir, prefix, found, otherwise, doing)
-        notices.tell_once(_subject(ckpt_dir, prefix), None)
+        notices.log_once(_subject(ckpt_dir, prefix), None)
         before = identity(found.path)
         try:
             return read(found.path)
-        except _JUDGEMENTS:
+        except _POLICY_ERRORS:
             raise
         except Exception as error:
             if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
@@ -165,7 +167,7 @@ def read_found(
 def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> Choice:
     found = find(ckpt_dir, step, prefix)
     if isinstance(found, Absence):
-        # Not the untouched target: a program that gets it trains on from initial parameters.
+        # Never return the target here: the program would go on training from initial parameters.
         raise CheckpointNotFoundError(
             f"{path} was removed while it was read, and there is no other: {found.why}", path=path
         ) from cause
@@ -178,7 +180,7 @@ def _nothing(
     if otherwise is None or config.current().must_exist:
         raise CheckpointNotFoundError(f"nothing to {doing}: {found.why}", path=paths.absolute(ckpt_dir))
     message = f"Nothing to restore: {found.why}; the target is returned unchanged"
-    notices.tell_once(_subject(ckpt_dir, prefix), message, found.level)
+    notices.log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
 
 
@@ -187,11 +189,11 @@ def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:
 
 
 def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callable[[], Choice | Absence]) -> bool:
-    """Return whether an error may come of another program that removed or replaced the checkpoint."""
+    """Return whether an error may be due to another program removing or replacing the checkpoint."""
     if not is_there(found.path) or identity(found.path) != before:
         return True
     if found.named:
-        # Other programs remove a directory file by file, which shows once it was opened as complete.
+        # Directories are removed file by file: one that was opened as complete and now is not is being removed.
         if not isinstance(error, _AS_FOUND) and listing.what_is_missing(found.path) is not None:
             raise removed_error(found.path) from error
         return False
@@ -203,7 +205,7 @@ def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callabl
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Return what tells one local file or directory from another at the same path; None in stores."""
+    """Return device and inode of a local path; None in stores, or if it does not exist."""
     if paths.is_url(path):
         return None
     try:
@@ -214,7 +216,7 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def check_same(path: str, before: tuple[int, int] | None) -> None:
-    """Raise if another directory has had this path since: what was read may be of both.
+    """Raise if the directory was replaced during the read, which may have mixed the two.
 
     Raises:
         ReplacedError: it was replaced.
@@ -225,7 +227,7 @@ def check_same(path: str, before: tuple[int, int] | None) -> None:
 
 
 def is_there(path: str) -> bool:
-    """Return whether there is anything of this name now, also where that cannot be told."""
+    """Return whether a path exists, or may exist."""
     try:
         return paths.lexists(path)
     except StorageError:
@@ -233,22 +235,22 @@ def is_there(path: str) -> bool:
 
 
 def removed_error(path: str) -> CheckpointNotFoundError:
-    """Return the error for a checkpoint that was named and went away."""
+    """Return the error for a named checkpoint that was removed."""
     return CheckpointNotFoundError(
         f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)", path=path
     )
 
 
 @contextmanager
-def telling_removal(path: str) -> Iterator[None]:
-    """Turn the errors of reading a checkpoint that is gone by now into the one that says so.
+def reporting_removal(path: str) -> Iterator[None]:
+    """Translate errors of reading a checkpoint that was removed meanwhile.
 
     Raises:
         CheckpointNotFoundError: it was removed.
     """
     try:
         yield
-    except _JUDGEMENTS:
+    except _POLICY_ERRORS:
         raise
     except Exception as error:
         if is_there(path):

@@ -1,4 +1,4 @@
-"""A checkpoint opened: the trees and JSON items in it, each of which is read by its own backend."""
+"""Open a checkpoint: its trees and JSON items, each with its own reader."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, st
 
 
 class Opened:
-    """A checkpoint of one tree or several, each of which is opened when it is first asked for.
+    """An open checkpoint of one tree or several; each item is opened on first use.
 
     Attributes:
         path: of the checkpoint.
-        items: name → where it lies; a checkpoint that is one tree has the single item ''.
-        trees: those items that are no JSON.
+        items: name → format and path; a checkpoint that is one tree has the single item ''.
+        trees: the items that are not JSON.
     """
 
     def __init__(self, path: str):
@@ -36,22 +36,22 @@ class Opened:
             found = detect.detect(path)
             self.path, self.items, self.trees = path, found.items, found.trees
             if paths.is_url(path) and len(found.items) == 1:
-                self.reader(*found.items)  # now, while what was listed is known
+                self.reader(*found.items)  # now, while the listing is cached
         if found.unknown:
             _log.warning("%s: items of an unknown kind are left out: %s", path, ", ".join(found.unknown))
 
     @property
     def parts(self) -> Sequence[str]:
-        """The items that make up the restored value: all of them, or the only tree."""
+        """Return the items of the restored value: all, or the only tree."""
         return list(self.trees if len(self.trees) == 1 else self.items)
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the restored value is a mapping of item name → item."""
+        """Return whether the restored value is a mapping of item name → item."""
         return len(self.parts) > 1 or (not self.trees and "" not in self.items)
 
     def reader(self, item: str) -> Reader:
-        """The open item of this name.
+        """Return the reader of an item.
 
         Raises:
             UnrecognizedFormatError, CorruptCheckpointError: it does not decode.
@@ -61,15 +61,15 @@ class Opened:
         return self._readers[item]
 
     def close(self) -> None:
-        """Closes all items."""
+        """Close all items."""
         self._open.close()
 
 
 def open_item(item: detect.Item) -> Reader:
-    """Opens one tree, or one JSON item.
+    """Open one tree or JSON item.
 
     Raises:
-        UnrecognizedFormatError: a file of something else.
+        UnrecognizedFormatError: a file of another kind.
         CorruptCheckpointError: it does not decode.
     """
     if item.format is None:
@@ -84,11 +84,11 @@ def open_item(item: detect.Item) -> Reader:
             f"{item.path} is not a checkpoint: it looks like {look}. Expected a msgpack file of Flax or an Orbax "
             "directory.",
             path=item.path,
-        ) from None  # that it does not decode, and advice for a damaged msgpack file, would only mislead
+        ) from None  # the advice for damaged msgpack files would mislead
 
 
 class JsonReader:
-    """A JSON item of an Orbax directory, whose values are there since the opening."""
+    """Reader of a JSON item of an Orbax directory; its values are read on opening."""
 
     format = Format.ORBAX
 
@@ -113,7 +113,7 @@ class JsonReader:
         return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, "/".join(path), self, value)
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
-        """The values of these handles; there are no arrays, so no parts."""
+        """Return the values of handles; there are no arrays, so no slices."""
         return [handle.locator for handle in handles if isinstance(handle, LeafHandle)]
 
     def sharding_of(self, name: str) -> None:  # noqa: ARG002  (nothing is an array)
@@ -121,9 +121,9 @@ class JsonReader:
         return
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def gives_lists(reader: Any) -> bool:
-    """Whether stored lists are restored as lists: Flax stores none, so in these places they are the caller's own."""
+    """Return whether stored lists stay lists: Flax writes none in msgpack, so they are the caller's own."""
     return reader.format is Format.MSGPACK or isinstance(reader, JsonReader)

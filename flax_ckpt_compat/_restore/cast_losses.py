@@ -1,4 +1,4 @@
-"""Tell whether a cast changes values by more than rounding."""
+"""Check whether a cast changes values by more than rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _integers: Any = ml_dtypes.iinfo
 
 
 def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether some value of a numeric array does not survive a cast.
+    """Return whether a numeric array loses values in a cast.
 
     From float to float, values may be rounded; all others have to be the same after the cast. Values beyond the range
     of the new dtype, NaN, infinities and signs that it lacks, fractions and imaginary parts do not survive.
@@ -42,7 +42,7 @@ def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def is_safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Return whether a dtype holds all values of another, or, as numpy says, those of 64-bit integers rounded."""
+    """Return whether every value of a dtype survives a cast to another; 64-bit integers may be rounded, as in numpy."""
     if stored == wanted:
         return True
     if 2 in (stored.isbuiltin, wanted.isbuiltin):  # of ml_dtypes; their kind says less
@@ -80,7 +80,7 @@ def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _is_in_range(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether all values are finite and within the range of a float dtype: two fast passes, for most arrays."""
+    """Return whether all values are finite and within a float dtype's range; two fast passes, for most arrays."""
     low, high, limits = float(array.min()), float(array.max()), _floats(dtype)
     return math.isfinite(low) and math.isfinite(high) and float(limits.min) <= low and high <= float(limits.max)
 
@@ -100,7 +100,7 @@ def _is_only_rounded(array: Array, dtype: np.dtype[Any]) -> bool:
 
 
 def _is_kept(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether all values are the same after a cast from or to integers or truth values."""
+    """Return whether all values are the same after a cast from or to integers or booleans."""
     with np.errstate(all="ignore"):
         if array.dtype.itemsize == dtype.itemsize == 1:  # of these, some have no cast to others
             array = array.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Reading arrays that are cast, a few at a time, so that never much is in memory in both dtypes."""
+"""Read and cast arrays in small batches, so that little memory holds both dtypes at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flax_ckpt_compat._restore import cast_losses
 _AT_ONCE = 64 * 2**20
 _NUMBERS = frozenset("biufcV")  # V: those of ml_dtypes
 
-Asked = LeafHandle | ArraySlice
+Readable = LeafHandle | ArraySlice
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,8 +26,8 @@ class Cast:
 
     Attributes:
         dtype: the new one.
-        is_checked: look whether values are lost.
-        is_lossy: whether some were.
+        is_checked: check for lost values.
+        is_lossy: values were lost.
     """
 
     dtype: np.dtype[Any]
@@ -35,7 +35,7 @@ class Cast:
     is_lossy: bool = False
 
     def __call__(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the array in the new dtype, or itself if that is its own."""
+        """Return the array in the new dtype; the array itself if it has that dtype."""
         if array.dtype == self.dtype:
             return array
         self.is_lossy = self.is_lossy or (self.is_checked and cast_losses.is_lossy(array, self.dtype))
@@ -62,15 +62,15 @@ def exists(stored: np.dtype[Any], wanted: Any) -> bool:
 
 
 def _source(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return what numpy can cast: the real parts where the result has no others, or an exact copy in between."""
+    """Return an array that numpy can cast: the real part for a real dtype, or an exact float32 copy."""
     if array.dtype.kind == "c" and dtype.kind != "c":
         return array.real
     # Some small dtypes have no cast to others; float32 holds all their values.
-    return array if _is_direct(array.dtype, dtype) else array.astype(np.float32)
+    return array if _has_direct_cast(array.dtype, dtype) else array.astype(np.float32)
 
 
 @functools.cache
-def _is_direct(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+def _has_direct_cast(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     try:
         np.zeros((), stored).astype(wanted)
     except TypeError:
@@ -79,7 +79,7 @@ def _is_direct(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def cast_of(handle: LeafHandle, wanted: Any) -> np.dtype[Any] | None:
-    """What an array can be cast to as soon as it is read; None for all that is decided later, or not cast."""
+    """Return the dtype to cast an array to as soon as it is read, or None if it is decided later or not cast."""
     stored = handle.dtype
     if handle.kind is not LeafKind.ARRAY or handle.possible_kinds or stored is None or not isinstance(wanted, np.dtype):
         return None
@@ -87,30 +87,33 @@ def cast_of(handle: LeafHandle, wanted: Any) -> np.dtype[Any] | None:
 
 
 def read(
-    read_all: Callable[[Sequence[Asked]], list[Any]], wanted: Sequence[Asked], casts: Mapping[int, Cast]
+    read_all: Callable[[Sequence[Readable]], list[Any]], wanted: Sequence[Readable], casts: Mapping[Readable, Cast]
 ) -> list[Any]:
-    """The values, in their order.
+    """Read values and cast them.
 
     Args:
-        read_all: of the checkpoint's reader.
-        wanted: handles and parts, each once.
-        casts: id of each array that is cast → its cast.
+        read_all: the reader's `read`.
+        wanted: handles and slices, each once.
+        casts: handle or slice → its cast, for those that are cast.
+
+    Returns:
+        The values, in the order of ``wanted``.
     """
     if not casts:
         return list(read_all(wanted))
-    plain = [one for one in wanted if id(one) not in casts]
-    values = dict(zip(map(id, plain), read_all(plain), strict=True))
-    for batch in _batches([one for one in wanted if id(one) in casts]):
+    uncast = [one for one in wanted if one not in casts]
+    values = dict(zip(uncast, read_all(uncast), strict=True))
+    for batch in _batches([one for one in wanted if one in casts]):
         read_now = read_all(batch)
         read_now.reverse()
         for one in batch:
-            values[id(one)] = casts[id(one)](read_now.pop())
-    return [values[id(one)] for one in wanted]
+            values[one] = casts[one](read_now.pop())
+    return [values[one] for one in wanted]
 
 
-def _batches(wanted: Sequence[Asked]) -> Iterator[list[Asked]]:
-    """Stretches of little memory, or of one array; parts of one array stay together, as they may share chunks."""
-    batch: list[Asked] = []
+def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:
+    """Yield batches of little memory, or of one array; slices of one array stay together, as they may share chunks."""
+    batch: list[Readable] = []
     room, last = _AT_ONCE, None
     for one in wanted:
         size, handle = _nbytes(one), one.handle if isinstance(one, ArraySlice) else one
@@ -123,7 +126,7 @@ def _batches(wanted: Sequence[Asked]) -> Iterator[list[Asked]]:
         yield batch
 
 
-def _nbytes(one: Asked) -> int:
+def _nbytes(one: Readable) -> int:
     if isinstance(one, LeafHandle):
         return one.nbytes
     assert one.handle.dtype is not None

@@ -1,6 +1,6 @@
-"""Restores through checkpointer objects of real Orbax that callers pass in.
+"""Read checkpoints through Orbax checkpointer objects that callers pass in.
 
-Never imports orbax: whoever passes such an object has imported it already.
+Never imports orbax: the caller has imported it to make the object.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _ABSENT = object()
 
 
 class Reader:
-    """Reads a checkpoint through the caller's checkpointer; what is in it, our own metadata reader tells.
+    """Reader over the caller's checkpointer; the tree comes from our own metadata reader.
 
-    Orbax's handlers leave out leaves that they have no example for, and give numpy scalars as Python numbers. What is
-    not of the type that was stored is read by our own reader.
+    Orbax's handlers leave out leaves that they have no example for, and return numpy scalars as Python numbers. Values
+    that do not have the stored type are read by our own reader.
     """
 
     format = Format.ORBAX
 
     def __init__(self, checkpointer: Any, path: str, tree: Node, own: backend.Reader | None = None):
-        """Prepare to read.
+        """Wrap a checkpointer.
 
         Args:
-            checkpointer: of real Orbax.
-            path: of the checkpoint.
-            tree: of its leaf handles.
-            own: our reader of the same checkpoint; None where we have none.
+            checkpointer: an Orbax checkpointer.
+            path: the checkpoint's path.
+            tree: the checkpoint's tree of leaf handles.
+            own: our reader of the same checkpoint, if there is one.
         """
         self._checkpointer, self.path, self.tree, self._own = checkpointer, path, tree, own
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
-        """Return the values of these handles of the tree, or parts of them, in their order; arrays in host memory."""
+        """Return the values of handles of the tree, or slices of them, in order; arrays in host memory."""
         restored = _restored(self._checkpointer, self.path, self._arguments())
-        paths = {id(leaf): path for path, leaf in iter_leaves(self.tree)}
+        paths = {leaf: path for path, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle)}
         whole = [one.handle if isinstance(one, ArraySlice) else one for one in handles]
-        values = [_in_memory(_at(restored, paths[id(handle)]), handle) for handle in whole]
+        values = [_in_memory(_at(restored, paths[handle]), handle) for handle in whole]
         if self._own is not None:
             wrong = [number for number, value in enumerate(values) if not _is_as_stored(value, whole[number])]
             for number, value in zip(wrong, self._own.read([whole[number] for number in wrong]), strict=True):
@@ -68,19 +68,19 @@ class Reader:
         ]
 
     def _arguments(self) -> Mapping[str, Any]:
-        """Return what makes the known handlers read arrays to the host, whatever devices they were saved from."""
+        """Return arguments that make known handlers read arrays to the host, whatever devices they were saved from."""
         handler = type(getattr(self._checkpointer, "handler", None)).__mro__
         names = {kind.__name__ for kind in handler}
         if "PyTreeCheckpointHandler" in names:
-            return {"restore_args": _plain(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
+            return {"restore_args": _to_containers(map_leaves(lambda _, leaf: _restore_args(leaf), self.tree))}
         if "StandardCheckpointHandler" in names:
-            examples = _plain(map_leaves(lambda _, leaf: _example(leaf), self.tree))
+            examples = _to_containers(map_leaves(lambda _, leaf: _example(leaf), self.tree))
             return {"target" if _takes_target(self._checkpointer) else "item": examples}
         return {}
 
 
 def restore_raw(checkpointer: Any, path: str) -> Any:
-    """Return whatever the checkpointer makes of a directory that our own reader does not know."""
+    """Restore a directory that our own reader does not know, with the checkpointer alone."""
     return _restored(checkpointer, path, {})
 
 
@@ -96,7 +96,7 @@ def _restored(checkpointer: Any, path: str, arguments: Mapping[str, Any]) -> Any
 
 
 def _takes_target(checkpointer: Any) -> bool:
-    """Whether ``restore`` itself takes a target; a plain ``Checkpointer`` passes an item on to its handler."""
+    """Return whether ``restore`` itself takes a target; a plain ``Checkpointer`` passes an item on to its handler."""
     return "target" in inspect.signature(type(checkpointer).restore).parameters
 
 
@@ -111,7 +111,7 @@ def _restore_args(leaf: Any) -> Any:
 
 
 def _example(leaf: Any) -> Any:
-    """Return something of the leaf's type, of no size in memory, for handlers that want an example."""
+    """Return an example of the leaf's type that takes no memory."""
     if not isinstance(leaf, LeafHandle):
         return leaf
     if leaf.kind is LeafKind.ARRAY:
@@ -120,9 +120,9 @@ def _example(leaf: Any) -> Any:
 
 
 def _in_memory(value: Any, handle: LeafHandle) -> Any:
-    """Return the value as our own readers give it: arrays that the caller may write to, keys taken apart."""
+    """Convert a value to what our own readers return: writable arrays, PRNG keys as `KeyData`."""
     if state_dict.is_prng_key(value):
-        return state_dict.key_apart(value)
+        return state_dict.split_key(value)
     if handle.kind is not LeafKind.ARRAY or value is None or value is _ABSENT:
         return value
     array = np.asarray(value)
@@ -137,10 +137,10 @@ def _is_as_stored(value: Any, handle: LeafHandle) -> bool:
     return type(value) is _TYPES.get(handle.kind)
 
 
-def _plain(node: Node) -> Any:
+def _to_containers(node: Node) -> Any:
     if not isinstance(node, Branch):
         return node
-    children = {name: _plain(child) for name, child in node.children.items()}
+    children = {name: _to_containers(child) for name, child in node.children.items()}
     return list(children.values()) if node.container.is_sequence else children
 
 

@@ -22,7 +22,7 @@ PYTHON_NUMBERS = frozenset({LeafKind.BOOL, LeafKind.INT, LeafKind.FLOAT, LeafKin
 
 
 class TargetKind(enum.Enum):
-    """What a leaf of the target asks for."""
+    """Kind of value that a leaf of the target asks for."""
 
     ARRAY = "array"
     KEY = "typed PRNG key"
@@ -43,13 +43,13 @@ _FITTING = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KindDifference:
-    """A leaf, or a sequence, of the target that the checkpoint has as something else.
+    """A leaf or sequence of the target whose stored counterpart is of another kind.
 
     Attributes:
         path: key path in the target.
-        stored: what the checkpoint has, in a few words.
-        wanted: what the target has, in a few words.
-        hint: what to do about it, or empty.
+        stored: the stored kind, in a few words.
+        wanted: the target's kind, in a few words.
+        hint: a remedy, or empty.
         is_leaf: the target has an array, a number, text or bytes there.
     """
 
@@ -61,12 +61,12 @@ class KindDifference:
 
     @property
     def what(self) -> str:
-        """Return the two in one phrase."""
+        """Return both kinds in one phrase."""
         return f"stored {self.stored}, target {self.wanted}"
 
 
 def target_kind(leaf: Any) -> TargetKind:
-    """Return what a leaf of the target asks for; it is not None."""
+    """Return the kind that a leaf of the target, not None, asks for."""
     if isinstance(leaf, np.generic | bool | int | float | complex) and not isinstance(leaf, np.str_ | np.bytes_):
         return TargetKind.NUMBER
     if isinstance(leaf, np.ndarray):
@@ -88,7 +88,7 @@ def becomes_array(target: Any, cast: bool) -> bool:
 
 
 def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | None:
-    """Return how a stored node differs in kind from the target's leaf, or None.
+    """Compare the kind of a stored node with that of the target's leaf; None if they fit.
 
     Args:
         path: key path in the target.
@@ -107,7 +107,7 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
 
 
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
-    """Return the difference of a stored sequence that has more entries than the target's."""
+    """Return the difference for a stored sequence with more entries than the target's."""
     hint = "Entries that the target lacks would be dropped; extend the sequence, or drop them with rules.drop."
     return KindDifference(path, f"a sequence of {stored} entries", f"a sequence of {target}", hint)
 
@@ -184,13 +184,13 @@ def _key_hint(stored: Any, target: Any) -> str:
 
 
 def _is_instance(value: Any, module: str, name: str) -> bool:
-    """Return whether it is an instance of a class of a module that may not be loaded."""
+    """Return whether a value is an instance of a class in a module that need not be loaded."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 
 
 def module_difference(tree: Any) -> KindDifference | None:
-    """Return the difference for a target that is an ``nnx.Module`` or optimizer, which is not a tree of leaves."""
+    """Return the difference for a target that is an ``nnx.Module`` or optimizer and so no tree of leaves, or None."""
     for name in ("Module", "Optimizer"):
         if _is_instance(tree, "flax.nnx", name):
             hint = "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
@@ -199,7 +199,7 @@ def module_difference(tree: Any) -> KindDifference | None:
 
 
 def explain(differences: Sequence[KindDifference], source: str, *, refused: bool) -> str:
-    """Return the message for leaves of another kind: folded, and what to do."""
+    """Return the message for leaves of another kind: a folded list, then the remedies."""
     count = len(differences)
     first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
     lines = [first + (":" if refused else "; what is stored is returned:")]

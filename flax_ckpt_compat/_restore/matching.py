@@ -1,4 +1,4 @@
-"""Checkpoint tree + target tree → where each target leaf comes from; reads no array data."""
+"""Match a checkpoint's tree with a target: decide where each target leaf comes from. Reads no array data."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _KEY_DATA = np.dtype(np.uint32)
 
 @dataclasses.dataclass(slots=True)
 class Match:
-    """The outcome.
+    """Result of matching a checkpoint with a target.
 
     Attributes:
         sources: nested dicts with the target's structure; leaves are `FromCheckpoint` or `FromTarget`.
-        missing: key paths of target leaves that the checkpoint lacks, and that nothing says to keep.
-        empty: those of them that are containers without children, such as optax.EmptyState.
-        unused: key paths of stored leaves that the target does not ask for.
+        missing: key paths of target leaves that the checkpoint lacks and no transform gives or keeps.
+        empty: the missing key paths that are containers without children, such as optax.EmptyState.
+        unused: key paths of stored leaves that are not in the target.
         shapes: (key path, stored shape, target shape) where they differ.
-        kinds: nodes that the checkpoint has as something else than the target.
+        kinds: nodes that differ in kind.
     """
 
     sources: Any = None
@@ -44,7 +44,7 @@ class Match:
     kinds: list[kind_differences.KindDifference] = dataclasses.field(default_factory=list)
 
 
-# What a target leaf gets; None leaves it to the checkpoint's leaf of the same path.
+# Key path and leaf of the target → its source; None for the checkpoint's leaf of the same path.
 Choose = Callable[[Path, Any], FromCheckpoint | FromTarget | None]
 
 
@@ -53,31 +53,31 @@ def match(
     target: Node,
     *,
     lenient: bool,
-    takes_anything: Callable[[Path], bool],
+    is_custom: Callable[[Path], bool],
     choose: Choose | None = None,
     cast: bool = False,
 ) -> Match:
-    """Pairs the leaves of a target with those of a checkpoint.
+    """Pair the leaves of a target with those of a checkpoint.
 
     Args:
-        stored: tree of leaf handles, or of what rules made of them.
-        target: tree of the target's own leaves.
+        stored: tree of leaf handles, or of the leaves that rules made of them.
+        target: the target's neutral tree.
         lenient: Orbax's transform semantics: None in the target stays None, a stored None counts as missing.
-        takes_anything: true for key paths of target nodes whose type restores foreign structures by its own rules.
-        choose: asked for every leaf of the target but None.
-        cast: the setting ``dtype="target"``, which makes arrays of numbers where the target has them.
+        is_custom: true for key paths of target nodes whose type has its own serialization and reads any structure.
+        choose: called for every leaf of the target but None.
+        cast: the setting ``dtype="target"``, which turns numbers into arrays where the target has arrays.
     """
     outcome = Match()
-    matcher = _Matcher(outcome, lenient, takes_anything, choose, cast)
+    matcher = _Matcher(outcome, lenient, is_custom, choose, cast)
     outcome.sources = matcher.node(stored, target, ())
     outcome.kinds += matcher.longer_sequences()
     if matcher.chosen:
-        there = dict(iter_leaves(stored))
-        outcome.unused = [path for path in outcome.unused if id(there.get(path)) not in matcher.chosen]
+        used = {path for path, leaf in iter_leaves(stored) if matcher.is_chosen(leaf)}
+        outcome.unused = [path for path in outcome.unused if path not in used]
     return outcome
 
 
-class _Nothing(enum.Enum):
+class _Absent(enum.Enum):
     ABSENT = "not in the checkpoint"
 
 
@@ -85,36 +85,36 @@ class _Nothing(enum.Enum):
 class _Matcher:
     outcome: Match
     lenient: bool
-    takes_anything: Callable[[Path], bool]
+    is_custom: Callable[[Path], bool]
     choose: Choose | None
     cast: bool
-    chosen: set[int] = dataclasses.field(default_factory=set)
+    chosen: set[LeafHandle] = dataclasses.field(default_factory=set)
     longer: list[tuple[Path, Mapping[str, Node], Branch]] = dataclasses.field(default_factory=list)
 
     def node(self, stored: Node, target: Node, path: Path) -> Any:
         if stored is Own.TARGET:
-            return _kept(target, "from_target")
+            return _keep_target(target, "from_target")
         if not isinstance(target, Branch):
             return self.leaf(stored, target, path)
         if isinstance(stored, Branch):
             return self.branch(stored, target, path)
-        self.leave(stored, path)
-        return self.absent(target, path) if target.children or stored is _Nothing.ABSENT else {}
+        self.note_unused(stored, path)
+        return self.absent(target, path) if target.children or stored is _Absent.ABSENT else {}
 
     def branch(self, stored: Branch, target: Branch, path: Path) -> Any:
-        there = fields_of(stored, target)
-        if self.choose is None and self.takes_anything(path) and not _same_names(stored, target):
+        fields = fields_of(stored, target)
+        if self.choose is None and self.is_custom(path) and not _same_names(stored, target):
             return FromCheckpoint(stored, None)
-        for name, child in there.items():
+        for name, child in fields.items():
             if name not in target.children:
-                self.leave(child, (*path, name))
-        if len(there) > len(target.children) and target.container.is_sequence:
-            self.longer.append((path, there, target))
+                self.note_unused(child, (*path, name))
+        if len(fields) > len(target.children) and target.container.is_sequence:
+            self.longer.append((path, fields, target))
         # A loop that calls node itself, because Flax's own functions nest no fewer than three calls for a level, and
         # what Flax restores within the recursion limit is restored here.
         children = {}
         for name, child in target.children.items():
-            found = there.get(name, _Nothing.ABSENT)
+            found = fields.get(name, _Absent.ABSENT)
             # As almost all leaves are: an array where the target has one of the same shape.
             if (
                 type(found) is LeafHandle
@@ -130,22 +130,22 @@ class _Matcher:
 
     def leaf(self, stored: Node, target: Any, path: Path) -> Any:
         if self.lenient and target is None:
-            self.leave(stored, path)
+            self.note_unused(stored, path)
             return FromTarget(None, "None in the target")
         source = self.choose(path, target) if self.choose is not None else None
         if source is not None:
-            self.leave(stored, path)
+            self.note_unused(stored, path)
             if isinstance(source, FromCheckpoint):
-                self.chosen.update(map(id, handles_of(source)))
+                self.chosen.update(handles_of(source))
                 source.target = self.compare(source.node, source.target, path)
             return source
-        if stored is _Nothing.ABSENT or (self.lenient and (stored is None or isinstance(stored, Branch))):
-            self.leave(stored, path)
+        if stored is _Absent.ABSENT or (self.lenient and (stored is None or isinstance(stored, Branch))):
+            self.note_unused(stored, path)
             return self.absent(target, path)
         return FromCheckpoint(stored, self.compare(stored, target, path))
 
     def compare(self, stored: Node, target: Any, path: Path) -> Any:
-        """Notes a shape, or else a kind, that is not the target's; returns the target if it can say what it wants."""
+        """Record a shape, or else a kind, that is not the target's. Return the target, or None if it is not a leaf."""
         shape = getattr(target, "shape", None)
         is_leaf = isinstance(stored, LeafHandle | Derived)
         if is_leaf and isinstance(shape, tuple) and self.differ(stored, target, shape):
@@ -168,40 +168,44 @@ class _Matcher:
         return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
 
     def shape_of(self, stored: LeafHandle | Derived, target: Any) -> Any:
-        """The stored shape, of keys that of their data unless the target has typed keys too."""
+        """Return the stored shape; of PRNG keys that of their data, unless the target has typed keys too."""
         is_key = isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY and state_dict.is_prng_key(target)
         return stored.shape[:-1] if is_key and stored.shape is not None else stored.shape
 
     def longer_sequences(self) -> list[kind_differences.KindDifference]:
-        """The sequences that the target has shorter, unless transforms take the entries for other leaves."""
+        """Return the stored sequences that are longer than the target's, unless transforms use the extra entries."""
         found = []
-        for path, there, target in self.longer:
-            left = [child for name, child in there.items() if name not in target.children and name.isdecimal()]
+        for path, fields, target in self.longer:
+            left = [child for name, child in fields.items() if name not in target.children and name.isdecimal()]
             leaves = [leaf for child in left for _, leaf in iter_leaves(child)]
-            if left and not (leaves and all(id(leaf) in self.chosen for leaf in leaves)):
-                found.append(kind_differences.longer_sequence(path, len(there), len(target.children)))
+            if left and not (leaves and all(map(self.is_chosen, leaves))):
+                found.append(kind_differences.longer_sequence(path, len(fields), len(target.children)))
         return found
 
-    def leave(self, stored: Node, path: Path) -> None:
-        """Notes what is stored here as unused."""
-        if stored is not None and stored is not _Nothing.ABSENT:
+    def is_chosen(self, leaf: Any) -> bool:
+        """Return whether transforms take a stored leaf for some leaf of the target."""
+        return isinstance(leaf, LeafHandle) and leaf in self.chosen
+
+    def note_unused(self, stored: Node, path: Path) -> None:
+        """Record the stored leaves below a node as unused."""
+        if stored is not None and stored is not _Absent.ABSENT:
             self.outcome.unused.extend((*path, *rest) for rest, _ in iter_leaves(stored))
 
     def absent(self, target: Node, path: Path) -> Any:
-        """The target's own values for a node that the checkpoint lacks, each noted as missing."""
+        """Return the target's values for a node that the checkpoint lacks, and record each as missing."""
         if isinstance(target, Branch) and target.children:
-            return {name: self.node(_Nothing.ABSENT, child, (*path, name)) for name, child in target.children.items()}
+            return {name: self.node(_Absent.ABSENT, child, (*path, name)) for name, child in target.children.items()}
         self.outcome.missing.append(path)
         if not isinstance(target, Branch):
-            return FromTarget(target, _Nothing.ABSENT.value)
+            return FromTarget(target, _Absent.ABSENT.value)
         self.outcome.empty.add(path)
         return {}
 
 
-def _kept(target: Node, why: str) -> Any:
+def _keep_target(target: Node, why: str) -> Any:
     if not isinstance(target, Branch):
         return FromTarget(target, why)
-    return {name: _kept(child, why) for name, child in target.children.items()}
+    return {name: _keep_target(child, why) for name, child in target.children.items()}
 
 
 def _same_names(stored: Node, target: Node) -> bool:

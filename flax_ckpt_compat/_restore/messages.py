@@ -1,4 +1,4 @@
-"""Messages about leaves that are missing or of another shape, with the remedies, the safest first."""
+"""Compose messages about missing leaves and other shapes, with remedies, the safest first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RENAMED = (
 
 
 def missing_leaves(match: Match, stored: Node, source: str) -> str:
-    """Return what is missing, folded, each with the nearest stored names; without remedies."""
+    """Return the folded list of missing leaves, each with the nearest stored names; without remedies."""
     lines = [f"{source} lacks {len(match.missing)} of the leaves that the target asks for:"]
     rows, more = shown([Row((show_path(path),), ("empty",) * (path in match.empty)) for path in match.missing])
     names = Names(_names_of(stored))
@@ -29,8 +29,8 @@ def missing_leaves(match: Match, stored: Node, source: str) -> str:
     for row in rows:
         near = names.nearest(row.names[0])
         any_near = any_near or bool(near)
-        told = f"   (stored: {', '.join(near)})" if near else ""
-        line = f"  {row.names[0]}{told}{'   (empty: holds no values)' if row.detail else ''}{row.note}"
+        similar = f"   (stored: {', '.join(near)})" if near else ""
+        line = f"  {row.names[0]}{similar}{'   (empty: holds no values)' if row.detail else ''}{row.note}"
         lines.append(printable(line, one_line=True))
     if more:
         lines.append(
@@ -55,7 +55,7 @@ def _top_level(stored: Node) -> str:
 
 
 def missing_remedies(match: Match, target: Node, suggestion: str) -> str:
-    """Return what to do about missing leaves.
+    """Return the remedies for missing leaves.
 
     Args:
         match: the outcome.
@@ -74,7 +74,7 @@ def missing_remedies(match: Match, target: Node, suggestion: str) -> str:
 
 
 def _from_target(target: Node, paths: Iterable[Path]) -> str:
-    """Return the rule that leaves some leaves to the target; empty where it would take many paths."""
+    """Return the rule that keeps some of the target's leaves; empty if it would name many paths."""
     tops = [show_path(path) for path in topmost(target, set(paths))]
     return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
 
@@ -82,14 +82,14 @@ def _from_target(target: Node, paths: Iterable[Path]) -> str:
 def other_shapes(
     shapes: Sequence[ShapeDifference], source: str, target: Node, *, arrays: int, refused: bool, suggestion: str = ""
 ) -> str:
-    """Return which shapes differ, folded, and what to do.
+    """Return the folded list of shapes that differ, and the remedies.
 
     Args:
-        shapes: what differs.
+        shapes: the differences.
         source: path of the checkpoint.
         target: the target's neutral tree.
-        arrays: how many stored arrays the target asks for.
-        refused: whether this is an error; else the stored arrays are returned.
+        arrays: number of stored arrays that the target asks for.
+        refused: the restore fails; else the stored arrays are returned.
         suggestion: rules that map the checkpoint to the target; empty if none are clear.
     """
     keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(_at(target, path))}
@@ -121,7 +121,7 @@ def _difference(was: tuple[int, ...], want: tuple[int, ...], is_key: bool) -> st
 
 
 def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
-    """Return whether a stored shape can be that of the data of keys: one axis more, of two or four numbers."""
+    """Return whether a stored shape can be that of PRNG key data: one more axis, of length two or four."""
     return len(was) == len(want) + 1 and was[-1] in (2, 4)
 
 
@@ -132,7 +132,7 @@ def _at(node: Node, path: Path) -> Any:
 
 
 def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
-    """Return what to do where all arrays on one side have one more leading axis of one length, as pmap wants it."""
+    """Return the remedy if all arrays on one side have one more leading axis of the same length, as for pmap."""
     if len(shapes) < arrays:
         return ""
     axes = {want[:1] for _, was, want in shapes if want[1:] == was}

@@ -1,4 +1,4 @@
-"""Stored values → what the caller gets: casting, devices, PRNG keys, and containers."""
+"""Give stored values their final form: casts, devices, PRNG keys, containers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, normal
 from flax_ckpt_compat._restore import cast_losses, casting, scalar_kinds, target_shardings
 from flax_ckpt_compat._trees import state_dict
 
-# What only has to be put somewhere, or nowhere, is simple; this is all else.
+# Sentinel: the leaf needs casting, resharding or key handling.
 NOT_SIMPLE: Any = object()
 
 
 class Targets:
-    """Which arrays only have to be put where a target's leaf is, or nowhere; asks jax once a type and sharding."""
+    """Cache of shardings for arrays that only have to be put on one device, or nowhere; asks jax once per sharding."""
 
     def __init__(self) -> None:
-        # True for jax's arrays, False for what says nothing about places, None for what may say more.
+        # True for jax's arrays, False for types without a sharding, None for abstract arrays.
         self._types = Memo(_is_array_type)
         self._places = Memo(_place)
         self._held = Memo(is_held)
         self._device_count = 0
 
     def simple(self, target: Any, dtype: Any, rank: int, on_device: bool) -> Any:
-        """How an array that is not cast gets its final form.
+        """Return the sharding that an uncast array is put on.
 
         Args:
             target: the target's leaf, or None.
@@ -38,8 +38,8 @@ class Targets:
             on_device: see `TargetLeafSpec`.
 
         Returns:
-            The sharding of one device that it is put on, the same object for all that are equal; None where it stays
-            in host memory; or `NOT_SIMPLE`.
+            A sharding of one device, the same object for equal ones; None if the array stays in host memory; or
+            `NOT_SIMPLE`.
         """
         is_array = self._types[type(target)]
         if not is_array:
@@ -54,7 +54,7 @@ class Targets:
         return sharding if simple else NOT_SIMPLE
 
     def _is_one_device(self) -> bool:
-        # Not asked before there is an array: the answer starts jax's backends.
+        # Lazy: device_count starts jax's backends.
         self._device_count = self._device_count or jax.device_count()
         return self._device_count == 1
 
@@ -64,31 +64,31 @@ def _is_array_type(kind: type) -> bool | None:
 
 
 def _place(sharding: Any) -> tuple[Any, bool, int]:
-    """A sharding, whether an array of it is on one device of this process, and how many axes it has at least."""
+    """Return a sharding, whether it is one local device, and the least rank that it needs."""
     is_single = sharding.is_fully_addressable and len(sharding.device_set) == 1
     return sharding, is_single, len(getattr(sharding, "spec", ()))
 
 
 class TargetLeafSpec:
-    """The form that a target's leaf wants a value in: dtype and place.
+    """Dtype and sharding that a target's leaf asks for.
 
     Attributes:
         target: the target's leaf, or None.
-        sharding: where the value goes; None leaves it in host memory, as a numpy array.
-        is_checked: values that a cast loses are noted, because the caller asked for casts and for no dtype.
-        is_lossy: a cast lost values.
+        sharding: sharding of the value; None for a numpy array in host memory.
+        is_checked: record values lost in a cast: the caller asked for casts, not for this dtype.
+        is_lossy: values were lost in a cast.
     """
 
     __slots__ = ("_cast", "is_checked", "is_lossy", "sharding", "target")
 
     def __init__(self, target: Any, cast: bool, on_device: bool):
-        """Takes what the target says.
+        """Read a target's leaf.
 
         Args:
             target: the target's leaf, or None.
             cast: cast arrays to the target's dtype; `jax.ShapeDtypeStruct` targets always do.
-            on_device: give arrays the target's sharding, if it has one; else they stay numpy arrays unless the
-                target asks for a sharding explicitly: an abstract leaf, or an array on several devices.
+            on_device: use any sharding of the target; else only an explicit one: of an abstract leaf, or of an array
+                on several devices.
         """
         self.target = target
         self._cast = cast or isinstance(target, jax.ShapeDtypeStruct)
@@ -96,12 +96,12 @@ class TargetLeafSpec:
         self.sharding = target_shardings.wanted(target, on_device)
 
     def dtype(self, stored: Any) -> Any:
-        """What an array of this dtype is cast to."""
+        """Return the dtype that an array of dtype ``stored`` is cast to."""
         wanted = getattr(self.target, "dtype", None) if self._cast and not state_dict.is_prng_key(self.target) else None
         return stored if wanted is None else wanted
 
     def place(self, value: np.ndarray[Any, Any]) -> Any:
-        """The array, cast and placed.
+        """Cast and place an array.
 
         Raises:
             DtypeMismatchError: there is no such cast.
@@ -115,7 +115,7 @@ class TargetLeafSpec:
             return on_devices(value, self.sharding)
 
     def cast(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the array in the dtype that the target wants."""
+        """Cast an array to the target's dtype."""
         dtype = self.dtype(value.dtype)
         if dtype == value.dtype:
             return value
@@ -126,159 +126,157 @@ class TargetLeafSpec:
 
 
 class LeafPlacement:
-    """One stored leaf that was asked for.
+    """Reads and placement of one stored leaf.
 
     Attributes:
-        handle: its handle.
-        asked: what of it has to be read: all, or each distinct shard that a device of this process shall hold; nothing
-            where none of its devices shall hold any.
+        handle: the leaf's handle.
+        reads: the handle, or one slice per distinct shard on this process's devices; empty if all shards are elsewhere.
     """
 
-    __slots__ = ("_form", "asked", "handle")
+    __slots__ = ("_spec", "handle", "reads")
 
-    def __init__(self, handle: LeafHandle, form: TargetLeafSpec):
-        """Decides what has to be read.
+    def __init__(self, handle: LeafHandle, spec: TargetLeafSpec):
+        """Plan the reads.
 
         Args:
             handle: of the leaf.
-            form: what the target's leaf wants; its sharding, if it has one, can hold the stored shape.
+            spec: the target's; its sharding, if any, fits the stored shape.
         """
-        self.handle, self._form = handle, form
-        boxes = self._boxes() if handle.kind is LeafKind.ARRAY and not state_dict.is_prng_key(form.target) else []
-        self.asked: list[LeafHandle | ArraySlice] = [ArraySlice(handle, box) for box in boxes] or [handle]
-        if self._is_elsewhere():
-            self.asked = []
+        self.handle, self._spec = handle, spec
+        is_array = handle.kind is LeafKind.ARRAY and not state_dict.is_prng_key(spec.target)
+        indices = self._shard_indices() if is_array else []
+        self.reads: list[LeafHandle | ArraySlice] = [ArraySlice(handle, index) for index in indices] or [handle]
+        if is_array and self._is_elsewhere():
+            self.reads = []
 
     def finalize(self, values: list[Any]) -> Any:
-        """The leaf in its final form.
+        """Return the leaf in its final form.
 
         Args:
-            values: what the backend read of what was asked.
+            values: the values of `reads`.
         """
-        if not self.asked:
-            return state_dict.without_shards(self.handle.shape, self.dtype, self._form.sharding)
-        if isinstance(self.asked[0], ArraySlice):
+        if not self.reads:
+            return state_dict.without_shards(self.handle.shape, self.dtype, self._spec.sharding)
+        if isinstance(self.reads[0], ArraySlice):
             return self._sharded(values)
-        target = self._form.target
+        target = self._spec.target
         value, handle = scalar_kinds.resolve_scalar_kind(values[0], self.handle, target)
         if isinstance(value, KeyData):
             try:
                 with all_transfers_allowed():
-                    return state_dict.put_key_together(value, self._form.sharding)
+                    return state_dict.join_key(value, self._spec.sharding)
             except ValueError:
                 if state_dict.has_implementation(value.impl):
                     raise
                 return scalar_kinds.data_of_unknown_key(value, handle, target)
         if handle.kind is LeafKind.ARRAY:
-            return self._form.place(np.asarray(value))
+            return self._spec.place(np.asarray(value))
         return self._scalar(value, handle)
 
     def _scalar(self, value: Any, handle: LeafHandle) -> Any:
-        """A number, text or bytes; a number as an array, or cast, if the target asks for that."""
-        form = self._form
-        if not scalar_kinds.is_converted(handle, form.target, form.is_checked):
+        """Return a number, text or bytes; convert or cast a number if the target asks for that."""
+        spec = self._spec
+        if not scalar_kinds.is_converted(handle, spec.target, spec.is_checked):
             return value
-        # Whether one number fits is quickly seen, so nothing is warned of that only might be lost.
-        form.is_checked = True
+        # Checking one number is cheap, so warn only about values that are lost, not about those that might be.
+        spec.is_checked = True
         array = np.asarray(value)
-        if scalar_kinds.wants_array(form.target):
-            return form.place(array)
-        cast = casting.Cast(scalar_kinds.number_dtype(form.target), True)
+        if scalar_kinds.wants_array(spec.target):
+            return spec.place(array)
+        cast = casting.Cast(scalar_kinds.number_dtype(spec.target), True)
         number = cast(array)
-        form.is_lossy = cast.is_lossy
-        return number[()] if isinstance(form.target, np.generic) else number.item()
+        spec.is_lossy = cast.is_lossy
+        return number[()] if isinstance(spec.target, np.generic) else number.item()
 
     @property
     def is_lossy(self) -> bool:
-        """Whether a cast lost values."""
-        return self._form.is_lossy
+        """Return whether a cast lost values."""
+        return self._spec.is_lossy
 
     @property
     def dtype(self) -> Any:
-        """What the array is cast to, or has anyway."""
-        return self._form.dtype(self.handle.dtype)
+        """Return the dtype after the cast, if any."""
+        return self._spec.dtype(self.handle.dtype)
 
     @property
     def is_placed(self) -> bool:
-        """Whether the target says which devices it goes to."""
-        return self._form.sharding is not None
+        """Return whether the leaf goes to a sharding."""
+        return self._spec.sharding is not None
 
     @property
     def narrowed(self) -> str | None:
-        """How the cast that an abstract target asks for may lose values, or None; the setting asks for it outright."""
+        """Return the leaf and dtypes of an abstract target's cast that may lose values, or None."""
         stored = self.handle.dtype
-        is_abstract = isinstance(self._form.target, jax.ShapeDtypeStruct)
+        is_abstract = isinstance(self._spec.target, jax.ShapeDtypeStruct)
         if self.handle.kind is not LeafKind.ARRAY or stored is None or not is_abstract:
             return None
-        wanted = self._form.dtype(stored)
+        wanted = self._spec.dtype(stored)
         return None if cast_losses.is_safe(stored, wanted) else f"{show_path(self.handle.path)}: {stored} to {wanted}"
 
-    def _boxes(self) -> list[tuple[slice, ...]]:
-        """The distinct shards, if there are several and jax can hold them."""
-        shape, sharding = self.handle.shape, self._form.sharding
+    def _shard_indices(self) -> list[tuple[slice, ...]]:
+        """Return the indices of the distinct local shards, or nothing if the array is read whole."""
+        shape, sharding = self.handle.shape, self._spec.sharding
         if (
             sharding is None
             or sharding.is_fully_replicated
             or 0 in shape
-            or not is_held(self._form.dtype(self.handle.dtype))
+            or not is_held(self._spec.dtype(self.handle.dtype))
         ):
             return []
         indices = sharding.addressable_devices_indices_map(shape).values()
-        boxes = {_key(box): box for box in (normalize_index(index, shape) for index in indices)}
-        return list(boxes.values())
+        shards = {_key(index): index for index in (normalize_index(index, shape) for index in indices)}
+        return list(shards.values())
 
     def _is_elsewhere(self) -> bool:
-        """Whether it is an array that only devices of other processes shall hold."""
-        handle, sharding = self.handle, self._form.sharding
-        if handle.kind is not LeafKind.ARRAY or state_dict.is_prng_key(self._form.target):
-            return False
+        """Return whether all shards of the array go to devices of other processes."""
+        sharding = self._spec.sharding
         return sharding is not None and not sharding.addressable_devices and is_held(self.dtype)
 
     def _sharded(self, values: list[Any]) -> jax.Array:
-        """An array of its shards; each value goes to all devices that hold its box."""
+        """Assemble a sharded array; each value goes to all devices that hold its shard."""
         shape = self.handle.shape
         shards: dict[Any, np.ndarray[Any, Any]] = {
-            _key(part.index): self._form.cast(value)
-            for part, value in zip(self.asked, values, strict=True)
+            _key(part.index): self._spec.cast(value)
+            for part, value in zip(self.reads, values, strict=True)
             if isinstance(part, ArraySlice)
         }
 
         def shard(index: Any) -> np.ndarray[Any, Any]:
             return shards[_key(normalize_index(index, shape))]
 
-        sharding: Any = self._form.sharding
+        sharding: Any = self._spec.sharding
         with transfers_allowed():
             return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def _key(box: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((side.start, side.stop) for side in box)  # slices have no hash
+def _key(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((side.start, side.stop) for side in index)  # slices have no hash
 
 
 def transfers_allowed() -> Any:
-    """Within it jax may put arrays on devices: whoever forbids what happens unasked has asked for a restore."""
+    """Allow host-to-device transfers in a context: a restore is an explicit transfer, whatever the caller's guard."""
     return jax.transfer_guard_host_to_device("allow")
 
 
 def all_transfers_allowed() -> Any:
-    """The same for what also moves from device to device; takes longer."""
+    """Allow all transfers in a context, device to device too; slower to enter."""
     return jax.transfer_guard("allow")
 
 
 def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    """The array where the sharding says; the CPU backend may take over its memory."""
-    # For one device, too: half the time of jax.device_put.
+    """Put an array on a sharding's devices; the CPU backend may take over its memory."""
+    # Also for one device: takes half the time of jax.device_put.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def is_held(dtype: Any) -> bool:
-    """Return whether jax has arrays of this dtype, and keeps it (64 bits without x64: not)."""
+    """Return whether jax holds arrays of this dtype without narrowing them (64 bits need x64)."""
     return _can_be_held(np.dtype(dtype), jax.dtypes.canonicalize_dtype(np.float64))
 
 
 @functools.cache
 def _can_be_held(dtype: np.dtype[Any], widest: Any) -> bool:  # noqa: ARG001  (x64 can be switched on and off)
-    """False where jax has no such dtype, or would narrow it in silence (64 bits without x64): it stays as saved."""
+    """Return whether jax has the dtype and keeps it; cached per x64 mode."""
     try:
         kept = jax.eval_shape(lambda x: x, np.zeros((), dtype)).dtype
     except TypeError:
@@ -287,10 +285,11 @@ def _can_be_held(dtype: np.dtype[Any], widest: Any) -> bool:  # noqa: ARG001  (x
 
 
 def as_state(node: Node, *, lists: bool = False) -> Any:
-    """Nested dicts with text keys, as Flax restores without a target: lists are maps of '0', '1', …
+    """Convert to nested dicts with text keys, as Flax restores without a target: lists become dicts of '0', '1', …
 
     Args:
-        lists: lists stay lists. Flax writes no msgpack array, and gives one that others wrote as a list.
+        node: branches and values.
+        lists: lists stay lists. Flax writes no msgpack arrays, and restores those of other writers as lists.
     """
     if not isinstance(node, Branch):
         return node
@@ -299,7 +298,7 @@ def as_state(node: Node, *, lists: bool = False) -> Any:
 
 
 def as_stored(node: Node) -> Any:
-    """Lists, tuples and int keys where the format recorded them (setting ``structure="stored"``)."""
+    """Convert to lists, tuples and int keys where the format recorded them (setting ``structure="stored"``)."""
     if not isinstance(node, Branch):
         return node
     children = {name: as_stored(child) for name, child in node.children.items()}

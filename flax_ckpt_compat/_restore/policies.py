@@ -1,4 +1,4 @@
-"""Apply the policies to a restore that was planned: raise, warn, or say nothing. Reads no array data."""
+"""Apply the policies to a planned restore: raise, warn or ignore. Reads no array data."""
 
 from __future__ import annotations
 
@@ -23,123 +23,123 @@ from flax_ckpt_compat._restore.restore_plan import TreePlan
 from flax_ckpt_compat._restore.result_builder import Execution
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Stored leaves, above which an error does not wait for a suggestion.
+# Number of stored leaves above which errors carry no suggestion.
 _MANY = 1500
 
-# The class of an error, and what makes it: messages with proposals take long, and a plan needs none.
+# An error's class and its factory: messages with suggestions take long, and a plan needs none.
 Refusal = tuple[type[CheckpointError], Callable[[], CheckpointError]]
 
 
-def execution(work: TreePlan) -> Execution:
-    """Return a planned restore, laid out."""
+def execution(plan: TreePlan) -> Execution:
+    """Prepare the execution of a plan."""
     settings = config.current()
     cast = settings.dtype == "target"
-    return Execution(work.match.sources, work.reader, cast=cast, mapped=settings.mapped)
+    return Execution(plan.match.sources, plan.reader, cast=cast, mapped=settings.mapped)
 
 
-def refusals(work: TreePlan, problems: Problems) -> Iterator[Refusal]:
-    """Yield why a restore raises, the first one being what it raises."""
-    settings, match = config.current(), work.match
-    module = None if work.target is None else kind_differences.module_difference(work.target.tree)
+def refusals(plan: TreePlan, problems: Problems) -> Iterator[Refusal]:
+    """Yield the errors of a restore; it raises the first."""
+    settings, match = config.current(), plan.match
+    module = None if plan.target is None else kind_differences.module_difference(plan.target.tree)
     if module is not None and settings.kind_mismatch == "error":
-        yield KindMismatchError, lambda: _kinds_error(work, [module])
-    if match.missing and not work.adaptation.lenient and settings.missing_leaves == "error":
-        yield MissingLeavesError, lambda: _missing_error(work)
+        yield KindMismatchError, lambda: _kinds_error(plan, [module])
+    if match.missing and not plan.transforms.lenient and settings.missing_leaves == "error":
+        yield MissingLeavesError, lambda: _missing_error(plan)
     if match.kinds and settings.kind_mismatch == "error":
-        yield KindMismatchError, lambda: _kinds_error(work, match.kinds)
+        yield KindMismatchError, lambda: _kinds_error(plan, match.kinds)
     if match.shapes and settings.shape_mismatch == "error":
-        yield ShapeMismatchError, lambda: _shapes_error(work, match.shapes)
-    yield from _impossible(work, problems)
+        yield ShapeMismatchError, lambda: _shapes_error(plan, match.shapes)
+    yield from _impossible(plan, problems)
 
 
-def _impossible(work: TreePlan, problems: Problems) -> Iterator[Refusal]:
-    """Yield what no policy allows."""
-    for handle in problems.doubtful:
-        yield CorruptCheckpointError, lambda handle=handle: scalar_kinds.doubtful_key(handle)  # type: ignore[misc]
+def _impossible(plan: TreePlan, problems: Problems) -> Iterator[Refusal]:
+    """Yield the errors that no policy allows."""
+    for handle in problems.ambiguous:
+        yield CorruptCheckpointError, lambda handle=handle: scalar_kinds.ambiguous_key(handle)  # type: ignore[misc]
     for leaf, shape, sharding in problems.misfits:
-        yield ShapeMismatchError, _later(target_shardings.misfit, leaf, shape, sharding, work.reader.path)
+        yield ShapeMismatchError, _deferred(target_shardings.misfit, leaf, shape, sharding, plan.reader.path)
     for leaf, stored, wanted in problems.casts:
-        yield DtypeMismatchError, _later(no_cast, leaf, stored, wanted, work.reader.path)
+        yield DtypeMismatchError, _deferred(no_cast, leaf, stored, wanted, plan.reader.path)
 
 
-def _later(make: Callable[..., CheckpointError], *arguments: Any) -> Callable[[], CheckpointError]:
+def _deferred(make: Callable[..., CheckpointError], *arguments: Any) -> Callable[[], CheckpointError]:
     return lambda: make(*arguments)
 
 
-def judge(work: TreePlan, problems: Problems) -> None:
-    """Raise what a policy says, else log what differs.
+def enforce(plan: TreePlan, problems: Problems) -> None:
+    """Apply all policies: raise, or log the differences.
 
     Raises:
         CheckpointError: the first of `refusals`.
     """
-    match, path, settings = work.match, work.path, config.current()
+    match, path, settings = plan.match, plan.path, config.current()
     missing = tuple(map(show_path, match.missing))
-    _warn_of_idle(work, missing)
-    for _, error in refusals(work, problems):
+    _warn_of_unmatched(plan, missing)
+    for _, error in refusals(plan, problems):
         raise error()
-    if missing and work.adaptation.lenient:
+    if missing and plan.transforms.lenient:
         _log.info("%s: not in the checkpoint, kept: %s", path, one_line(missing))
     elif missing and settings.missing_leaves == "warn":
-        _log.warning("%s\nThe target's own values were kept.", messages.missing_leaves(match, work.tree, path))
+        _log.warning("%s\nThe target's own values were kept.", messages.missing_leaves(match, plan.tree, path))
     if match.kinds and settings.kind_mismatch == "warn":
         _log.warning(kind_differences.explain(match.kinds, path, refused=False))
-    judge_shapes(work, match.shapes)
-    if match.unused and work.target is not None:
+    enforce_shapes(plan, match.shapes)
+    if match.unused and plan.target is not None:
         _log.info("%s: not in the target, dropped: %s", path, one_line(map(show_path, match.unused)))
 
 
-def _warn_of_idle(work: TreePlan, missing: tuple[str, ...]) -> None:
-    """Name transforms that match nothing, and what is left to the target for it."""
-    idle = None if work.target is None else work.adaptation.explain_idle(work.target.node, work.tree)
-    if idle:
-        kept = f"; these leaves kept the target's own values: {one_line(missing)}" if work.adaptation.lenient else ""
-        _log.warning("%s: %s%s", work.path, idle, kept if missing else "")
+def _warn_of_unmatched(plan: TreePlan, missing: tuple[str, ...]) -> None:
+    """Warn about transforms that match nothing, and name the leaves that kept the target's values."""
+    unmatched = None if plan.target is None else plan.transforms.explain_unmatched(plan.target.node, plan.tree)
+    if unmatched:
+        kept = f"; these leaves kept the target's own values: {one_line(missing)}" if plan.transforms.lenient else ""
+        _log.warning("%s: %s%s", plan.path, unmatched, kept if missing else "")
 
 
-def judge_shapes(work: TreePlan, shapes: Sequence[matching.ShapeDifference]) -> None:
-    """Raise or log what the policy says for shapes that differ."""
+def enforce_shapes(plan: TreePlan, shapes: Sequence[matching.ShapeDifference]) -> None:
+    """Apply the policy for shapes that differ."""
     policy = config.current().shape_mismatch
     if not shapes or policy == "ignore":
         return
     if policy == "error":
-        raise _shapes_error(work, shapes)
-    _log.warning(_explain_shapes(work, shapes, refused=False))
+        raise _shapes_error(plan, shapes)
+    _log.warning(_explain_shapes(plan, shapes, refused=False))
 
 
-def _missing_error(work: TreePlan) -> MissingLeavesError:
-    assert work.target is not None  # whose leaves they are
-    message = messages.missing_leaves(work.match, work.tree, work.path)
-    remedies = messages.missing_remedies(work.match, work.target.node, _suggestion(work))
-    missing = tuple(map(show_path, work.match.missing))
-    return MissingLeavesError(f"{message}\n{remedies}", path=work.path, missing=missing)
+def _missing_error(plan: TreePlan) -> MissingLeavesError:
+    assert plan.target is not None
+    message = messages.missing_leaves(plan.match, plan.tree, plan.path)
+    remedies = messages.missing_remedies(plan.match, plan.target.node, _suggestion(plan))
+    missing = tuple(map(show_path, plan.match.missing))
+    return MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)
 
 
-def _kinds_error(work: TreePlan, differences: Sequence[kind_differences.KindDifference]) -> KindMismatchError:
-    message = kind_differences.explain(differences, work.path, refused=True)
-    return KindMismatchError(message, path=work.path, leaf=show_path(differences[0].path))
+def _kinds_error(plan: TreePlan, differences: Sequence[kind_differences.KindDifference]) -> KindMismatchError:
+    message = kind_differences.explain(differences, plan.path, refused=True)
+    return KindMismatchError(message, path=plan.path, leaf=show_path(differences[0].path))
 
 
-def _shapes_error(work: TreePlan, shapes: Sequence[matching.ShapeDifference]) -> ShapeMismatchError:
-    message = _explain_shapes(work, shapes, refused=True)
-    return ShapeMismatchError(message, path=work.path, leaf=show_path(shapes[0][0]))
+def _shapes_error(plan: TreePlan, shapes: Sequence[matching.ShapeDifference]) -> ShapeMismatchError:
+    message = _explain_shapes(plan, shapes, refused=True)
+    return ShapeMismatchError(message, path=plan.path, leaf=show_path(shapes[0][0]))
 
 
-def _explain_shapes(work: TreePlan, shapes: Sequence[matching.ShapeDifference], *, refused: bool) -> str:
-    assert work.target is not None  # whose shapes they are not
-    suggestion = _suggestion(work) if refused else ""
+def _explain_shapes(plan: TreePlan, shapes: Sequence[matching.ShapeDifference], *, refused: bool) -> str:
+    assert plan.target is not None
+    suggestion = _suggestion(plan) if refused else ""
     return messages.other_shapes(
-        shapes, work.path, work.target.node, arrays=work.arrays, refused=refused, suggestion=suggestion
+        shapes, plan.path, plan.target.node, arrays=plan.arrays, refused=refused, suggestion=suggestion
     )
 
 
-def _suggestion(work: TreePlan) -> str:
-    """Return what to add to a message about leaves: rules that map the checkpoint to the target, if that is clear."""
-    if sum(1 for _ in iter_leaves(work.tree)) > _MANY:
+def _suggestion(plan: TreePlan) -> str:
+    """Return text that proposes rules for mapping the checkpoint to the target, or empty if none are clear."""
+    if sum(1 for _ in iter_leaves(plan.tree)) > _MANY:
         return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
-    suggestion = work.suggest()
+    suggestion = plan.suggest()
     if suggestion is None or not suggestion.confident:
         return ""
     if len(suggestion.steps) > MAX_SHOWN:
         return f"{len(suggestion.steps)} rules would map it: the attribute suggestion of flax_ckpt_compat.plan_restore."
-    after = ", after those that were given" if work.adaptation.rules else ""
+    after = ", after those that were given" if plan.transforms.rules else ""
     return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"

@@ -1,4 +1,4 @@
-"""What makes a planned restore impossible, whatever the policies say."""
+"""Collect problems that make a restore impossible under any policy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flax_ckpt_compat._core.errors import DtypeMismatchError
 
 @dataclasses.dataclass(slots=True)
 class Problems:
-    """What makes a restore impossible, found before anything is read.
+    """Problems that make a restore impossible, found before any read.
 
     Attributes:
         misfits: (leaf, shape, sharding) of arrays that the target's sharding cannot hold.
         casts: (leaf, stored dtype, the target's) where there is no such cast.
-        doubtful: leaves that may be typed keys or their data.
+        ambiguous: leaves that may be typed PRNG keys or their raw data.
     """
 
     misfits: list[tuple[str, tuple[int, ...], Any]] = dataclasses.field(default_factory=list)
     casts: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
-    doubtful: list[LeafHandle] = dataclasses.field(default_factory=list)
+    ambiguous: list[LeafHandle] = dataclasses.field(default_factory=list)
 
 
 def no_cast(leaf: str, stored: Any, wanted: Any, path: str) -> DtypeMismatchError:

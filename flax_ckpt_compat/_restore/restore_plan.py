@@ -1,4 +1,4 @@
-"""What a restore is going to do, tree by tree: which target leaf gets what. Reads no array data."""
+"""Plan a restore, tree by tree: the source of every target leaf. Reads no array data."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _SHORT_BYTES = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreePlan:
-    """One tree that is to be restored.
+    """Plan for one tree.
 
     Attributes:
-        path: of its file or directory, for messages.
+        path: file or directory, for messages.
         reader: of the checkpoint's tree.
         target: the user's tree, or None.
         tree: the checkpoint's tree after the rules.
-        match: what each leaf gets. Without a target, its sources are a tree like the checkpoint's.
-        own_rules: the target's nodes that take whatever there is.
-        adaptation: the caller's rules and transforms.
+        match: the source of each leaf. Without a target, its sources are a tree like the checkpoint's.
+        custom_paths: key paths of target nodes with custom serialization, which take any stored structure.
+        transforms: the caller's rules and transforms.
     """
 
     path: str
@@ -42,25 +42,25 @@ class TreePlan:
     target: state_dict.TargetTree | None
     tree: Node
     match: matching.Match
-    own_rules: frozenset[Path]
-    adaptation: TransformSpec
+    custom_paths: frozenset[Path]
+    transforms: TransformSpec
 
     @property
     def is_short(self) -> bool:
-        """Whether carrying it out takes well under a second: few bytes, on a local disk, and no functions of others."""
-        is_plain = not self.adaptation.rules and not self.adaptation.orbax_semantics
+        """Return whether it takes well under a second: few bytes, on a local disk, without rules or transforms."""
+        is_plain = not self.transforms.rules and not self.transforms.orbax_semantics
         return is_plain and not paths.is_url(self.path) and _nbytes(self.tree) < _SHORT_BYTES
 
     @property
     def arrays(self) -> int:
-        """How many arrays of the target come from stored ones."""
+        """Return the number of target arrays that come from stored ones."""
         return sum(
             isinstance(one.node, LeafHandle) and one.node.kind is LeafKind.ARRAY and hasattr(one.target, "shape")
             for one in _stored(self.match.sources)
         )
 
     def suggest(self) -> Any:
-        """The `flax_ckpt_compat._suggest.Suggestion` for what is missing or of another shape, or None."""
+        """Return the `flax_ckpt_compat._suggest.Suggestion` for missing leaves and other shapes, or None."""
         from flax_ckpt_compat import _suggest  # most restores need none of it
 
         if self.target is None or not (self.match.missing or self.match.shapes):
@@ -71,11 +71,11 @@ class TreePlan:
             _log.debug("no suggestion for %s", self.path, exc_info=True)
             return None
 
-    def without_own_rules(self) -> TreePlan:
-        """The same, leaf by leaf also below nodes that have rules of their own."""
-        assert self.target is not None  # only targets have rules
-        match = _match(self.tree, self.target.node, self.adaptation, frozenset())
-        return dataclasses.replace(self, match=match, own_rules=frozenset())
+    def without_custom_paths(self) -> TreePlan:
+        """Return the plan matched leaf by leaf below nodes with custom serialization too."""
+        assert self.target is not None
+        match = _match(self.tree, self.target.node, self.transforms, frozenset())
+        return dataclasses.replace(self, match=match, custom_paths=frozenset())
 
 
 def _stored(sources: Any) -> Iterator[FromCheckpoint]:
@@ -87,7 +87,7 @@ def _stored(sources: Any) -> Iterator[FromCheckpoint]:
 
 
 def _nbytes(node: Node) -> int:
-    """Bytes of a tree of leaf handles."""
+    """Return the size of a tree of leaf handles in bytes."""
     if isinstance(node, Branch):
         # Most children are leaves, and a call for each would take as long as the sum.
         children = node.children.values()
@@ -95,85 +95,85 @@ def _nbytes(node: Node) -> int:
     return node.nbytes if isinstance(node, LeafHandle) else 0
 
 
-def plan_tree(reader: Any, tree: Node, target: Any, adaptation: TransformSpec, path: str) -> TreePlan:
-    """Decides what a restore of one tree does.
+def plan_tree(reader: Any, tree: Node, target: Any, transforms: TransformSpec, path: str) -> TreePlan:
+    """Plan a restore of one tree.
 
     Args:
         reader: of the checkpoint.
         tree: its tree, or a part of it.
         target: the user's tree, or None.
-        adaptation: the caller's rules and transforms.
+        transforms: the caller's rules and transforms.
         path: for messages.
 
     Raises:
         TransformError, NameCollisionError: a rule or transform that does not fit.
     """
     with memory.pause_gc():
-        described = None if target is None else state_dict.TargetTree(target)
-    node = None if described is None else described.node
-    return _decide(reader, adaptation.through_rules(tree, node, path), described, adaptation, path)
+        target_tree = None if target is None else state_dict.TargetTree(target)
+    node = None if target_tree is None else target_tree.node
+    return _plan_node(reader, transforms.apply_rules(tree, node, path), target_tree, transforms, path)
 
 
-def _decide(
-    reader: Any, tree: Node, target: state_dict.TargetTree | None, adaptation: TransformSpec, path: str
+def _plan_node(
+    reader: Any, tree: Node, target: state_dict.TargetTree | None, transforms: TransformSpec, path: str
 ) -> TreePlan:
-    """Decides where rules have been applied."""
+    """Plan a tree whose rules have been applied."""
     if target is None:
         match = matching.Match(sources=map_leaves(lambda _, leaf: FromCheckpoint(leaf, None), tree))
-        return TreePlan(path, reader, target, tree, match, frozenset(), adaptation)
+        return TreePlan(path, reader, target, tree, match, frozenset(), transforms)
     with memory.pause_gc():
-        own_rules = frozenset(target.custom_serialized_paths())
-        match = _match(tree, target.node, adaptation, own_rules)
-    return TreePlan(path, reader, target, tree, match, own_rules, adaptation)
+        custom_paths = frozenset(target.custom_serialized_paths())
+        match = _match(tree, target.node, transforms, custom_paths)
+    return TreePlan(path, reader, target, tree, match, custom_paths, transforms)
 
 
-def _match(tree: Node, described: Node, adaptation: TransformSpec, own_rules: frozenset[Path]) -> matching.Match:
+def _match(tree: Node, target: Node, transforms: TransformSpec, custom_paths: frozenset[Path]) -> matching.Match:
     return matching.match(
         tree,
-        described,
-        lenient=adaptation.orbax_semantics,
-        takes_anything=own_rules.__contains__,
-        choose=adaptation.chooser(tree),
+        target,
+        lenient=transforms.orbax_semantics,
+        is_custom=custom_paths.__contains__,
+        choose=transforms.chooser(tree),
         cast=config.current().dtype == "target",
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """All that a restore of a checkpoint does.
+    """Plan for a checkpoint.
 
     Attributes:
-        items: item name → its work; '' for a checkpoint, or a target, that is one tree.
-        is_mapping: whether the result is a mapping of item name → tree.
+        items: item name → its plan; '' for a checkpoint, or a target, that is one tree.
+        is_mapping: the result is a mapping of item name → tree.
     """
 
     items: Mapping[str, TreePlan]
     is_mapping: bool
 
 
-def plan_all(opened: opening.Opened, target: Any, adaptation: TransformSpec) -> RestorePlan:
-    """Decides what a restore of a checkpoint of one tree or several does.
+def plan_all(opened: opening.Opened, target: Any, transforms: TransformSpec) -> RestorePlan:
+    """Plan a restore of a checkpoint of one tree or several.
 
     Raises:
         CheckpointError: several trees, and a target that does not say which.
     """
     if target is None and not opened.is_mapping:
-        _tell_what_is_left_out(opened)
-        return RestorePlan({name: _item(opened, name, None, adaptation) for name in opened.parts}, False)
+        _log_omitted_json(opened)
+        return RestorePlan({name: _item(opened, name, None, transforms) for name in opened.parts}, False)
     if target is None:
-        return RestorePlan(_items(opened, dict.fromkeys(opened.parts), adaptation), True)
+        return RestorePlan(_items(opened, dict.fromkeys(opened.parts), transforms), True)
     if _names_items(opened, target):
-        return RestorePlan(_items(opened, target, adaptation), True)
+        return RestorePlan(_items(opened, target, transforms), True)
     name = "" if "" in opened.items else main_item(opened)
-    return RestorePlan({name: _item(opened, name, target, adaptation)}, False)
+    return RestorePlan({name: _item(opened, name, target, transforms)}, False)
 
 
-def _tell_what_is_left_out(opened: opening.Opened) -> None:
+def _log_omitted_json(opened: opening.Opened) -> None:
     rest = [name for name in opened.items if name not in opened.trees]
     if opened.trees and rest:
         shown = ", ".join(rest)
         message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
-        notices.tell_once(
+        notices.log_once(
             (opened.path, "json"), f"{message}; pass a target with these names, or restore {opened.items[rest[0]].path}"
         )
 
@@ -188,33 +188,33 @@ def _names_items(opened: opening.Opened, target: Any) -> bool:
     return bool(target) and not (isinstance(tree, Branch) and target.keys() <= tree.children.keys())
 
 
-def _item(opened: opening.Opened, name: str, target: Any, adaptation: TransformSpec) -> TreePlan:
+def _item(opened: opening.Opened, name: str, target: Any, transforms: TransformSpec) -> TreePlan:
     reader, path = opened.reader(name), opened.items[name].path
-    return plan_tree(reader, reader.tree, target, adaptation, path)
+    return plan_tree(reader, reader.tree, target, transforms, path)
 
 
-def _items(opened: opening.Opened, targets: Mapping[str, Any], adaptation: TransformSpec) -> dict[str, TreePlan]:
-    """The works of several items; rules see them as one tree, whose first names are those of the items."""
-    described = {name: state_dict.TargetTree(part) for name, part in targets.items() if part is not None}
+def _items(opened: opening.Opened, targets: Mapping[str, Any], transforms: TransformSpec) -> dict[str, TreePlan]:
+    """Plan several items; rules see them as one tree with the item names at the top."""
+    target_trees = {name: state_dict.TargetTree(part) for name, part in targets.items() if part is not None}
     trees: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
-    if adaptation.rules:
-        nodes = {name: part.node for name, part in described.items()}
-        trees = adaptation.through_rules(trees, Branch(nodes) if nodes else None, opened.path)
-    works = {}
+    if transforms.rules:
+        nodes = {name: part.node for name, part in target_trees.items()}
+        trees = transforms.apply_rules(trees, Branch(nodes) if nodes else None, opened.path)
+    plans = {}
     for name in targets:
         reader, path = opened.reader(name), opened.items[name].path
         if name not in opened.trees:
-            # Neither a target nor a rule says anything about a JSON item, which is restored as it is.
-            works[name] = plan_tree(reader, reader.tree, None, TransformSpec(None), path)
+            # JSON items are restored as they are; targets and rules do not apply.
+            plans[name] = plan_tree(reader, reader.tree, None, TransformSpec(None), path)
             continue
         tree = trees.children.get(name, Branch({})) if isinstance(trees, Branch) else Branch({})
-        across = _Across(reader, path) if adaptation.rules else reader
-        works[name] = _decide(across, tree, described.get(name), adaptation, path)
-    return works
+        item_reader = _MultiItemReader(reader, path) if transforms.rules else reader
+        plans[name] = _plan_node(item_reader, tree, target_trees.get(name), transforms, path)
+    return plans
 
 
-class _Across:
-    """Reads leaves of all items, since a rule may move them from one to another."""
+class _MultiItemReader:
+    """Reader of the leaves of all items: a rule may move leaves from one item to another."""
 
     def __init__(self, reader: Any, path: str):
         self.format, self.path = reader.format, path
@@ -223,14 +223,14 @@ class _Across:
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         owners = [(one.handle if isinstance(one, ArraySlice) else one).reader for one in handles]
         values: dict[int, Any] = {}
-        for owner in {id(owner): owner for owner in owners}.values():
+        for owner in dict.fromkeys(owners):
             mine = [number for number, one in enumerate(owners) if one is owner]
             values.update(zip(mine, owner.read([handles[number] for number in mine], mapped=mapped), strict=True))
         return [values[number] for number in range(len(handles))]
 
 
 def main_item(opened: opening.Opened) -> str:
-    """The item that a target means which is no mapping of items.
+    """Return the item that a target stands for which is not a mapping of items.
 
     Raises:
         CheckpointError: several trees, none of which has a usual name.

@@ -1,4 +1,4 @@
-"""Leaves of which the checkpoint does not say what they were: Python number, numpy scalar or array; key or its data."""
+"""Resolve leaves stored ambiguously: Python number, numpy scalar or array; PRNG key or its raw data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
 
 
 def resolve_scalar_kind(value: Any, handle: LeafHandle, target: Any) -> tuple[Any, LeafHandle]:
-    """A stored scalar as the kind that the target's leaf is, if it may have been saved as one.
+    """Convert a stored scalar to the kind of the target's leaf, if it may have been saved as that kind.
 
     Args:
         value: as the backend read it.
@@ -29,19 +29,19 @@ def resolve_scalar_kind(value: Any, handle: LeafHandle, target: Any) -> tuple[An
         target: the target's leaf, or None.
 
     Returns:
-        The same number, and its handle with the kind that was settled on.
+        The same number, and its handle with the resolved kind.
 
     Raises:
         CorruptCheckpointError: it may be the data of a typed PRNG key, and the target's leaf is no plain array.
     """
     kind = _kind_of(target) if handle.possible_kinds else None
-    if is_doubtful(handle, target):
-        raise doubtful_key(handle)
+    if is_ambiguous(handle, target):
+        raise ambiguous_key(handle)
     if kind not in handle.possible_kinds:
         return value, handle
     array = np.asarray(value)
-    settled = array if kind is LeafKind.ARRAY else array[()] if kind is LeafKind.NUMPY_SCALAR else array.item()
-    return settled, dataclasses.replace(handle, kind=kind)
+    resolved = array if kind is LeafKind.ARRAY else array[()] if kind is LeafKind.NUMPY_SCALAR else array.item()
+    return resolved, dataclasses.replace(handle, kind=kind)
 
 
 def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.ndarray[Any, Any]:
@@ -51,29 +51,29 @@ def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.nda
         UnsupportedLeafError: the target asks for a typed key.
     """
     leaf, path = show_path(handle.path), handle.reader.path
-    what = f"{path}: the leaf {leaf!r} is a PRNG key of the implementation {key.impl!r}, which this jax does not have"
-    how = "install or register what defines it, and wrap the data with jax.random.wrap_key_data"
+    reason = f"{path}: the leaf {leaf!r} is a PRNG key of the implementation {key.impl!r}, which this jax does not have"
+    remedy = "install or register what defines it, and wrap the data with jax.random.wrap_key_data"
     if state_dict.is_prng_key(target):
         raise UnsupportedLeafError(
-            f"{what}; give a uint32 array as the target's leaf, or no target, to get its raw data; or {how}",
+            f"{reason}; give a uint32 array as the target's leaf, or no target, to get its raw data; or {remedy}",
             path=path,
             leaf=leaf,
         )
-    _log.warning("%s; its raw data is restored. To use it as a key, %s", what, how)
+    _log.warning("%s; its raw data is restored. To use it as a key, %s", reason, remedy)
     return np.array(key.data)
 
 
-def is_doubtful(handle: LeafHandle, target: Any) -> bool:
-    """Return whether it may be the data of a typed key, and the target's leaf does not say which of the two."""
+def is_ambiguous(handle: LeafHandle, target: Any) -> bool:
+    """Return whether a leaf may be a typed key or its data, and the target's leaf does not decide it."""
     may_be_key = LeafKind.PRNG_KEY in handle.possible_kinds
     return may_be_key and (_kind_of(target) is not LeafKind.ARRAY or state_dict.is_prng_key(target))
 
 
 def is_converted(handle: LeafHandle, target: Any, cast: bool) -> bool:
-    """Return whether a stored number gets another type: abstract targets want arrays; casts, the target's type.
+    """Return whether a stored number is converted: to an array for abstract targets, to the target's type by a cast.
 
     Args:
-        handle: of the stored leaf, with the kind that was settled on.
+        handle: of the stored leaf, with its resolved kind.
         target: the target's leaf.
         cast: the setting ``dtype="target"``.
     """
@@ -107,12 +107,12 @@ def _kind_of(target: Any) -> LeafKind | None:
     return _PYTHON.get(type(target))
 
 
-def doubtful_key(handle: LeafHandle) -> CorruptCheckpointError:
+def ambiguous_key(handle: LeafHandle) -> CorruptCheckpointError:
     """Return the error for a leaf that may be a typed key or its data."""
     leaf = show_path(handle.path)
     return CorruptCheckpointError(
         f"{handle.reader.path}: the leaf {leaf!r} may be a typed PRNG key or its raw data, which the lost files "
-        f"array_metadatas/process_* would tell; restore them from a copy, or give a uint32 array as the target's leaf, "
+        f"array_metadatas/process_* record; restore them from a copy, or give a uint32 array as the target's leaf, "
         f"which gets the raw data, and wrap it with jax.random.wrap_key_data if it was a key",
         path=handle.reader.path,
         leaf=leaf,

@@ -1,4 +1,4 @@
-"""What a target's leaf says about devices, and whether a stored array can be laid out like that."""
+"""Read shardings from target leaves and validate stored shapes against them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def of(target: Any) -> Any:
     """Return the sharding of a target's leaf, or None.
 
     ``jax.eval_shape`` under an explicit mesh (``jax.set_mesh``) gives shardings of an abstract mesh, without devices.
-    They are resolved through the mesh in context; where that is another one, or there is none, they say nothing.
+    They are resolved through the mesh in context, and ignored if that mesh is missing or has other axes.
     """
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return None
@@ -40,12 +40,12 @@ def _mesh_in_context() -> Any:
 
 
 def wanted(target: Any, on_device: bool) -> Any:
-    """Return where the value of a leaf goes, or None for host memory.
+    """Return the sharding that a leaf's value is placed with, or None for host memory.
 
     Args:
         target: the target's leaf.
-        on_device: any sharding counts; else one that was asked for: of an abstract leaf, over several devices, or on
-            one of another process.
+        on_device: use any sharding; else only an explicit one: of an abstract leaf, over several devices, or on a
+            device of another process.
     """
     sharding = of(target)
     if sharding is None or on_device or isinstance(target, jax.ShapeDtypeStruct):

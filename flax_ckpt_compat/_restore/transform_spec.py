@@ -1,4 +1,4 @@
-"""What callers pass as transforms: rules, applied to the checkpoint's tree, or Orbax's, asked leaf by leaf."""
+"""Interpret the ``transforms`` argument: rules, applied to the checkpoint's tree, or Orbax's, resolved per leaf."""
 
 from __future__ import annotations
 
@@ -39,34 +39,35 @@ class TransformSpec:
 
     Attributes:
         rules: ready-made rules, in order.
-        is_orbaxs: Orbax's semantics hold, as wherever transforms were given, ``{}`` included: None in the target stays
-            None, and a stored None counts as missing.
-        lenient: what the checkpoint lacks is the target's. So it is in Orbax; rules, or no rules, are strict.
+        orbax_semantics: transforms were given, ``{}`` included: None in the target stays None, and a stored None
+            counts as missing.
+        lenient: leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are
+            strict.
     """
 
     def __init__(self, given: Any, *, default_to_original: bool = True, strict: bool = False):
-        """Takes apart what the caller gave.
+        """Parse the argument.
 
         Args:
             given: None, a rule, a list or tuple of rules, or a pytree of transforms (ours or Orbax's).
-            default_to_original: what no transform matches comes from the checkpoint; else from the target.
-            strict: what the checkpoint lacks is an error, whatever was given.
+            default_to_original: leaves that no transform matches come from the checkpoint; else from the target.
+            strict: a leaf that the checkpoint lacks is an error, whatever was given.
 
         Raises:
-            TransformError: it is neither.
+            TransformError: neither rules nor transforms.
         """
         self.rules = _rules(given)
-        # A list that a program made, and that came out empty, asks for no change: the restore is as strict as without.
+        # An empty list, as of a program that found nothing to change, is as strict as no transforms.
         self.orbax_semantics = (
             given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
         )
         self.lenient = self.orbax_semantics and not strict
         self._transforms = Transforms(given if self.orbax_semantics else None)
         self._default_to_original = default_to_original
-        self._is_asked = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
+        self._is_active = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
 
-    def through_rules(self, tree: Node, target: Node, path: str) -> Node:
-        """The checkpoint's tree after all rules.
+    def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
+        """Apply all rules to a checkpoint's tree.
 
         Args:
             tree: of leaf handles.
@@ -86,35 +87,37 @@ class TransformSpec:
         return tree
 
     def chooser(self, tree: Node) -> Choose | None:
-        """What each target leaf gets, or None where there is nothing to ask."""
-        return _Chooser(tree, self._transforms, self._default_to_original) if self._is_asked else None
+        """Return the function that chooses a source for each target leaf, or None without transforms."""
+        return _Chooser(tree, self._transforms, self._default_to_original) if self._is_active else None
 
-    def explain_idle(self, target: Node, tree: Node) -> str:
-        """Return which transforms have keys that match no leaf of the target, most likely misspelt; empty if none.
+    def explain_unmatched(self, target: Node, tree: Node) -> str:
+        """Return a message about transforms that match no leaf of the target, most likely misspelt; empty if none.
 
         Args:
             target: the target's neutral tree.
             tree: of the checkpoint.
         """
-        if not self._transforms:  # as in most restores, whose leaves need no joined names then
+        if not self._transforms:
             return ""
         wanted = ["/".join(path) for path, _ in iter_leaves(target)]
-        idle = self._transforms.unmatched(wanted)
-        if not idle:
+        unmatched = self._transforms.unmatched(wanted)
+        if not unmatched:
             return ""
-        message = f"transforms whose keys match no leaf of the target do nothing: {one_line(idle)}"
-        turned = self._transforms.reversed_one(["/".join(path) for path, _ in iter_leaves(tree)], frozenset(wanted))
-        if turned is None:
+        message = f"transforms whose keys match no leaf of the target do nothing: {one_line(unmatched)}"
+        reversed_names = self._transforms.reversed_one(
+            ["/".join(path) for path, _ in iter_leaves(tree)], frozenset(wanted)
+        )
+        if reversed_names is None:
             return message
-        old, new = turned
+        old, new = reversed_names
         return (
             f"{message}; keys are names of the target and original_key is the stored one, so {old!r} looks reversed: "
             f"write {{{new!r}: Transform(original_key={old!r})}}"
         )
 
     def warn_without_target(self) -> None:
-        """Says that transforms do nothing without a target, as in Flax."""
-        if self._is_asked:
+        """Warn that transforms do nothing without a target, as in Flax."""
+        if self._is_active:
             _log.warning("orbax_transforms say what becomes of a target's leaves; without a target they do nothing")
 
 
@@ -141,7 +144,7 @@ def _rules(given: Any) -> tuple[Rule, ...]:
 
 
 class _Chooser:
-    """Resolves Orbax's transforms against one checkpoint; called with a target's key path and leaf."""
+    """Resolver of Orbax's transforms against one checkpoint; called with a target leaf's key path and the leaf."""
 
     def __init__(self, tree: Node, given: Transforms, default_to_original: bool):
         self._tree, self._given, self._default_to_original = tree, given, default_to_original
@@ -157,9 +160,9 @@ class _Chooser:
         key = "/".join(path)
         outcome = self._resolve(key)
         if isinstance(outcome, Call):
-            return FromCheckpoint(self._called(key, outcome.transform, leaf), leaf)
+            return FromCheckpoint(self._derive(key, outcome.transform, leaf), leaf)
         if isinstance(outcome, Keep):
-            # Where it is in neither, the match itself notes that.
+            # A leaf known to neither is recorded by the match.
             return FromTarget(leaf, "as the transforms say") if outcome.known else None
         if outcome.transform is None and outcome.source == key:
             return None
@@ -167,7 +170,7 @@ class _Chooser:
         if outcome.transform is None or outcome.transform.value_fn is None:
             return FromCheckpoint(stored, leaf)
         function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
-        one = stored if isinstance(stored, Derived) else FromCheckpoint(stored, _fitting(leaf, stored))
+        one = stored if isinstance(stored, Derived) else FromCheckpoint(stored, _input_target(leaf, stored))
         return FromCheckpoint(Derived((one,), function, None, None, "value_fn"), leaf)
 
     def _resolve(self, key: str) -> Any:
@@ -196,8 +199,8 @@ class _Chooser:
             )
         return self._leaves[paths[0]]
 
-    def _called(self, key: str, transform: Any, leaf: Any) -> Derived:
-        """A multi_value_fn, with the stored leaves that it says it needs."""
+    def _derive(self, key: str, transform: Any, leaf: Any) -> Derived:
+        """Return the derived leaf of a multi_value_fn, with its declared inputs."""
         if id(transform) not in self._inputs:
             self._inputs[id(transform)] = self._inputs_of(key, transform)
         inputs = self._inputs[id(transform)]
@@ -205,7 +208,7 @@ class _Chooser:
 
         def function(*values: Any) -> Any:
             tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
-            with _noted(key):
+            with _note_leaf(key):
                 return call_multi_value_fn(transform, key, tree, args)
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
@@ -219,15 +222,15 @@ class _Chooser:
                 leaf=key,
             )
         found: dict[Path, Any] = {}
-        idle = dict.fromkeys(wanted)
+        unmatched = dict.fromkeys(wanted)
         for path, leaf in self._leaves.items():
             matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
             for pattern in matching:
-                idle.pop(pattern, None)
+                unmatched.pop(pattern, None)
             if matching:
                 args = wanted[matching[0]]
                 found[path] = leaf if isinstance(leaf, Derived) else FromCheckpoint(leaf, _example(leaf, args))
-        for pattern in idle:
+        for pattern in unmatched:
             raise TransformError(
                 f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key
             )
@@ -235,13 +238,13 @@ class _Chooser:
 
 
 def _call_value_fn(transform: Any, key: str, args: Any, value: Any) -> Any:
-    with _noted(key):
+    with _note_leaf(key):
         return call_value_fn(transform, value, args)
 
 
 @contextlib.contextmanager
-def _noted(key: str) -> Iterator[None]:
-    """Says which leaf it was if a function of the caller fails; the error stays what it is."""
+def _note_leaf(key: str) -> Iterator[None]:
+    """Add a note with the leaf to errors of the caller's function."""
     try:
         yield
     except Exception as error:
@@ -249,15 +252,15 @@ def _noted(key: str) -> Iterator[None]:
         raise
 
 
-def _fitting(leaf: Any, handle: LeafHandle) -> Any:
-    """The target's leaf if what the function takes can be placed like what it gives, else None."""
+def _input_target(leaf: Any, handle: LeafHandle) -> Any:
+    """Return the target's leaf if a function's input can have the sharding of its output, else None."""
     sharding = getattr(leaf, "sharding", None)
     is_spread = sharding is not None and not sharding.is_fully_replicated
     return None if is_spread and tuple(leaf.shape) != handle.shape else leaf
 
 
 def _example(handle: LeafHandle, args: Any) -> Any:
-    """An abstract array that asks for what RestoreArgs ask for, or None."""
+    """Return an abstract array with the dtype and sharding of RestoreArgs, or None."""
     dtype, sharding = getattr(args, "dtype", None), getattr(args, "sharding", None)
     if not isinstance(sharding, jax.sharding.Sharding):
         on_device = getattr(args, "restore_type", None) is jax.Array
@@ -268,7 +271,7 @@ def _example(handle: LeafHandle, args: Any) -> Any:
 
 
 def _with_values(tree: Node, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Nested dicts and lists, as Orbax shows them, with handles for the leaves that were not asked for."""
+    """Return nested dicts and lists, as Orbax passes them, with handles for the leaves that are not inputs."""
     if not isinstance(tree, Branch):
         return values.get(path, tree)
     children = {name: _with_values(child, values, (*path, name)) for name, child in tree.children.items()}

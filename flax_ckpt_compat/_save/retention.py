@@ -171,7 +171,7 @@ def _foreign_reason(path: str) -> str | None:
 def _is_orbax(path: str) -> bool:
     """Return whether a directory is certainly one Orbax checkpoint, by a marker that nothing else has."""
     # The cheap check first: it does not read through a directory of many checkpoints.
-    return paths.isdir(path) and not detect.is_doubtful(path) and detect.is_orbax_directory(path)
+    return paths.isdir(path) and not detect.has_no_orbax_marker(path) and detect.is_orbax_directory(path)
 
 
 def _extra_files(path: str) -> list[str]:

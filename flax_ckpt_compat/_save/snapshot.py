@@ -84,7 +84,7 @@ class _Snapshot:
 
     def _leaf(self, leaf: Any, path: Path) -> Any:
         taken = _checked(path, plain(leaf, path), self._request, self._multiprocess)
-        apart = state_dict.key_apart(taken)
+        apart = state_dict.split_key(taken)
         if self._copies is not None:
             return _copied(apart, self._copies)
         if apart is taken and type(taken) is type(leaf):

@@ -1,4 +1,4 @@
-"""How deeply a tree may be nested: as deep as Python's recursion limit lets a restore into a target go."""
+"""Limit the depth of trees to what a restore into a target can handle within Python's recursion limit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flax_ckpt_compat._core.errors import CheckpointError, DepthError
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-# Calls that Flax's own functions, and so a restore, nest for each level, and those besides (measured: 3 and 17).
+# Calls that Flax's own functions, and so a restore, nest per level, and fixed calls (measured: 3 and 17).
 _CALLS_A_LEVEL = 3
 _CALLS_BESIDE = 40
 _NEVER_TOO_DEEP = 50
 
 
 def check(levels: int, path: str) -> None:
-    """Refuse to save a tree that a restore into such a tree, called from here, could not rebuild.
+    """Refuse to save a tree too deep to be restored from the current call depth.
 
     Raises:
         DepthError: it is nested too deeply.
@@ -60,7 +60,7 @@ _REMEDY = "Flatten the tree, or raise the limit with sys.setrecursionlimit, befo
 
 
 def _calls() -> int:
-    """Return how many calls are nested here."""
+    """Return the current call depth."""
     frame: FrameType | None = sys._getframe()
     count = 0
     while frame is not None:

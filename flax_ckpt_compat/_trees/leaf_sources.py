@@ -1,4 +1,4 @@
-"""Leaves on their way from a checkpoint to a target: stored, computed from stored ones, or left to the target."""
+"""Define the sources of target leaves: stored, derived from stored leaves, or the target's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.tree import iter_leaves
 
 
 class Own(enum.Enum):
-    """The leaf of a tree of sources that says: here the target keeps its own value."""
+    """Sentinel leaf of a tree of sources: the target keeps its own value."""
 
     TARGET = "from the target"
 
@@ -25,9 +25,9 @@ class FromCheckpoint:
     """A target leaf that comes from the checkpoint.
 
     Attributes:
-        node: a leaf handle, a `Derived`, None, or a whole branch where the target asks for whatever is there.
-        target: the target's leaf, which says how to place and cast; None says nothing.
-        cast: cast arrays to the target's dtype, whatever the settings say.
+        node: a leaf handle, a `Derived`, None, or a whole branch for a target that takes any structure.
+        target: the target's leaf, for placement and casts; or None.
+        cast: cast arrays to the target's dtype, whatever the settings.
     """
 
     node: Any
@@ -50,15 +50,15 @@ class FromTarget:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """A leaf that is computed from stored ones when it is asked for.
+    """A leaf that is computed from stored ones on demand.
 
     Attributes:
         inputs: `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python);
-            or `FromCheckpoint`s, whose values are placed and cast as their targets say, for functions of the user.
-        function: takes the inputs' values in their order and must not write to them.
-        shape: of the result; None where only the function knows.
-        dtype: of the result; None where only the function knows.
-        how: what is done, in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
+            or, for functions of the user, `FromCheckpoint`s, whose values are placed and cast as their targets say.
+        function: takes the inputs' values in order and must not write to them.
+        shape: of the result; None if only the function knows.
+        dtype: of the result; None if only the function knows.
+        how: the operation in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
     """
 
     inputs: tuple[LeafHandle | ArraySlice | Derived | FromCheckpoint, ...]
@@ -69,16 +69,12 @@ class Derived:
 
     @property
     def handles(self) -> list[LeafHandle]:
-        """The stored leaves that it needs, or needs a part of, each once, in the order of the inputs."""
-        found: dict[int, LeafHandle] = {}
-        for one in self.inputs:
-            for handle in handles_of(one):
-                found.setdefault(id(handle), handle)
-        return list(found.values())
+        """Return the stored leaves that it reads, in whole or in part; each once, in the order of the inputs."""
+        return list(dict.fromkeys(handle for one in self.inputs for handle in handles_of(one)))
 
 
 def handles_of(source: Any) -> list[LeafHandle]:
-    """The stored leaves behind a leaf, or one input, of a tree of sources; none behind None and `Own`."""
+    """Return the stored leaves that a leaf of a tree of sources, or an input, reads; none for None and `Own`."""
     if isinstance(source, LeafHandle):
         return [source]
     if isinstance(source, ArraySlice):
@@ -89,14 +85,14 @@ def handles_of(source: Any) -> list[LeafHandle]:
 
 
 def is_array(leaf: Any) -> bool:
-    """True for a stored array or numpy scalar, and for a computed leaf whose shape and dtype are known."""
+    """Return whether a leaf is a stored array or numpy scalar, or derived with known shape and dtype."""
     if isinstance(leaf, LeafHandle):
         return leaf.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and leaf.dtype is not None
     return isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None
 
 
 def needs(source: Any) -> dict[Any, int]:
-    """What has to be read for a source: something that is the same for the same bytes → their number, in memory.
+    """Return the reads of a source: a key that is equal for equal reads → size in memory, in bytes.
 
     Args:
         source: `FromCheckpoint`, `FromTarget`, a leaf of a tree of sources, or an input.
@@ -104,18 +100,18 @@ def needs(source: Any) -> dict[Any, int]:
     if isinstance(source, FromCheckpoint):
         return {key: size for _, leaf in iter_leaves(source.node) for key, size in needs(leaf).items()}
     if isinstance(source, LeafHandle):
-        return {id(source): source.nbytes}
+        return {source: source.nbytes}
     if isinstance(source, ArraySlice):
         sides = tuple((side.start, side.stop) for side in source.index)
         elements = math.prod(stop - start for start, stop in sides)
-        return {(id(source.handle), sides): source.handle.nbytes * elements // max(math.prod(source.handle.shape), 1)}
+        return {(source.handle, sides): source.handle.nbytes * elements // max(math.prod(source.handle.shape), 1)}
     if isinstance(source, Derived):
         return {key: size for one in source.inputs for key, size in needs(one).items()}
     return {}
 
 
-def box(leaf: Any, index: tuple[slice, ...]) -> ArraySlice | Derived:
-    """A box of an array leaf (see `is_array`), of which nothing else is read where the leaf is stored.
+def slice_leaf(leaf: Any, index: tuple[slice, ...]) -> ArraySlice | Derived:
+    """Return a slice of an array leaf (see `is_array`); of a stored leaf, only the slice is read.
 
     Args:
         leaf: the array.

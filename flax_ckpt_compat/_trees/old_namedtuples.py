@@ -1,6 +1,6 @@
-"""Namedtuples as flax before 0.3.6 wrote them: three maps, ``name``, ``fields`` and ``values``, instead of one.
+"""Convert namedtuples as flax before 0.3.6 wrote them: three maps ``name``, ``fields`` and ``values`` instead of one.
 
-A dict of the user's may have these keys, too, so only what the target says is a namedtuple is read as one.
+A user's dict may have these keys too, so only nodes that are namedtuples in the target are read as such.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ KEYS = frozenset(("name", "fields", "values"))
 
 
 def is_misread(node: Branch) -> bool:
-    """True for a namedtuple of today whose own fields have these names: Flax takes its state for an old one."""
+    """Return whether a current namedtuple has exactly these field names: Flax takes its state for an old one."""
     return node.container is Container.NAMEDTUPLE and node.children.keys() == KEYS
 
 
 def fields_of(stored: Branch, target: Branch) -> dict[str, Node]:
-    """Return the children of a stored branch by the names that the target's node has for them."""
+    """Return the children of a stored branch by the target's field names."""
     if target.container is not Container.NAMEDTUPLE or is_misread(target):
         return stored.children
     old = _old_fields(stored)

@@ -1,4 +1,4 @@
-"""Python values of subclasses as the plain values that checkpoints hold, the same in both formats."""
+"""Convert values of Python subclasses to the plain values that checkpoints hold, alike in both formats."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ _log = logging.getLogger("flax_ckpt_compat")
 # Flax's msgpack format refuses subclasses of int, float and str, Orbax stores their values; msgpack takes buffers.
 _BASES = (int, float, complex, str, bytes, bytearray, memoryview)
 _EXACT = {bool, int, float, complex, str, bytes, type(None)}
-_told: set[type] = set()
+_warned: set[type] = set()
 
 
 def plain(leaf: Any, path: Path) -> Any:
-    """Return a leaf with a subclass of a Python type, or a buffer, replaced by the plain value.
-
-    That the type is not kept is logged once for each type.
-    """
+    """Convert a leaf of a subclass of a Python type, or a buffer, to the plain value; warn once per type."""
     kind = type(leaf)
     if kind in _EXACT or not isinstance(leaf, _BASES) or isinstance(leaf, np.generic):
         return leaf
     value = _value(leaf)
-    if kind not in _told:
-        _told.add(kind)
+    if kind not in _warned:
+        _warned.add(kind)
         _log.warning(
             "%s: a %s.%s is saved as the plain %s %.100r, and restored as that",
             show_path(path), kind.__module__, kind.__qualname__, type(value).__name__, value,
@@ -35,7 +32,7 @@ def plain(leaf: Any, path: Path) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    # By the base classes' own methods: a subclass may convert to something else.
+    # The base classes' own methods: a subclass may override the conversion.
     if isinstance(leaf, int):
         return int.__int__(leaf)
     if isinstance(leaf, float):

@@ -1,8 +1,8 @@
-"""User trees ⇄ the neutral tree: what Flax's state dicts are to Flax, plus what they lose.
+"""Convert user trees to the neutral tree and back.
 
-The structure is that of ``flax.serialization.to_state_dict``; on top of it we remember which branches were
-lists, tuples and int-keyed dicts, and go into registered pytrees that Flax's own serialization refuses
-(OrderedDict, ``nnx.State``, user classes), by their JAX key paths.
+The structure is that of ``flax.serialization.to_state_dict``. In addition, branches record whether they were lists,
+tuples or int-keyed dicts, and registered pytrees that Flax's own serialization refuses (OrderedDict, ``nnx.State``,
+user classes) are expanded by their JAX key paths.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, 
 from flax_ckpt_compat._trees import old_namedtuples
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
-# Types of leaves that were met; asking whether something is one of jax's arrays takes longest.
+# Cache of leaf types: isinstance checks against jax's array types are slow.
 _LEAF_TYPES: set[type] = {type(None)}
 # Up to jax 0.4.30, key_impl gives these short names as text, and wrap_key_data does not know them.
 _IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
 
 
 class TargetTree:
-    """A user's tree and all that a restore has to know of it, from one look at its state dict.
+    """A user's tree and its neutral tree, from one call of ``to_state_dict``.
 
     Attributes:
         tree: the user's tree.
@@ -36,7 +36,7 @@ class TargetTree:
     """
 
     def __init__(self, tree: Any):
-        """Looks at the tree.
+        """Describe the tree.
 
         Raises:
             UnsupportedLeafError: two children of one node have the same name.
@@ -48,16 +48,13 @@ class TargetTree:
         self.node = _describe(tree, self._state, (), self._foreign, self._misread)
 
     def custom_serialized_paths(self) -> set[Path]:
-        """Key paths of the nodes whose type was registered with Flax by somebody else.
-
-        Such a type may read older states in its own way.
-        """
+        """Return key paths of nodes whose type has its own Flax serialization, which may read older states."""
         found: set[Path] = set()
-        # Types of leaves without rules of their own, which almost all nodes are of.
+        # Types of leaves without custom serialization, which are almost all nodes.
         plain: set[type] = set()
 
         def look(original: Any, state: Any, path: Path) -> None:
-            if _has_own_rules(original):
+            if _has_custom_serialization(original):
                 found.add(path)
                 return
             entries = _entries(original, state, path)
@@ -72,8 +69,8 @@ class TargetTree:
         return found
 
     def rebuild(self, state: Any) -> Any:
-        """The user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
-        # Most trees have no pytrees that Flax does not go into.
+        """Rebuild the user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
+        # Most trees have no pytrees that Flax does not expand.
         unexpanded = _unexpand(self._state, state) if self._foreign else state
         for path in self._misread:  # the inner ones come first
             unexpanded = old_namedtuples.as_old(unexpanded, path)
@@ -81,7 +78,7 @@ class TargetTree:
 
 
 def describe(target: Any) -> Node:
-    """The neutral tree of a user's tree, its leaves untouched.
+    """Return the neutral tree of a user's tree, its leaves untouched.
 
     Raises:
         UnsupportedLeafError: two children of one node have the same name.
@@ -89,13 +86,13 @@ def describe(target: Any) -> Node:
     return _describe(target, _state_dict(target), (), [], [])
 
 
-def _has_own_rules(node: Any) -> bool:
+def _has_custom_serialization(node: Any) -> bool:
     plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
     return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)
 
 
 def rebuild(target: Any, state: Any) -> Any:
-    """The user's tree with the leaves of ``state``: nested dicts with the structure of `describe`."""
+    """Rebuild a user's tree with the leaves of ``state``: nested dicts with the structure of `describe`."""
     return TargetTree(target).rebuild(state)
 
 
@@ -108,7 +105,7 @@ def _state_dict(target: Any) -> Any:
 
 
 def _describe(original: Any, state: Any, path: Path, foreign: list[Path], misread: list[Path]) -> Node:
-    """The neutral tree; notes the key paths of pytrees that Flax does not go into, and of namedtuples it misreads."""
+    """Return the neutral tree; collect paths of pytrees that Flax does not expand and namedtuples it misreads."""
     entries = _entries(original, state, path)
     if entries is None:
         return state
@@ -127,7 +124,7 @@ def _describe(original: Any, state: Any, path: Path, foreign: list[Path], misrea
 
 
 def _is_leaf(state: Any) -> bool:
-    """Whether a state is a leaf for certain; asks jax once for each type."""
+    """Return whether a state is certainly a leaf; checks each type once."""
     if type(state) in _LEAF_TYPES:
         return True
     if state is not None and not isinstance(state, _LEAVES):
@@ -137,8 +134,8 @@ def _is_leaf(state: Any) -> bool:
 
 
 def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, Any]] | None:
-    """(name, the user's own child, its state) of a node; None for a leaf."""
-    if type(state) is dict:  # Flax's own; subclasses such as OrderedDict are pytrees that it does not go into
+    """Return (name, the user's own child, its state) of a node's children; None for a leaf."""
+    if type(state) is dict:  # Flax's own; it does not expand subclasses such as OrderedDict
         return zip(state, _originals(original, state), state.values(), strict=True)
     if _is_leaf(state) or not _is_node(state):
         return None
@@ -148,7 +145,7 @@ def _entries(original: Any, state: Any, path: Path) -> Iterable[tuple[str, Any, 
 
 
 def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
-    """The user's own objects behind the entries of a state dict, or the entries themselves where there are none."""
+    """Return the user's own objects behind the entries of a state dict, or else the entries themselves."""
     if isinstance(original, (dict, core.FrozenDict)) and len(original) == len(state):
         return original.values()
     if isinstance(original, (list, tuple)) and len(original) == len(state):
@@ -159,7 +156,7 @@ def _originals(original: Any, state: dict[str, Any]) -> Iterable[Any]:
 
 
 def _container(original: Any, children: Mapping[str, Node]) -> Container:
-    # Whoever overrides the serialization of a type may name its state as they like, so the names are looked at.
+    # Custom serialization may use any names, so check them.
     names = list(children)
     if isinstance(original, tuple) and names == list(getattr(original, "_fields", ())):
         return Container.NAMEDTUPLE if hasattr(original, "_fields") else Container.TUPLE
@@ -179,7 +176,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _one_level(node: Any) -> list[tuple[Any, Any]]:
-    """(JAX key path of length one, child) of a registered pytree."""
+    """Return (JAX key path of length one, child) of a registered pytree's children."""
     entries, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda value: value is not node)
     return entries
 
@@ -208,7 +205,7 @@ def _key_name(key: Any) -> Any:
 
 
 def _unexpand(original_state: Any, state: Any) -> Any:
-    """Puts registered pytrees back together, below and above which Flax's own rules hold."""
+    """Rebuild registered pytrees; Flax's own rules hold below and above them."""
     if type(original_state) is dict:
         if not isinstance(state, dict) or original_state.keys() != state.keys():
             return state
@@ -228,24 +225,24 @@ def _unexpand(original_state: Any, state: Any) -> Any:
 
 
 def is_prng_key(leaf: Any) -> bool:
-    """True for typed PRNG key arrays (and abstract ones), false for raw uint32 keys."""
+    """Return whether a leaf is a typed PRNG key array, abstract or not; False for raw uint32 keys."""
     arrays = (jax.Array, jax.ShapeDtypeStruct)
-    # No key's dtype is one of numpy's, and asking jax takes longer than all the rest of restoring a small leaf.
+    # Key dtypes are not numpy's, and issubdtype is slower than the rest of restoring a small leaf.
     is_special = isinstance(leaf, arrays) and not isinstance(leaf.dtype, np.dtype)
     return is_special and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def key_apart(leaf: Any) -> Any:
-    """The data of a typed PRNG key array and the name of its implementation; any other leaf as it is."""
+def split_key(leaf: Any) -> Any:
+    """Split a typed PRNG key array into data and implementation name; return any other leaf as it is."""
     if not is_prng_key(leaf):
         return leaf
     name = str(jax.random.key_impl(leaf))
     return KeyData(_IMPLEMENTATIONS.get(name, name), jax.random.key_data(leaf))
 
 
-def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
-    """The typed PRNG key array of its data, placed as ``sharding`` says, or by default."""
-    # Explicitly put, for callers who forbid implicit transfers.
+def join_key(key: KeyData, sharding: Any = None) -> jax.Array:
+    """Build a typed PRNG key array from its data, with a sharding or placed by default."""
+    # device_put is explicit, for callers who forbid implicit transfers.
     keys: jax.Array = jax.random.wrap_key_data(jax.device_put(key.data), impl=key.impl)
     if sharding is None or sharding.is_fully_addressable:
         return keys if sharding is None else cast(jax.Array, jax.device_put(keys, sharding))
@@ -255,7 +252,7 @@ def put_key_together(key: KeyData, sharding: Any = None) -> jax.Array:
 
 
 def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """Return this process's side of an array that lies on devices of other processes alone.
+    """Return this process's view of an array whose shards are all on other processes.
 
     Raises:
         UnsupportedLeafError: this jax has no such arrays.
@@ -270,7 +267,7 @@ def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Arr
 
 
 def has_implementation(name: str) -> bool:
-    """Whether this jax has the PRNG implementation of that name."""
+    """Return whether this jax has a PRNG implementation."""
     try:
         jax.eval_shape(lambda: jax.random.key(0, impl=name))
     except ValueError:

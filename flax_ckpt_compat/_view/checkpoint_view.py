@@ -1,4 +1,4 @@
-"""A checkpoint opened to look into and to read parts of: what `open_checkpoint` gives."""
+"""Open a checkpoint to inspect it and to read parts of it: `open_checkpoint`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MANAGED_STEP = re.compile(r"(?:.*_)?(\d+)")
 def open_checkpoint(
     path: str | os.PathLike[str], step: int | float | str | None = None, prefix: str = "checkpoint_"
 ) -> Checkpoint:
-    """Opens a checkpoint of any format without reading array data; close it, or use it in a ``with`` statement.
+    """Open a checkpoint of any format without reading array data; close it, or use it in a ``with`` statement.
 
     Args:
         path: a directory of checkpoints, or one checkpoint.
-        step: which checkpoint of the directory; None takes the latest complete one.
+        step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be opened.
+        CheckpointNotFoundError: there is no such checkpoint.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be opened.
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
@@ -59,15 +59,15 @@ def open_checkpoint(
 
 
 class Checkpoint:
-    """An open checkpoint. Its structure is known; values are read when they are asked for.
+    """An open checkpoint: a known structure, and values read on demand.
 
     Attributes:
         path: absolute path of the file or directory.
         step: the number in its name, or None.
         format: ``msgpack`` or ``orbax``.
-        tree: the stored tree: dicts, lists and tuples with a `LeafHandle` in the place of each leaf. A handle has
-            ``path``, ``kind``, ``shape``, ``dtype``, ``nbytes`` (in memory), ``sharding`` (Orbax's JSON text) and
-            ``name`` (what it is stored under). Several items: a dict of item name → tree.
+        tree: the stored tree: dicts, lists and tuples with a `LeafHandle` for each leaf. A handle has ``path``,
+            ``kind``, ``shape``, ``dtype``, ``nbytes`` (in memory), ``sharding`` (Orbax's JSON text) and ``name`` (in
+            the format's own terms). For several items, a dict of item name → tree.
     """
 
     def __init__(self, opened: opening.Opened, step: float | None):
@@ -91,14 +91,14 @@ class Checkpoint:
         return f"<Checkpoint {printable(self.path, one_line=True)} ({self.format}), step {self.step}, {leaves} leaves>"
 
     def close(self) -> None:
-        """Closes its files; values read before stay valid."""
+        """Close the files; values already read stay valid."""
         self._opened.close()
 
     def leaves(self) -> dict[str, LeafHandle]:
-        """Every leaf by its key path, joined with ``/``; None and empty containers are no leaves.
+        """Return every leaf by its key path, joined with ``/``; None and empty containers are no leaves.
 
         Raises:
-            NameCollisionError: two leaves whose paths look the same, because a name contains ``/``.
+            NameCollisionError: two leaves have the same joined path, because a name contains ``/``.
         """
         found: dict[str, LeafHandle] = {}
         for path, handle in self._handles():
@@ -114,31 +114,31 @@ class Checkpoint:
 
     @property
     def metadata(self) -> metadata.Metadata:
-        """What the checkpoint says about itself."""
+        """The checkpoint's metadata; read from its files at each access."""
         return metadata.read_metadata(self._opened)
 
     def read(self, paths: LeafPath | Iterable[LeafPath] | None = None) -> Any:
-        """All leaves, or some, in the form that ``restore_checkpoint(…, target=None)`` gives them.
+        """Read all leaves, or some, in the form of ``restore_checkpoint(…, target=None)``.
 
         Args:
-            paths: a path, or a list of them. A path is the text ``a/b/0`` or the tuple ``("a", "b", 0)``, of a leaf
-                or of a subtree. None reads everything.
+            paths: path of a leaf or subtree, or a list of paths. A path is the text ``a/b/0`` or the tuple
+                ``("a", "b", 0)``. None reads everything.
 
         Returns:
-            Nested dicts with the leaves that were asked for, each in its own place.
+            Nested dicts with the chosen leaves at their key paths.
 
         Raises:
-            MissingLeavesError: a path that the checkpoint does not have.
-            CheckpointNotFoundError: the checkpoint was removed since it was opened.
+            MissingLeavesError: the checkpoint has no such path.
+            CheckpointNotFoundError: the checkpoint was removed after it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """
-        root = self._root if paths is None else self._chosen([paths] if isinstance(paths, str | tuple) else paths)
+        root = self._root if paths is None else self._select([paths] if isinstance(paths, str | tuple) else paths)
         trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
-        with locating.telling_removal(self.path):
+        with locating.reporting_removal(self.path):
             return restore_pipeline.read_state(self._opened, trees)
 
     def _whole(self) -> Node:
-        """The tree of all items."""
+        """Return the tree of all items."""
         trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
         whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
         return map_leaves(_at, whole)
@@ -146,12 +146,12 @@ class Checkpoint:
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
 
-    def _chosen(self, paths: Iterable[LeafPath]) -> Node:
-        choice = _Choice(paths)
-        root = choice.prune(self._root, ())
-        if choice.missing:
+    def _select(self, paths: Iterable[LeafPath]) -> Node:
+        selection = _Selection(paths)
+        root = selection.prune(self._root, ())
+        if selection.missing:
             names = similar.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
-            rows, more = shown([Row((missing,)) for missing in choice.missing])
+            rows, more = shown([Row((missing,)) for missing in selection.missing])
             lines = []
             for row in rows:
                 near = names.nearest(row.names[0])
@@ -160,7 +160,7 @@ class Checkpoint:
             raise MissingLeavesError(
                 "\n".join([f"{self.path} has no leaf and no subtree of these paths:", *lines, "See .leaves()."]),
                 path=self.path,
-                missing=tuple(choice.missing),
+                missing=tuple(selection.missing),
             )
         return Branch({}) if root is _NOTHING else root
 
@@ -168,8 +168,8 @@ class Checkpoint:
 _NOTHING = object()
 
 
-class _Choice:
-    """Key paths that were asked for, and those of them that were not found yet."""
+class _Selection:
+    """Selection of key paths, and those not found yet."""
 
     def __init__(self, paths: Iterable[LeafPath]):
         # A dict, to name what is missing in the order of asking.
@@ -178,12 +178,12 @@ class _Choice:
 
     @property
     def missing(self) -> list[str]:
-        """Paths that no node has."""
+        """Return the selected paths that no node has."""
         left = [path for path in self._wanted if path not in self._found]
         return [path if isinstance(path, str) else "/".join(path) for path in left]
 
     def prune(self, node: Node, path: Path) -> Node:
-        """The part of a tree that was asked for."""
+        """Return the selected part of a tree."""
         here = self._wanted.keys() & {path, "/".join(path)}
         self._found |= here
         if not isinstance(node, Branch):
@@ -194,13 +194,13 @@ class _Choice:
         children = {name: child for name, child in pruned.items() if child is not _NOTHING}
         if not children:
             return _NOTHING
-        # With gaps it is no sequence any more; the indices stay, as keys.
+        # A sequence with gaps becomes a dict of the indices.
         container = node.container if len(children) == len(node.children) else Container.DICT
         return Branch(children, container, node.int_keys & children.keys())
 
 
 def _at(path: Path, leaf: Any) -> Any:
-    """A leaf with its path in the whole checkpoint; its reader knows it by the path in its own item."""
+    """Return a leaf with its path in the whole checkpoint instead of in its item."""
     is_elsewhere = isinstance(leaf, LeafHandle) and leaf.path != path
     return dataclasses.replace(leaf, path=path) if is_elsewhere else leaf
 

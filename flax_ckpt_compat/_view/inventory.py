@@ -1,4 +1,4 @@
-"""Every checkpoint of a directory, the unfinished ones too, told by names and sizes alone."""
+"""List every checkpoint of a directory, unfinished ones too, by names and sizes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery import listing
-from flax_ckpt_compat._discovery.directory import ChangedError, Directory, Judged, State, list_again_while_it_changes
+from flax_ckpt_compat._discovery.directory import (
+    ChangedError,
+    Classified,
+    Directory,
+    State,
+    list_again_while_it_changes,
+)
 from flax_ckpt_compat._discovery.lookups import everything_of
 from flax_ckpt_compat._save import async_saves
 
@@ -25,8 +31,8 @@ class CheckpointRecord:
         path: of the file or directory, in the form in which the directory was given.
         format: ``msgpack`` for files, ``orbax`` for directories, ``unknown`` for directories in other formats.
         nbytes: on disk, in bytes, with the arrays in a ``_gda`` folder beside it.
-        complete: False where cheap signs tell that it is not. What looks complete may still be damaged.
-        why: what is missing, or that it is not a checkpoint and what it looks like; or None.
+        complete: no names or files are missing; the data may still be damaged.
+        why: the missing part, or that it is not a checkpoint and what it looks like; or None.
     """
 
     step: float | None
@@ -38,10 +44,10 @@ class CheckpointRecord:
 
 
 def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoint_") -> Iterator[CheckpointRecord]:
-    """Yields the checkpoints of a prefix and the steps of an Orbax ``CheckpointManager``, and opens none.
+    """Iterate over the checkpoints of a prefix and the steps of an Orbax ``CheckpointManager``, without opening them.
 
     Args:
-        directory: that holds them; one that does not exist holds none.
+        directory: directory of checkpoints; one that does not exist holds none.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
 
     Yields:
@@ -50,30 +56,32 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
     Raises:
         StorageError: the file system refused.
     """
-    where = listing.checkpoint_dir(os.fspath(directory), prefix)
-    async_saves.wait_for_joint_saves(where.directory)
-    yield from list_again_while_it_changes(where.directory, lambda last: _records(where, last))
+    checkpoint_dir = listing.checkpoint_dir(os.fspath(directory), prefix)
+    async_saves.wait_for_joint_saves(checkpoint_dir.directory)
+    yield from list_again_while_it_changes(checkpoint_dir.directory, lambda last: _records(checkpoint_dir, last))
 
 
-def _records(where: listing.CheckpointDir, last: bool) -> list[CheckpointRecord]:
-    found = [_record(where, judged) for judged in everything_of(Directory(where, tolerant=last))]
+def _records(checkpoint_dir: listing.CheckpointDir, last: bool) -> list[CheckpointRecord]:
+    found = [
+        _record(checkpoint_dir, classified) for classified in everything_of(Directory(checkpoint_dir, tolerant=last))
+    ]
     if None in found and not last:
         raise ChangedError
     return [record for record in found if record is not None]
 
 
-def _record(where: listing.CheckpointDir, judged: Judged) -> CheckpointRecord | None:
-    path, name = judged.entry.path, judged.entry.name
+def _record(checkpoint_dir: listing.CheckpointDir, classified: Classified) -> CheckpointRecord | None:
+    path, name = classified.entry.path, classified.entry.name
     format = Format.ORBAX if paths.isdir(path) else Format.MSGPACK
     nbytes = paths.total_size(path) + paths.total_size(path + steps.ARRAYS_POSTFIX)
     if not paths.lexists(path):  # another process has just evicted it
         return None
-    state = judged.state
+    state = classified.state
     return CheckpointRecord(
-        judged.entry.step,
-        os.path.join(where.shown, name),
+        classified.entry.step,
+        os.path.join(checkpoint_dir.shown, name),
         UNKNOWN_FORMAT if state is State.FOREIGN else format.value,
         nbytes,
         state is State.COMPLETE,
-        f"not a checkpoint: {judged.why}" if state is State.FOREIGN else judged.why,
+        f"not a checkpoint: {classified.why}" if state is State.FOREIGN else classified.why,
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, beside its tree."""
+"""Read a checkpoint's metadata: times, custom metadata, items, writer."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _OURS = "flax_ckpt_compat"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a checkpoint says about itself; everything is None or empty where the format does not say it.
+    """Metadata of a checkpoint; None or empty if the format does not record it.
 
     Attributes:
         started: when its save began, in UTC.
         committed: when its save ended, in UTC.
-        custom: what the caller of Orbax gave as ``custom_metadata`` of the checkpoint.
+        custom: Orbax's ``custom_metadata`` of the checkpoint.
         custom_of_trees: item name → ``custom_metadata`` of that tree alone; the item of a flat directory is ''.
         items: names of the items; empty for a checkpoint that is one tree.
-        writer: ``flax_ckpt_compat`` where an Orbax directory is ours, else None: no release of Flax or of Orbax
-            writes its name or version down.
+        writer: ``flax_ckpt_compat`` if we wrote an Orbax directory, else None: no release of Flax or Orbax records
+            its name or version.
     """
 
     started: datetime.datetime | None
@@ -42,7 +42,7 @@ class Metadata:
 
 
 def read_metadata(opened: Opened) -> Metadata:
-    """Reads the notes of a checkpoint; a damaged note counts as absent, as for Orbax, with a logged warning."""
+    """Read a checkpoint's metadata files; a damaged one counts as absent, as in Orbax, with a logged warning."""
     # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
     step = _object(os.path.join(opened.path, STEP_METADATA))
     trees = {name: _object(os.path.join(item.path, TREE_METADATA)) for name, item in opened.trees.items()}

@@ -1,4 +1,4 @@
-"""A restore, told before it happens: what `plan_restore` gives."""
+"""Preview a restore without reading array data: `plan_restore`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class PlannedLeaf:
         path: its key path, joined with ``/``.
         origin: ``checkpoint`` (as stored), ``computed`` (from stored leaves), ``target`` (its own value is kept), or
             ``missing`` (the restore is going to raise).
-        sources: key paths, in the checkpoint, of the stored leaves that it comes from.
-        how: what is computed, or why the target's value is kept; else empty.
-        shape: of the result; None where it is no array, or where only a function of the caller's knows.
+        sources: key paths of the stored leaves that it comes from.
+        how: the computation, or the reason why the target's value is kept; else empty.
+        shape: of the result; None if it is no array, or only a function of the caller's knows.
         dtype: of the result, after casting; None as for ``shape``.
-        target_shape, target_dtype: of the target's leaf; None where it is no array.
+        target_shape, target_dtype: of the target's leaf; None if it is no array.
         nbytes: size in memory of the stored data that it needs, in bytes.
     """
 
@@ -60,28 +60,28 @@ class PlannedLeaf:
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether the result has another shape than the target's leaf."""
+        """Return whether the result has another shape than the target's leaf."""
         return self.shape is not None and self.target_shape is not None and self.shape != self.target_shape
 
     @property
     def is_retyped(self) -> bool:
-        """Whether the result has another dtype than the target's leaf."""
+        """Return whether the result has another dtype than the target's leaf."""
         return self.dtype is not None and self.target_dtype is not None and self.dtype != self.target_dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a restore is going to do; prints as a table.
+    """Preview of a restore; prints as a table.
 
     Attributes:
         path: absolute path of the checkpoint.
         format: ``msgpack`` or ``orbax``.
         leaves: every leaf of the result, in the target's order.
-        unused: key paths of the stored leaves that nothing asks for.
-        nbytes: size in memory of all stored data that is going to be read, in bytes.
-        raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Damaged data,
-            functions of the caller's, and types with rules of their own show only in the restore itself.
-        why: the error's message, where the leaves do not say it already; else empty.
+        unused: key paths of the stored leaves that the result does not use.
+        nbytes: size in memory of all stored data to be read, in bytes.
+        raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Errors of
+            damaged data, the caller's functions and custom serialization show only in the restore itself.
+        why: the error's message, unless the leaves already show the reason; else empty.
     """
 
     path: str
@@ -91,17 +91,17 @@ class Plan:
     nbytes: int
     raises: str | None
     why: str = ""
-    _works: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    _plans: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Key paths of the leaves for which the restore is going to raise `MissingLeavesError`."""
+        """Key paths of the leaves for which the restore raises `MissingLeavesError`."""
         return tuple(leaf.path for leaf in self.leaves if leaf.origin == "missing")
 
     @functools.cached_property
     def suggestion(self) -> Suggestion | None:
-        """Rules that would map the checkpoint to the target, where leaves are missing or shapes differ; else None."""
-        found: Iterator[Suggestion] = filter(None, (work.suggest() for work in self._works))
+        """Rules that would map the checkpoint to the target if leaves are missing or shapes differ; else None."""
+        found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
         return next(found, None)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Plan:
         yield from plan_text.rich(self, options.max_width)
 
     def __reduce__(self) -> Any:
-        # Only what it says; the trees behind it, and the target's arrays, stay where they are.
+        # The report only, without the trees and the target's arrays.
         return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
 
 
@@ -132,31 +132,35 @@ def plan_restore(
     must_exist: bool | None = None,
     mapped: bool | None = None,
 ) -> Plan:
-    """Say what `flax_ckpt_compat.restore` does with these arguments, without reading array data.
+    """Preview `flax_ckpt_compat.restore` with these arguments, without reading array data.
 
-    ``restore_checkpoint`` does the same with ``shape_mismatch="warn", kind_mismatch="warn"``, and with
-    ``missing_leaves="keep"`` where it is given ``orbax_transforms`` that are not rules.
+    For a preview of ``restore_checkpoint``, pass ``shape_mismatch="warn", kind_mismatch="warn"``, and
+    ``missing_leaves="keep"`` if its ``orbax_transforms`` are not rules.
 
     Args:
         path: a directory of checkpoints, or one checkpoint.
         target: tree of the wanted structure, or None.
-        step: which checkpoint of the directory; None takes the latest complete one.
+        step: the step in the directory; None takes the latest complete one.
         prefix: literal text before the step in the checkpoints' names.
         transforms: rules or transforms, as for ``restore_checkpoint``'s ``orbax_transforms``.
-        transforms_default_to_original: what no transform matches comes from the checkpoint; else from the target.
-        missing_leaves, shape_mismatch, kind_mismatch, dtype, structure, must_exist, mapped: policies with the defaults
-            of `flax_ckpt_compat.restore`; None is what is set, or its default. With ``must_exist=False`` and nothing
-            there, every leaf is the target's, and the plan's format is empty.
+        transforms_default_to_original: leaves that no transform matches come from the checkpoint; else from the target.
+        missing_leaves: policy, as for `flax_ckpt_compat.restore`; None takes the setting or that function's default.
+        shape_mismatch: likewise.
+        kind_mismatch: likewise.
+        dtype: likewise.
+        structure: likewise.
+        must_exist: likewise. If False and there is no checkpoint, every leaf is the target's, and the format is empty.
+        mapped: likewise.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: there is no such checkpoint.
         SettingError: a policy has no such value.
         TransformError, NameCollisionError: a rule or transform that does not fit.
-        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: what is there cannot be opened.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be opened.
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
-    adaptation = TransformSpec(transforms, default_to_original=transforms_default_to_original, strict=True)
+    spec = TransformSpec(transforms, default_to_original=transforms_default_to_original, strict=True)
     given: dict[str, Any] = {
         "missing_leaves": missing_leaves,
         "shape_mismatch": shape_mismatch,
@@ -171,7 +175,7 @@ def plan_restore(
     def plan_one(found: str) -> Plan:
         before = locating.identity(found)
         with closing(opening.Opened(found)) as opened:
-            plan = _plan(opened, plan_all(opened, target, adaptation))
+            plan = _plan(opened, plan_all(opened, target, spec))
         locating.check_same(found, before)
         return plan
 
@@ -181,10 +185,10 @@ def plan_restore(
 
 
 def _nothing(path: str, target: Any) -> Plan:
-    """The plan of a restore that returns its target."""
+    """Return the plan of a restore that returns its target."""
     leaves = iter_leaves(state_dict.describe(target)) if target is not None else ()
-    told = [_kept(show_path(place), leaf, "there is no checkpoint") for place, leaf in leaves]
-    return Plan(path, "", tuple(told), (), 0, None)
+    kept = [_kept(show_path(leaf_path), leaf, "there is no checkpoint") for leaf_path, leaf in leaves]
+    return Plan(path, "", tuple(kept), (), 0, None)
 
 
 def _kept(path: str, leaf: Any, why: str) -> PlannedLeaf:
@@ -192,47 +196,49 @@ def _kept(path: str, leaf: Any, why: str) -> PlannedLeaf:
     return PlannedLeaf(path, "target", (), why, shape, dtype, shape, dtype, 0)
 
 
-def _plan(opened: opening.Opened, works: RestorePlan) -> Plan:
+def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     leaves: list[PlannedLeaf] = []
     unused: list[str] = []
     needed: dict[Any, int] = {}
-    for name, work in works.items.items():
-        item = (name,) if works.is_mapping else ()
-        describe = _Describer(work, item)
-        node = None if work.target is None else work.target.node
-        for path, source, target in _pairs(work.match.sources, node, ()):
+    for name, tree_plan in plans.items.items():
+        item = (name,) if plans.is_mapping else ()
+        describe = _Describer(tree_plan, item)
+        node = None if tree_plan.target is None else tree_plan.target.node
+        for path, source, target in _pairs(tree_plan.match.sources, node, ()):
             leaves.append(describe(path, source, target))
             needed.update(needs(source))
         leaves.extend(
-            describe(path, FromTarget({}, "not in the checkpoint"), None) for path in sorted(work.match.empty)
+            describe(path, FromTarget({}, "not in the checkpoint"), None) for path in sorted(tree_plan.match.empty)
         )
-        there = dict(iter_leaves(work.tree)) if work.match.unused else {}
-        # None and empty containers hold no values that anybody could miss.
-        idle = [(path, there[path]) for path in work.match.unused if isinstance(there[path], LeafHandle | Derived)]
+        stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.match.unused else {}
+        # None and empty containers hold no values.
+        idle = [
+            (path, stored[path]) for path in tree_plan.match.unused if isinstance(stored[path], LeafHandle | Derived)
+        ]
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
-    formats = {work.reader.format.value for work in works.items.values()}
+    formats = {tree_plan.reader.format.value for tree_plan in plans.items.values()}
     return Plan(
         opened.path,
         formats.pop() if len(formats) == 1 else "orbax",
         tuple(leaves),
         tuple(unused),
         sum(needed.values()),
-        *_refusal(works),
-        tuple(works.items.values()),
+        *_refusal(plans),
+        tuple(plans.items.values()),
     )
 
 
-def _refusal(works: RestorePlan) -> tuple[str | None, str]:
-    """The first error of a restore, and what it says beyond what the plan says of its leaves."""
-    for work in works.items.values():
-        for kind, error in refusals(work, execution(work).problems):
-            is_told = kind is MissingLeavesError or (kind is ShapeMismatchError and work.match.shapes)
-            return kind.__name__, "" if is_told else str(error())
+def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
+    """Return the name of a restore's first error, and its message unless the leaves show the reason."""
+    for tree_plan in plans.items.values():
+        for kind, error in refusals(tree_plan, execution(tree_plan).problems):
+            is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.match.shapes)
+            return kind.__name__, "" if is_shown else str(error())
     return None, ""
 
 
 def _pairs(sources: Any, target: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
-    """(key path, source, target's leaf) of every leaf; without a target the sources are a branch."""
+    """Yield (key path, source, target's leaf) of every leaf; without a target the sources are a branch."""
     if not isinstance(sources, dict | Branch):
         yield path, sources, target
         return
@@ -243,13 +249,13 @@ def _pairs(sources: Any, target: Any, path: Path) -> Iterator[tuple[Path, Any, A
 
 
 class _Describer:
-    """Describes the leaves of one tree."""
+    """Describer of the leaves of one tree."""
 
-    def __init__(self, work: TreePlan, item: Path):
+    def __init__(self, tree_plan: TreePlan, item: Path):
         settings = config.current()
         self._item, self._cast = item, settings.dtype == "target"
-        raises = settings.missing_leaves == "error" and not work.adaptation.lenient
-        self._missing = frozenset(work.match.missing) if raises else frozenset()
+        raises = settings.missing_leaves == "error" and not tree_plan.transforms.lenient
+        self._missing = frozenset(tree_plan.match.missing) if raises else frozenset()
 
     def __call__(self, path: Path, source: FromCheckpoint | FromTarget, target: Any) -> PlannedLeaf:
         wanted = getattr(target, "shape", None), getattr(target, "dtype", None)

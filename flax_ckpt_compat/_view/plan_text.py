@@ -1,4 +1,4 @@
-"""How a plan prints: as plain text, and as a rich table with the same rows."""
+"""Render a plan as plain text, and as a rich table with the same rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.printable import printable
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 PlannedLeaf = Any
-# Of more rows, those of numbered layers are folded, and then only counted; the simple ones first.
+# Beyond this, rows of numbered layers are folded, then omitted and counted, simple ones first.
 _MAX_ROWS = 24
 _MAX_STEPS = 12
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
@@ -20,7 +20,7 @@ _STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "check
 
 
 def plain(plan: Plan) -> str:
-    """The plan as text, with aligned columns and no colours."""
+    """Render the plan as text, with aligned columns and no colours."""
     rows = [_HEADINGS, *(_cells(row) for row in _shown(plan)[0])]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
@@ -28,7 +28,7 @@ def plain(plan: Plan) -> str:
 
 
 def rich(plan: Plan, width: int) -> Iterator[Any]:
-    """The plan as rich renderables.
+    """Render the plan with rich.
 
     Args:
         plan: the plan.
@@ -48,7 +48,7 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
 
 
 def _narrow(line: str, width: int) -> str:
-    """A line of Python with its comment above it, if both do not fit: what wraps cannot be pasted."""
+    """Put the comment of a long line of Python above it: wrapped code cannot be pasted."""
     code, sign, comment = line.partition("  # ")
     if not sign or len(line) <= width:
         return line
@@ -66,9 +66,9 @@ def _title(plan: Plan) -> str:
         f"{counts['target']} kept from the target",
         f"{counts['missing']} missing",
     ]
-    told = ", ".join(word for word in words if not word.startswith("0 "))
+    summary = ", ".join(word for word in words if not word.startswith("0 "))
     path = printable(plan.path, one_line=True)
-    return f"{path} ({plan.format}): {told or 'no leaves'}; {_bytes(plan.nbytes)} to read"
+    return f"{path} ({plan.format}): {summary or 'no leaves'}; {_bytes(plan.nbytes)} to read"
 
 
 def _bytes(number: int) -> str:
@@ -84,7 +84,7 @@ def _shown(plan: Plan) -> tuple[list[Row], str]:
     if len(rows) <= _MAX_ROWS:
         return rows, ""
     rows = fold(rows)
-    # What simply comes from the stored leaf of the same name has the second place.
+    # Leaves that simply come from the stored leaf of the same name come second.
     kept = sorted(range(len(rows)), key=lambda at: (_is_simple(rows[at]), at))[:_MAX_ROWS]
     left_out = [row for at, row in enumerate(rows) if at not in set(kept)]
     more = sum(row.count for row in left_out)
@@ -93,7 +93,7 @@ def _shown(plan: Plan) -> tuple[list[Row], str]:
 
 
 def _row(leaf: PlannedLeaf) -> Row:
-    """Return a leaf with its style, how it comes about, and shape and dtype; of the detail nothing is folded."""
+    """Return a leaf's row: names, then style, origin, and shape and dtype, which do not fold."""
     style = "magenta" if leaf.is_reshaped else _STYLES[leaf.origin]
     how, sources = _source(leaf)
     return Row((leaf.path, *sources), (style, how, _what(leaf)))
@@ -112,7 +112,7 @@ def _cells(row: Row) -> tuple[str, str, str]:
 
 
 def _source(leaf: PlannedLeaf) -> tuple[str, tuple[str, ...]]:
-    """Return how a leaf comes about, and the stored leaves that are named with it."""
+    """Return a leaf's origin, and the stored leaves to name with it."""
     if leaf.origin == "missing":
         return "MISSING", ()
     if leaf.origin == "target":

@@ -86,7 +86,7 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str) -> str:
         near = absence.near_directory(path)
         remedy = f"did you mean {near}?" if near else "check the path"
         raise CheckpointNotFoundError(f"the directory {path} does not exist: {remedy}", path=path)
-    if detect.is_orbax_directory(path) and not detect.is_doubtful(path):
+    if detect.is_orbax_directory(path) and not detect.has_no_orbax_marker(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path)
     if not paths.is_url(path) and not os.listdir(path):

@@ -1,4 +1,4 @@
-"""What a rule is: one step that turns the tree of a checkpoint into one that fits the target better."""
+"""Define `Rule`: one step from the tree of a checkpoint towards a target."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Rule:
     """One step from the tree of a checkpoint towards a target; made by the functions of `flax_ckpt_compat.rules`.
 
     Attributes:
-        source: the Python that makes it, such as ``rules.rename('Dense_0', 'encoder')``.
+        source: Python source of the call, such as ``rules.rename('Dense_0', 'encoder')``.
         apply: takes the checkpoint's tree (leaves: `LeafHandle`, `Derived`, `Own` or None; see
-            `flax_ckpt_compat._trees.leaf_sources`) and the target's (its own leaves), and gives a new tree of the
-            first kind. It reads no array data, changes neither, and raises `TransformError` where it does not fit.
+            `flax_ckpt_compat._trees.leaf_sources`) and the target's neutral tree, and returns a new checkpoint tree. It
+            reads no array data, changes neither, and raises `TransformError` if the rule does not fit.
     """
 
     source: str
@@ -37,11 +37,11 @@ class Rule:
 
 
 def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Rule]:
-    """Makes a function that gives what a rule does into one that gives the rule, which knows its own source.
+    """Decorate a function that returns a rule's `apply`, so that it returns the `Rule`.
 
     Args:
-        make: its first argument, which callers of the result do not give, is the rule for the messages: its source
-            without ``rules.``.
+        make: takes the rule's name for messages (its source without ``rules.``), which the decorator passes, then the
+            caller's arguments.
     """
     signature = inspect.signature(make)
     parameters = list(signature.parameters.values())[1:]
@@ -58,26 +58,26 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
                 words.append(f"{name}={_shown(value)}")
             else:
                 words.append(_shown(value))
-        who = f"{make.__name__}({', '.join(words)})"
-        return Rule(f"rules.{who}", make(who, *args, **kwargs))
+        rule_name = f"{make.__name__}({', '.join(words)})"
+        return Rule(f"rules.{rule_name}", make(rule_name, *args, **kwargs))
 
     made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made
 
 
 def _shown(value: object) -> str:
-    """The value as Python that needs no imports; dtypes and scalar types by their names."""
+    """Return a value as Python source without imports; dtypes and scalar types by their names."""
     if isinstance(value, type | np.dtype):
         try:
             dtype = np.dtype(value)
         except TypeError:
-            return repr(value)  # which no rule takes; its own error is the better one
+            return repr(value)  # no rule takes it; leave the error to the rule
         return repr(stored_name(dtype))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
-    # Python reads what it writes for a complex number, ``-0j``, say, with other signs of zeros.
+    # The repr of a complex number such as ``-0j`` evaluates to other signs of zeros.
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return f"{type(value).__name__}({str(value)!r})"
     return repr(value)

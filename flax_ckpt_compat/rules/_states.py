@@ -1,4 +1,4 @@
-"""The states inside an optimizer's state: nodes with named fields, found in the target and in checkpoints."""
+"""Find the states inside an optimizer's state: nodes with named fields, in the target and in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_bran
 from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.rules import _trees
 
-# Fields of optax's states, by which one is known where the target's containers do not tell, as in NNX.
+# Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
 _FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
 _NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
@@ -22,11 +22,11 @@ class State:
     """A node with named fields that holds values of its own, such as Adam's count, mu and nu.
 
     Attributes:
-        path: from the root of the optimizer's state.
-        node: itself.
-        leaves: key path from the node → leaf, without those of states inside of it.
-        labels: names on the way that the user gave; known of the target's.
-        is_in_order: all numbers on the way are indices of lists and tuples; known of the target's.
+        path: key path from the root of the optimizer's state.
+        node: the node.
+        leaves: key path from the node → leaf, without leaves of inner states.
+        labels: names in the path that the user gave; for the target's states only.
+        is_in_order: all numbers in the path are indices of lists and tuples; for the target's states only.
     """
 
     path: Path
@@ -34,70 +34,73 @@ class State:
     leaves: dict[Path, Any]
     labels: frozenset[str] = frozenset()
     is_in_order: bool = False
-    _fitting: dict[State, list[Path]] = dataclasses.field(default_factory=dict)
+    _common_paths: dict[State, list[Path]] = dataclasses.field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
+        """Return the names of the fields."""
         return frozenset(self.node.children)
 
     @functools.cached_property
     def moments(self) -> dict[Path, Any]:
-        """The leaves that belong to parameters."""
+        """Return the leaves that belong to parameters."""
         return {
             path: leaf for path, leaf in self.leaves.items() if _shape(leaf) or len(path) - (path[-1] == _NNX_VALUE) > 1
         }
 
     @property
     def plain(self) -> Path:
-        """The path without numbers."""
+        """Return the path without numbers."""
         return tuple(name for name in self.path if not name.isdecimal())
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the path."""
+        """Return the numbers in the path."""
         return tuple(int(name) for name in self.path if name.isdecimal())
 
     def order(self) -> tuple[tuple[bool, int, str], ...]:
-        """Sorts by the path, numbers as numbers, whatever the order in which a format keeps names."""
+        """Return a sort key of the path: numbers by value, independent of the format's order of names."""
         return tuple((not one.isdecimal(), int(one) if one.isdecimal() else 0, one) for one in self.path)
 
-    def fitting(self, other: State) -> list[Path]:
-        """Paths of the leaves that another has, too, in the same shape."""
-        if other not in self._fitting:
+    def common_paths(self, other: State) -> list[Path]:
+        """Return paths of the leaves that another state has too, in the same shape."""
+        if other not in self._common_paths:
             there = other.leaves
-            self._fitting[other] = [path for path, leaf in self.leaves.items() if _fits(there.get(path), leaf)]
-        return self._fitting[other]
+            self._common_paths[other] = [path for path, leaf in self.leaves.items() if _fits(there.get(path), leaf)]
+        return self._common_paths[other]
 
     def fit(self, other: State) -> tuple[int, int]:
-        """How well another, stored one fits: leaves, then names of the user's on the way to it."""
-        return len(self.fitting(other)), len(self.labels & set(other.path))
+        """Rate the fit of a stored state: number of common leaves, then of the user's names in its path."""
+        return len(self.common_paths(other)), len(self.labels & set(other.path))
 
     def overlap(self, others: list[State]) -> bool:
-        """Whether two of several stored states have moments of the same parameter, in whatever shape."""
+        """Return whether two of several stored states have moments of the same parameter, in any shape."""
         held = [path for one in others for path in self.moments if one.leaves.get(path) is not None]
         return len(held) > len(set(held))
 
     def is_nearer(self, one: State, other: State) -> bool:
-        """Whether one of two stored states that hold the same of this one's leaves has more of its names."""
+        """Return whether one of two stored states with common leaves has more of this state's names in its path."""
         if self.fit(one)[1] <= self.fit(other)[1]:
             return False
-        return any(path in self.moments or not self.moments for path in {*self.fitting(one)} & {*self.fitting(other)})
+        return any(
+            path in self.moments or not self.moments for path in {*self.common_paths(one)} & {*self.common_paths(other)}
+        )
 
     def may_come_from(self, other: State) -> bool:
-        """Whether anything but numbers without their moments would come from another."""
-        fitting = self.fitting(other)
-        return any(path in self.moments for path in fitting) if self.moments else bool(fitting)
+        """Return whether another state has leaves for this one other than counts without their moments."""
+        common_paths = self.common_paths(other)
+        return any(path in self.moments for path in common_paths) if self.moments else bool(common_paths)
 
 
 def target_states(node: Node) -> Iterator[State]:
-    """States in the target: its named tuples, or, where it has none, what has the names of optax's fields."""
+    """Yield the states in the target: its namedtuples, or, without any, nodes with optax's field names."""
     nodes = [(path, branch) for path, branch in iter_branches(node) if branch.children]
     tuples = [path for path, branch in nodes if branch.container is Container.NAMEDTUPLE]
     yield from _at(node, tuples or [path for path, branch in nodes if branch.children.keys() & _FIELDS])
 
 
 def alike(first: Branch, second: Branch) -> bool:
-    """Same fields; one that is empty in one of them may be lacking in the other, as releases of optax add some."""
+    """Return whether two nodes have the same fields; empty ones may be missing, as releases of optax add fields."""
     fields = {**first.children, **second.children}
     return all(is_empty(fields[name]) for name in first.children.keys() ^ second.children.keys())
 
@@ -118,12 +121,12 @@ def _at(node: Node, paths: list[Path]) -> Iterator[State]:
 
 
 def leaves_of(branch: Branch) -> dict[Path, Any]:
-    """The leaves of a node by key path, without empty branches."""
+    """Return the leaves of a node by key path, without empty branches."""
     return {path: leaf for path, leaf in iter_leaves(branch) if not isinstance(leaf, Branch)}
 
 
 def is_empty(node: Node) -> bool:
-    """True for None and for branches without children."""
+    """Return whether a node is None or a branch without children."""
     return node is None or (isinstance(node, Branch) and not node.children)
 
 
@@ -132,7 +135,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _fits(stored: Any, own: Any) -> bool:
-    """Whether a stored leaf has the shape of the target's."""
+    """Return whether a stored leaf has the shape of the target's."""
     shape = _shape(own)
     if isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY:
         return stored.shape[: len(shape)] == shape

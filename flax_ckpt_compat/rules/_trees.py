@@ -1,4 +1,4 @@
-"""What the rules share: finding literal paths, giving leaves new paths, errors that name near names."""
+"""Share helpers of the rules: find literal paths, remap leaves, suggest similar names in errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.similar import nearest
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, show_path
 
-# Flags that hold for a whole expression, which Python wants at its very beginning.
+# Global flags, which Python requires at the beginning of an expression.
 _FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
 
 
 def near_names(wanted: str, tree: Node) -> str:
-    """The end of a message: paths of a tree that are similar to one that it lacks, or what it has at the top."""
+    """Return the end of a message: similar paths of a tree, or its top-level names."""
     names = list(
         dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
     )
@@ -25,14 +25,14 @@ def near_names(wanted: str, tree: Node) -> str:
     return f"at the top it has: {one_line(top) or 'no names'}"
 
 
-def find(tree: Node, text: str, who: str, *, whose: str = "the checkpoint") -> Path:
-    """The key path of the node that a literal path means.
+def find(tree: Node, text: str, rule_name: str, *, whose: str = "the checkpoint") -> Path:
+    """Return the key path of the node at a literal path.
 
     Args:
-        tree: where to look.
+        tree: the tree to search.
         text: names joined with ``/``, each of which may contain ``/`` itself; empty for the whole tree.
-        who: the rule, for the message.
-        whose: the tree, for the message.
+        rule_name: the rule, for the message.
+        whose: name of the tree, for the message.
 
     Raises:
         TransformError: there is no such node, or two, because names contain ``/``.
@@ -41,8 +41,10 @@ def find(tree: Node, text: str, who: str, *, whose: str = "the checkpoint") -> P
     if len(found) == 1:
         return found[0]
     if found:
-        raise TransformError(f"{who}: {text} means {len(found)} things in {whose}, whose names contain /", leaf=text)
-    raise TransformError(f"{who}: {whose} has no {text}; {near_names(text, tree)}", leaf=text)
+        raise TransformError(
+            f"{rule_name}: {text} means {len(found)} things in {whose}, whose names contain /", leaf=text
+        )
+    raise TransformError(f"{rule_name}: {whose} has no {text}; {near_names(text, tree)}", leaf=text)
 
 
 def _paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
@@ -57,7 +59,7 @@ def _paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
 
 
 def destination(text: str, *trees: Node) -> Path:
-    """The key path for a literal path that need not exist: as one of these trees has it, else cut at each ``/``."""
+    """Return the key path for a literal path: as in the first tree that has it, else split at each ``/``."""
     for tree in trees:
         if found := next(_paths_of(tree, text), ()):
             return found
@@ -65,29 +67,29 @@ def destination(text: str, *trees: Node) -> Path:
 
 
 def destination_in(tree: Node, text: str) -> Path:
-    """The key path of the node that a literal path means, or () where there is none."""
+    """Return the key path of the node at a literal path, or () if there is none."""
     return next(_paths_of(tree, text), ()) if text else ()
 
 
 def names_in(text: str) -> Path:
-    """Text cut at each ``/``; nothing for the empty text."""
+    """Split text at each ``/``; empty text gives ()."""
     return tuple(text.split("/")) if text else ()
 
 
 def node_at(tree: Node, path: Path) -> Node:
-    """The node at a key path that exists."""
+    """Return the node at an existing key path."""
     for name in path:
         tree = tree.children[name]
     return tree
 
 
-def remap(stored: Node, new_path: Callable[[Path], Path | None], who: str) -> Node:
-    """The tree with every leaf at another key path, in the containers that keep the names of their children.
+def remap(stored: Node, new_path: Callable[[Path], Path | None], rule_name: str) -> Node:
+    """Give every leaf a new key path; containers whose children keep their names keep their type.
 
     Args:
         stored: the tree.
-        new_path: of a leaf's key path, or None where the leaf is dropped.
-        who: the rule, for the message.
+        new_path: maps a leaf's key path to the new one, or to None to drop the leaf.
+        rule_name: the rule, for the message.
 
     Raises:
         NameCollisionError: two leaves get the same name, or one the name of a subtree.
@@ -100,12 +102,12 @@ def remap(stored: Node, new_path: Callable[[Path], Path | None], who: str) -> No
             continue
         if new in leaves:
             first, second = show_path(origins[new]), show_path(old)
-            raise _collision(f"{who}: {first} and {second} would both be called {show_path(new)}", new)
+            raise _collision(f"{rule_name}: {first} and {second} would both be called {show_path(new)}", new)
         leaves[new], origins[new] = leaf, old
     try:
         tree = from_leaves(leaves, like=stored)
     except NameCollisionError as error:
-        raise NameCollisionError(f"{who}: {error}; drop or move one of them first", leaf=error.leaf) from None
+        raise NameCollisionError(f"{rule_name}: {error}; drop or move one of them first", leaf=error.leaf) from None
     _take_containers(tree, stored, origins)
     return tree
 
@@ -115,7 +117,7 @@ def _collision(message: str, path: Path) -> NameCollisionError:
 
 
 def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> None:
-    """Marks the branches that went elsewhere as the lists and tuples that they were."""
+    """Restore the container types of branches that moved as a whole."""
     done: set[Path] = set()
     for new, old in origins.items():
         while new and old and new[-1] == old[-1]:
@@ -128,28 +130,28 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
                 branch.container, branch.int_keys = was.container, was.int_keys
 
 
-def whole_names(pattern: str, who: str) -> re.Pattern[str]:
-    """A regular expression that matches whole names, one or several, of a key path joined with ``/``.
+def whole_names(pattern: str, rule_name: str) -> re.Pattern[str]:
+    """Compile a regular expression that matches one or more whole names of a key path joined with ``/``.
 
     Raises:
-        TransformError: it is none.
+        TransformError: it is no regular expression.
     """
     try:
-        # By itself first: errors count from its own beginning, and its flags hold for what is put around it.
+        # Compiled alone first: errors give positions in it, and its flags apply to the whole expression.
         flags = re.compile(pattern).flags
         rest = _FLAGS.sub("", pattern)
-        end = "\n" if flags & re.VERBOSE else ""  # which ends a comment
+        end = "\n" if flags & re.VERBOSE else ""  # ends a comment
         return re.compile(rf"(?<![^/])(?:{rest}{end})(?![^/])", flags)
     except re.error as error:
-        raise TransformError(f"{who}: {pattern!r} is no regular expression: {error}") from error
+        raise TransformError(f"{rule_name}: {pattern!r} is no regular expression: {error}") from error
 
 
 def matches(pattern: re.Pattern[str], path: Path) -> Iterator[tuple[int, int, re.Match[str]]]:
-    """Where a pattern of `whole_names` matches in a key path, from left to right without overlaps.
+    """Find the matches of a `whole_names` pattern in a key path, from left to right without overlaps.
 
     Yields:
-        Number of the first name, number of the name after the last, and the match. A ``/`` inside a name is a
-        character like others for the pattern, but no place where a match can begin or end.
+        Index of the first name, index after the last name, and the match. A ``/`` inside a name is an ordinary
+        character, at which no match begins or ends.
     """
     text = "/".join(path)
     if not pattern.search(text):
@@ -167,17 +169,19 @@ def matches(pattern: re.Pattern[str], path: Path) -> Iterator[tuple[int, int, re
         first = max(after, first + 1)
 
 
-def everywhere(stored: Node, change: Callable[[Branch, Path], Branch | None], who: str, *, near: str) -> Node:
-    """The tree with every branch changed that is concerned, the inner ones first.
+def change_branches(
+    stored: Node, change: Callable[[Branch, Path], Branch | None], rule_name: str, *, near: str
+) -> Node:
+    """Change every matching branch, inner ones first.
 
     Args:
         stored: the tree.
-        change: gives the new branch, or None where the branch is not concerned.
-        who: the rule, for the message.
-        near: what was looked for, for the message.
+        change: returns the new branch, or None if the branch does not match.
+        rule_name: the rule, for the message.
+        near: the name searched for, for the message.
 
     Raises:
-        TransformError: no branch is concerned.
+        TransformError: no branch matches.
     """
     found = False
 
@@ -193,59 +197,61 @@ def everywhere(stored: Node, change: Callable[[Branch, Path], Branch | None], wh
 
     tree = visit(stored, ())
     if not found:
-        raise TransformError(f"{who}: matches nothing in the checkpoint; {near_names(near, stored)}")
+        raise TransformError(f"{rule_name}: matches nothing in the checkpoint; {near_names(near, stored)}")
     return tree
 
 
-def replaced(branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]], who: str) -> Branch:
-    """A branch with nodes below it taken out and others put in, where the first of the old ones was.
+def replaced(
+    branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]], rule_name: str
+) -> Branch:
+    """Return a copy of a branch with nodes below it replaced, at the position of the first old one.
 
     Args:
-        branch: which stays as it is.
-        path: where it is, for the message.
+        branch: the branch, not modified.
+        path: its key path, for the message.
         old: paths below the branch.
         new: (path below the branch, node) each.
-        who: the rule, for the message.
+        rule_name: the rule, for the message.
 
     Raises:
-        NameCollisionError: something is there already.
+        NameCollisionError: a new path is taken.
     """
     result = Branch({})
     for name, child in branch.children.items():
-        inside = [where for where in old if where[0] == name]
+        inside = [at for at in old if at[0] == name]
         if inside and inside[0] == old[0]:
-            for where, node in new:
-                _put(result, where, node, path, who)
-        kept = _without(child, [where[1:] for where in inside])
+            for at, node in new:
+                _put(result, at, node, path, rule_name)
+        kept = _without(child, [at[1:] for at in inside])
         if kept is not None or not inside:
-            _put(result, (name,), kept, path, who)
+            _put(result, (name,), kept, path, rule_name)
     return result
 
 
 def _without(node: Node, old: Sequence[Path]) -> Node:
-    """The node less what is at these paths below it; None where nothing is left."""
+    """Return a node without the paths ``old`` below it; None if nothing is left."""
     if () in old:
         return None
     if not old or not isinstance(node, Branch):
         return node
     children = {}
     for name, child in node.children.items():
-        inside = [where[1:] for where in old if where[0] == name]
+        inside = [at[1:] for at in old if at[0] == name]
         if (kept := _without(child, inside)) is not None or not inside:
             children[name] = kept
     return Branch(children) if children else None
 
 
-def _put(branch: Branch, where: Path, node: Node, path: Path, who: str) -> None:
-    """Puts a node below a branch; where both have a subtree, the children are merged."""
-    name = where[0]
-    for inner in reversed(where[1:]):
+def _put(branch: Branch, at: Path, node: Node, path: Path, rule_name: str) -> None:
+    """Put a node below a branch, merging subtrees."""
+    name = at[0]
+    for inner in reversed(at[1:]):
         node = Branch({inner: node})
     present = branch.children.get(name)
     if name not in branch.children:
         branch.children[name] = node
     elif isinstance(present, Branch) and isinstance(node, Branch):
         for inner, child in node.children.items():
-            _put(present, (inner,), child, (*path, name), who)
+            _put(present, (inner,), child, (*path, name), rule_name)
     else:
-        raise _collision(f"{who}: there already is {show_path((*path, name))}", (*path, name))
+        raise _collision(f"{rule_name}: there already is {show_path((*path, name))}", (*path, name))

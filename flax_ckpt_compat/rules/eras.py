@@ -1,4 +1,4 @@
-"""Rules for checkpoints of earlier eras of Flax: before linen, and before Optax."""
+"""Convert checkpoints of earlier eras of Flax: before linen, and before Optax."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MOMENTS[frozenset(("momentum",))] = {"momentum": "trace"}
 
 
 @rule
-def pre_linen(who: str, at: str = "params") -> Apply:
-    """Renames modules from before linen as linen names them, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
+def pre_linen(_rule_name: str, at: str = "params") -> Apply:
+    """Rename pre-linen modules to linen's names, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
     Args:
         at: literal path in the checkpoint; for moments of an optimizer use the rule again: ``"opt_state/0/mu"``.
@@ -29,13 +29,13 @@ def pre_linen(who: str, at: str = "params") -> Apply:
     """
 
     def apply(stored: Node, _: Node) -> Node:
-        where = _trees.find(stored, at, who)
-        new = {path: (*where, *below) for path, below in _linen_paths(_trees.node_at(stored, where), where, ())}
+        start = _trees.find(stored, at, _rule_name)
+        new = {path: (*start, *below) for path, below in _linen_paths(_trees.node_at(stored, start), start, ())}
         if all(path == other for path, other in new.items()):
             raise TransformError(
-                f"{who}: below {show_path(where)} all names are linen's already", leaf=show_path(where)
+                f"{_rule_name}: below {show_path(start)} all names are linen's already", leaf=show_path(start)
             )
-        return _trees.remap(stored, lambda path: new.get(path, path), who)
+        return _trees.remap(stored, lambda path: new.get(path, path), _rule_name)
 
     return apply
 
@@ -50,13 +50,13 @@ def _linen_paths(node: Node, path: Path, new: Path) -> Iterator[tuple[Path, Path
 
 
 @rule
-def pre_optax(who: str) -> Apply:
-    """Makes a train state's names of a checkpoint of ``flax.optim``, whose optimizer held the parameters.
+def pre_optax(_rule_name: str) -> Apply:
+    """Convert a checkpoint of ``flax.optim``, whose optimizer held the parameters, to a train state.
 
-    The parameters go to ``params``, the optimizer's step to ``step`` (unless there is one) and to the counts of the
-    target's Adam and schedules; the moments of Adam and of Momentum go to ``mu``, ``nu`` and ``trace`` where the
-    target has those, ``opt_state/0`` if there is no target, and are dropped where it has not. All else stays where
-    it is. Rules for other names of modules can stand before or after this one.
+    The parameters go to ``params``, and the optimizer's step to ``step`` (unless there is one) and to the counts of the
+    target's Adam and schedules. The moments of Adam and Momentum go to the target's ``mu``, ``nu`` and ``trace``
+    (without a target, in ``opt_state/0``), and are dropped if the target has none. All else stays in place. Rules that
+    rename modules can come before or after this one.
 
     Raises:
         TransformError: when applied: there is no ``optimizer`` with ``target`` and ``state``, or the moments of one
@@ -65,10 +65,10 @@ def pre_optax(who: str) -> Apply:
     """
 
     def apply(stored: Node, target: Node) -> Node:
-        old = _Old.of(stored, target, who)
-        tree = _trees.remap(stored, old.renamed, who)
+        old = _Old.of(stored, target, _rule_name)
+        tree = _trees.remap(stored, old.renamed, _rule_name)
         for path, node in old.additions(tree):
-            tree = targets.put(tree, path, node, who)
+            tree = targets.put(tree, path, node, _rule_name)
         return tree
 
     return apply
@@ -76,30 +76,31 @@ def pre_optax(who: str) -> Apply:
 
 @dataclasses.dataclass(frozen=True)
 class _Old:
-    """A checkpoint of flax.optim, and where its leaves go.
+    """A checkpoint of flax.optim, and the new paths of its leaves.
 
     Attributes:
-        stored, target: the trees.
+        stored: the checkpoint's tree.
+        target: the target's tree.
         start: path of the node with ``target`` and ``state``.
-        is_nested: its ``target`` is the dict of all collections, ``params`` being one, and today's state has no such.
-        who: the rule, for messages.
+        is_nested: its ``target`` is the dict of all collections, including ``params``, unlike the target's.
+        rule_name: the rule, for messages.
     """
 
     stored: Branch
     target: Node
     start: Path
     is_nested: bool
-    who: str
+    rule_name: str
 
     @classmethod
-    def of(cls, stored: Node, target: Node, who: str) -> _Old:
+    def of(cls, stored: Node, target: Node, rule_name: str) -> _Old:
         for start in ((), ("optimizer",)):
             node = stored if not start else _child(stored, *start)
             if isinstance(_child(node, "state"), Branch) and isinstance(_child(node, "target"), Branch):
                 is_nested = isinstance(_child(node, "target", "params"), Branch)
-                return cls(stored, target, start, is_nested and _child(target, "params", "params") is None, who)
+                return cls(stored, target, start, is_nested and _child(target, "params", "params") is None, rule_name)
         raise TransformError(
-            f"{who}: the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
+            f"{rule_name}: the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
             f"{_trees.near_names('optimizer/target', stored)}"
         )
 
@@ -108,7 +109,7 @@ class _Old:
         return _child(self.stored, *self.start, "state", "step")
 
     def renamed(self, path: Path) -> Path | None:
-        """Where a leaf goes; None drops it."""
+        """Return a leaf's new path, or None to drop it."""
         kind, below = path[len(self.start) : len(self.start) + 1], path[len(self.start) + 1 :]
         if path[: len(self.start)] != self.start or kind not in (("target",), ("state",)):
             return path
@@ -132,24 +133,24 @@ class _Old:
             homes = [home for home in homes if _child(self.target, *home, *parameter) is not None]
         if len(homes) > 1:
             shown = one_line(map(show_path, homes))
-            raise TransformError(f"{self.who}: {show_path(path)} would fit in {shown}", leaf=show_path(path))
+            raise TransformError(f"{self.rule_name}: {show_path(path)} would fit in {shown}", leaf=show_path(path))
         return (*homes[0], *parameter) if homes else None
 
     def _homes(self, fields: set[str]) -> list[Path]:
-        """Paths of the states of today's optimizer that have these fields."""
+        """Return paths of the target's optimizer states that have these fields."""
         if not isinstance(self.target, Branch):
             return [("opt_state", "0")]
-        return [path for path, branch in self._today() if fields <= branch.children.keys()]
+        return [path for path, branch in self._target_states() if fields <= branch.children.keys()]
 
     def additions(self, tree: Node) -> Iterator[tuple[Path, Node]]:
-        """The step for each count of today's optimizer that is one, and states that hold nothing, such as EmptyState.
+        """Yield the step for each count of the target's optimizer, and states without values, such as EmptyState.
 
         Args:
-            tree: with the new names; Adam's count goes only where its moments did.
+            tree: the tree with the new names; Adam's count goes only where its moments went.
         """
         if self.step is not None and not isinstance(self.target, Branch) and _child(tree, "opt_state", "0", "mu"):
             yield ("opt_state", "0", "count"), self.step
-        for path, branch in self._today():
+        for path, branch in self._target_states():
             names = branch.children.keys()
             is_adam = names == {"count", "mu", "nu"} and _child(tree, *path, "mu") is not None
             if not names and _child(tree, *path) is None:
@@ -157,12 +158,12 @@ class _Old:
             elif self.step is not None and (is_adam or names == {"count"}):
                 yield (*path, "count"), self.step
 
-    def _today(self) -> Iterator[tuple[Path, Branch]]:
+    def _target_states(self) -> Iterator[tuple[Path, Branch]]:
         return iter_branches(_child(self.target, "opt_state"), ("opt_state",))
 
 
 def _child(node: Node, *names: str) -> Node:
-    """The node at a key path, or None."""
+    """Return the node at a key path, or None."""
     for name in names:
         node = node.children.get(name) if isinstance(node, Branch) else None
     return node

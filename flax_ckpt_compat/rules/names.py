@@ -1,4 +1,4 @@
-"""Rules that give stored leaves other names; no value changes."""
+"""Rename, move and drop stored leaves; no value changes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def rename(who: str, pattern: str, replacement: str) -> Apply:
-    """Renames wherever the pattern matches whole names of a key path: ``rename("Dense_0", "encoder")``.
+def rename(_rule_name: str, pattern: str, replacement: str) -> Apply:
+    """Rename wherever a pattern matches whole names of a key path: ``rename("Dense_0", "encoder")``.
 
     Args:
         pattern: regular expression over the key path joined with ``/``; it matches whole names, one or several
             (``layer_(\\d+)``, ``params/Dense_0``), anywhere in the path, or from its root if it begins with ``^``.
-        replacement: what stands in their place; may refer to groups (``block_\\1``), and may contain ``/``.
+        replacement: the new names; may refer to groups (``block_\\1``) and contain ``/``.
 
     Raises:
         TransformError: a bad pattern or replacement; when applied: it matches nothing in the checkpoint.
         NameCollisionError: when applied: two leaves would get the same name.
     """
-    compiled = _trees.whole_names(pattern, who)
+    compiled = _trees.whole_names(pattern, _rule_name)
     try:
         fill = compile_template(compiled, replacement)
     except (re.error, IndexError) as error:
-        raise TransformError(f"{who}: {replacement!r} does not fit the groups of the pattern: {error}") from error
+        raise TransformError(
+            f"{_rule_name}: {replacement!r} does not fit the groups of the pattern: {error}"
+        ) from error
 
     def apply(stored: Node, _: Node) -> Node:
         found = False
@@ -43,22 +45,24 @@ def rename(who: str, pattern: str, replacement: str) -> Apply:
                 done = after
             return (*new, *path[done:])
 
-        tree = _trees.remap(stored, renamed, who)
+        tree = _trees.remap(stored, renamed, _rule_name)
         if not found:
-            raise TransformError(f"{who}: matches nothing in the checkpoint; {_trees.near_names(pattern, stored)}")
+            raise TransformError(
+                f"{_rule_name}: matches nothing in the checkpoint; {_trees.near_names(pattern, stored)}"
+            )
         return tree
 
     return apply
 
 
 @rule
-def move(who: str, source: str, to: str) -> Apply:
-    """Moves a subtree or leaf elsewhere: ``move("model/params", "params")``.
+def move(_rule_name: str, source: str, to: str) -> Apply:
+    """Move a subtree or leaf: ``move("model/params", "params")``.
 
     Args:
         source: literal path in the checkpoint.
-        to: literal path where it goes; where there is a subtree already, the children are merged. Empty makes it the
-            whole tree and drops all else, as for ``move("params", "")``: parameters only, for inference.
+        to: literal path of the destination; an existing subtree is merged. Empty makes ``source`` the whole tree and
+            drops all else, as in ``move("params", "")``: parameters only, for inference.
 
     Raises:
         TransformError: when applied: the checkpoint has no such path.
@@ -66,7 +70,7 @@ def move(who: str, source: str, to: str) -> Apply:
     """
 
     def apply(stored: Node, target: Node) -> Node:
-        start = _trees.find(stored, source, who)
+        start = _trees.find(stored, source, _rule_name)
         end = _trees.destination(to, target, stored)
 
         def moved(path: Path) -> Path | None:
@@ -74,14 +78,14 @@ def move(who: str, source: str, to: str) -> Apply:
                 return end + path[len(start) :]
             return path if end else None
 
-        return _trees.remap(stored, moved, who)
+        return _trees.remap(stored, moved, _rule_name)
 
     return apply
 
 
 @rule
-def drop(who: str, *paths: str) -> Apply:
-    """Leaves out what is not wanted, so that it is neither unused nor in the way: ``drop("ema_params")``.
+def drop(_rule_name: str, *paths: str) -> Apply:
+    """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``.
 
     Args:
         paths: literal paths of subtrees or leaves in the checkpoint.
@@ -90,23 +94,23 @@ def drop(who: str, *paths: str) -> Apply:
         TransformError: no path; when applied: the checkpoint has no such path.
     """
     if not paths:
-        raise TransformError(f"{who}: name at least one path")
+        raise TransformError(f"{_rule_name}: name at least one path")
 
     def apply(stored: Node, _: Node) -> Node:
-        dropped = {_trees.find(stored, path, who) for path in paths}
+        dropped = {_trees.find(stored, path, _rule_name) for path in paths}
         longest = max(map(len, dropped))
 
         def kept(path: Path) -> Path | None:
             return None if any(path[:end] in dropped for end in range(longest + 1)) else path
 
-        return _trees.remap(stored, kept, who)
+        return _trees.remap(stored, kept, _rule_name)
 
     return apply
 
 
 @rule
-def wrap(who: str, name: str, at: str = "") -> Apply:
-    """Moves the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
+def wrap(_rule_name: str, name: str, at: str = "") -> Apply:
+    """Move the children of a subtree one level deeper: ``wrap("model", at="params")`` gives ``params/model/…``.
 
     Args:
         name: of the new level; ``a/b`` makes two levels.
@@ -117,23 +121,25 @@ def wrap(who: str, name: str, at: str = "") -> Apply:
     """
     levels = _trees.names_in(name)
     if not levels:
-        raise TransformError(f"{who}: the new level needs a name")
+        raise TransformError(f"{_rule_name}: the new level needs a name")
 
     def apply(stored: Node, _: Node) -> Node:
-        start = _trees.find(stored, at, who)
-        _expect_children(stored, start, who)
+        start = _trees.find(stored, at, _rule_name)
+        _expect_children(stored, start, _rule_name)
         size = len(start)
-        return _trees.remap(stored, lambda path: (*start, *levels, *path[size:]) if path[:size] == start else path, who)
+        return _trees.remap(
+            stored, lambda path: (*start, *levels, *path[size:]) if path[:size] == start else path, _rule_name
+        )
 
     return apply
 
 
 @rule
-def unwrap(who: str, name: str, at: str = "") -> Apply:
-    """Takes a level away, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
+def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
+    """Remove a level, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
     Args:
-        name: of the level, or levels (``a/b``); what lies beside it stays where it is.
+        name: of the level, or levels (``a/b``); its siblings stay in place.
         at: literal path of the subtree that holds it; empty for the whole tree.
 
     Raises:
@@ -142,17 +148,19 @@ def unwrap(who: str, name: str, at: str = "") -> Apply:
     """
 
     def apply(stored: Node, _: Node) -> Node:
-        start = _trees.find(stored, at, who)
-        level = _trees.find(stored, f"{at}/{name}" if at else name, who)
-        _expect_children(stored, level, who)
+        start = _trees.find(stored, at, _rule_name)
+        level = _trees.find(stored, f"{at}/{name}" if at else name, _rule_name)
+        _expect_children(stored, level, _rule_name)
         return _trees.remap(
-            stored, lambda path: start + path[len(level) :] if path[: len(level)] == level else path, who
+            stored, lambda path: start + path[len(level) :] if path[: len(level)] == level else path, _rule_name
         )
 
     return apply
 
 
-def _expect_children(stored: Node, path: Path, who: str) -> None:
+def _expect_children(stored: Node, path: Path, rule_name: str) -> None:
     node = _trees.node_at(stored, path)
     if not isinstance(node, Branch) or not node.children:
-        raise TransformError(f"{who}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path))
+        raise TransformError(
+            f"{rule_name}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path)
+        )

@@ -1,4 +1,4 @@
-"""The rule that leaves parts of the target as they are."""
+"""Keep the target's own values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def from_target(who: str, *paths: str) -> Apply:
-    """The target keeps its own values, whatever is stored: ``from_target("batch_stats", "params/head")``.
+def from_target(_rule_name: str, *paths: str) -> Apply:
+    """Keep the target's own values, whatever is stored: ``from_target("batch_stats", "params/head")``.
 
     Args:
         paths: literal paths of subtrees or leaves in the target.
@@ -21,42 +21,42 @@ def from_target(who: str, *paths: str) -> Apply:
             target has a subtree around it.
     """
     if not all(paths) or not paths:
-        raise TransformError(f"{who}: name at least one path in the target")
+        raise TransformError(f"{_rule_name}: name at least one path in the target")
 
     def apply(stored: Node, target: Node) -> Node:
-        for path in paths:
-            where = _trees.find(target, path, who, whose="the target")
-            stored = put(stored, where, left_to_target(_trees.node_at(target, where)), who)
+        for text in paths:
+            path = _trees.find(target, text, _rule_name, whose="the target")
+            stored = put(stored, path, keep_target(_trees.node_at(target, path)), _rule_name)
         return stored
 
     return apply
 
 
-def left_to_target(node: Node) -> Node:
-    """A tree of the target's branches whose leaves all say that the target keeps its own value."""
+def keep_target(node: Node) -> Node:
+    """Return the target's branches with `Own.TARGET` as every leaf."""
     return map_leaves(lambda _, __: Own.TARGET, node)
 
 
-def put(stored: Node, where: Path, node: Node, who: str, *, depth: int = 0) -> Node:
-    """The tree with this node at a key path, instead of what is there.
+def put(stored: Node, path: Path, node: Node, rule_name: str, *, depth: int = 0) -> Node:
+    """Return a tree with a node replaced.
 
     Args:
-        stored: the tree, or what is of it after so many names of the path.
-        where: the key path.
-        node: what goes there.
-        who: the rule, for the message.
-        depth: how many names of the path lead to ``stored``.
+        stored: the tree, or its subtree at the first ``depth`` names of the path.
+        path: key path of the node.
+        node: the new node.
+        rule_name: the rule, for the message.
+        depth: number of names of the path that lead to ``stored``.
 
     Raises:
-        TransformError: there is a leaf on the way.
+        TransformError: a leaf is above the path.
     """
-    if depth == len(where):
+    if depth == len(path):
         return node
     if stored is not None and not isinstance(stored, Branch):
-        leaf, inner = show_path(where[:depth]), show_path(where)
+        leaf, inner = show_path(path[:depth]), show_path(path)
         raise TransformError(
-            f"{who}: stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf
+            f"{rule_name}: stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf
         )
     was = Branch({}) if stored is None else stored
-    child = put(was.children.get(where[depth]), where, node, who, depth=depth + 1)
-    return Branch({**was.children, where[depth]: child}, was.container, was.int_keys)
+    child = put(was.children.get(path[depth]), path, node, rule_name, depth=depth + 1)
+    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys)

@@ -1,4 +1,4 @@
-"""Orbax's transformations: what becomes of the leaves of an old tree in a new one, and trees merged and intersected."""
+"""Transform trees as Orbax does: map an old tree's leaves to a new tree, merge trees, intersect trees."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 @dataclasses.dataclass
 class Transform:
-    r"""What the leaves of the target whose key path matches a regular expression get; the same as Orbax's.
+    r"""Source of the target leaves whose key path matches a regular expression; the same as Orbax's.
 
-    The expression is the transform's own place in a pytree: ``{r"layer_(\d+)/(.*)": Transform(r"block_\1/\2")}``.
-    It has to match the whole key path, joined with ``/``. Nothing given: the stored leaf of the same name.
+    The expression is the transform's key in a pytree: ``{r"layer_(\d+)/(.*)": Transform(r"block_\1/\2")}``. It has to
+    match the whole key path, joined with ``/``. Without arguments: the stored leaf of the same name.
 
     Attributes:
         original_key: the stored leaf's key path, joined with ``/``, with ``\1`` for what a group matched; or a tuple
             of names, taken literally.
-        use_fallback: the target keeps its own value (where ``default_to_original`` is False: takes the stored one).
-        value_fn: takes the stored value, gives the new one.
-        multi_value_fn: takes the target's key path, joined with ``/``, and the old tree, gives the value.
+        use_fallback: the target keeps its own value (if ``default_to_original`` is False: takes the stored one).
+        value_fn: takes the stored value, returns the new one.
+        multi_value_fn: takes the target's key path, joined with ``/``, and the old tree; returns the value.
     """
 
     original_key: str | tuple[str | int, ...] | None = None
@@ -63,10 +63,10 @@ class Transform:
 
 @dataclasses.dataclass
 class RestoreTransform(Transform):
-    """A transform for restoring, whose functions take one argument more: the `RestoreArgs` of the target's leaf.
+    """A transform for restoring; its functions also take the `RestoreArgs` of the target's leaf.
 
     Attributes:
-        multi_value_fn_input_args: which stored leaves the multi_value_fn needs: key path or regular expression →
+        multi_value_fn_input_args: inputs of the multi_value_fn: key path or regular expression of stored leaves →
             `RestoreArgs`, or None.
     """
 
@@ -75,13 +75,13 @@ class RestoreTransform(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class RestoreArgs:
-    """How a target wants one of its leaves.
+    """Type, dtype, sharding and shape that a target asks for; None for no preference.
 
     Attributes:
-        restore_type: its type: ``np.ndarray``, ``jax.Array``, ``int``, …; None says nothing.
-        dtype: of an array or numpy scalar; None says nothing.
-        sharding: of a ``jax.Array``; None says nothing.
-        global_shape: of a ``jax.Array``; None says nothing.
+        restore_type: ``np.ndarray``, ``jax.Array``, ``int``, …
+        dtype: of an array or numpy scalar.
+        sharding: of a ``jax.Array``.
+        global_shape: of a ``jax.Array``.
     """
 
     restore_type: type | None = None
@@ -91,7 +91,7 @@ class RestoreArgs:
 
 
 def restore_args(leaf: Any) -> RestoreArgs:
-    """How a target wants a leaf like this one.
+    """Return the `RestoreArgs` for a target's leaf.
 
     Args:
         leaf: the target's; a ``jax.ShapeDtypeStruct`` stands for a ``jax.Array``.
@@ -108,14 +108,14 @@ def restore_args(leaf: Any) -> RestoreArgs:
 def apply_transformations(
     original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool | None = True
 ) -> Any:
-    """A tree with the structure of a new one and the values of an old one, as transforms say.
+    """Return a tree with the structure of a new one and the values of an old one, mapped by transforms.
 
-    Where several transforms match a leaf, the last in the order of their sorted keys wins; only its function is called.
+    If several transforms match a leaf, the last in the order of their sorted keys wins; only its function is called.
 
     Args:
         original_tree: the old pytree.
-        transformations: pytree of transforms (ours or Orbax's), whose keys are regular expressions over the new names.
-        new_tree: the new pytree; leaves that neither the transforms nor the old tree know keep their values.
+        transformations: pytree of transforms (ours or Orbax's); its keys are regular expressions over the new names.
+        new_tree: the new pytree; leaves that are neither matched nor in the old tree keep their values.
         default_to_original: leaves that no transform matches come from the old tree, and fallbacks from the new one;
             if False, the other way round.
 
@@ -123,8 +123,8 @@ def apply_transformations(
         A pytree; ``{}`` for a new tree without leaves, unless that is an object of its own.
 
     Raises:
-        TransformError: a transform that makes no sense, or asks for what is not in the old tree.
-        NameCollisionError: a name, joined with ``/``, means two leaves.
+        TransformError: an invalid transform, or one that asks for a leaf that is not in the old tree.
+        NameCollisionError: two leaves have the same name when joined with ``/``.
     """
     leaves, structure = named_leaves(new_tree)
     if not leaves and not new_tree:
@@ -148,7 +148,7 @@ def apply_transformations(
 
 
 class _Original:
-    """The old tree, and its leaves by key path and by name joined with ``/``."""
+    """The old tree, with its leaves by key path and by name joined with ``/``."""
 
     def __init__(self, tree: Any):
         self._tree = tree
@@ -161,7 +161,7 @@ class _Original:
         return source in self._leaves if isinstance(source, tuple) else source in self._paths
 
     def value(self, outcome: Take | Call, key: str, own: Any) -> Any:
-        """The value of the leaf ``key``, whose value in the new tree is ``own``."""
+        """Return the value of the leaf ``key``; its value in the new tree is ``own``."""
         if isinstance(outcome, Call):
             return call_multi_value_fn(outcome.transform, key, self._tree, restore_args(own), in_memory=True)
         value = self._leaf(outcome.source)
@@ -183,7 +183,7 @@ class _Original:
 
 
 def merge_trees(*trees: Any, target: Any = None) -> Any:
-    """All leaves of several trees; where they have the same name, that of the last tree.
+    """Merge the leaves of several trees; of leaves with the same name, the last tree's wins.
 
     Args:
         trees: pytrees.
@@ -204,7 +204,7 @@ def merge_trees(*trees: Any, target: Any = None) -> Any:
 
 
 def intersect_trees(*trees: Any, target: Any = None) -> Any:
-    """The leaves whose names are in all of several trees, with the values and in the order of the last one.
+    """Return the leaves that all trees have, with the values and in the order of the last one.
 
     Args:
         trees: pytrees, one at least.

@@ -1,4 +1,4 @@
-"""What each target leaf gets from transforms: Orbax's semantics, over key paths joined with ``/`` and no values."""
+"""Resolve transforms to the source of each target leaf: Orbax's semantics, over key paths joined with ``/``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Take:
-    """The leaf gets a stored one.
+    """Outcome: take a stored leaf.
 
     Attributes:
-        source: the stored leaf's key path joined with ``/``; as a tuple where the transform gave a tuple.
-        transform: whose value_fn, if it has one, is to be applied; None where no transform says anything.
+        source: the stored leaf's key path joined with ``/``, or a tuple if the transform gave a tuple.
+        transform: the transform, with a value_fn to apply if it has one; None if no transform matched.
     """
 
     source: str | Path
@@ -32,27 +32,27 @@ class Take:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The leaf gets what the transform's multi_value_fn returns."""
+    """Outcome: call the transform's multi_value_fn."""
 
     transform: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Keep:
-    """The leaf keeps the target's value.
+    """Outcome: keep the target's value.
 
     Attributes:
-        known: False where neither a transform nor the checkpoint knows the leaf.
+        known: False if neither a transform nor the checkpoint has the leaf.
     """
 
     known: bool
 
 
 class AbsentSourceError(TransformError):
-    """A transform asks for a leaf that is not there.
+    """A transform asks for a leaf that does not exist.
 
     Attributes:
-        source: what it asks for.
+        source: name of that leaf.
     """
 
     def __init__(self, message: str, *, leaf: str | None = None, source: str | Path = ""):
@@ -68,10 +68,10 @@ class _Entry:
 
 
 class Transforms:
-    """Transforms made ready: checked, flattened, compiled. Its truth value says whether there are any."""
+    """Transforms validated, flattened and compiled; false if there are none."""
 
     def __init__(self, tree: Any):
-        """Takes a pytree of transforms, as `flat_transforms` does, and raises what it raises."""
+        """Compile a pytree of transforms; same arguments and errors as `flat_transforms`."""
         flat = flat_transforms(tree)
         self._entries = tuple(_Entry(key, _compiled(key), transform) for key, transform in flat.items())
 
@@ -79,13 +79,13 @@ class Transforms:
         return len(self._entries)
 
     def unmatched(self, keys: Sequence[str]) -> list[str]:
-        """The transforms' keys that match none of these."""
+        """Return the transforms' keys that match none of ``keys``."""
         return [entry.key for entry in self._entries if not any(map(entry.pattern.fullmatch, keys))]
 
     def reversed_one(self, stored: Sequence[str], wanted: Set[str]) -> tuple[str, str] | None:
-        """Return a stored name that a key matches, and the target's that its original_key gives, if there is one.
+        """Return the stored and the target's name of a reversed transform, or None.
 
-        Such a transform says where a stored leaf goes; transforms say where the target's leaves come from.
+        A reversed transform has the stored name as key and the target's as original_key.
         """
         for entry in self._entries:
             for matched in filter(None, map(entry.pattern.fullmatch, stored)):
@@ -98,16 +98,16 @@ class Transforms:
     def resolve(
         self, key: str, has: Callable[[str | Path], bool], default_to_original: bool = True
     ) -> Take | Call | Keep:
-        """What one target leaf gets. Every transform that matches has its say, in order; the last one wins.
+        """Resolve one target leaf. Matching transforms apply in order; the last one wins.
 
         Args:
             key: the target leaf's key path, joined with ``/``.
-            has: whether there is a stored leaf of a name: text joined with ``/``, or a tuple of names.
-            default_to_original: what no transform matches comes from the checkpoint, a fallback from the target;
+            has: returns whether a stored leaf exists, by its name joined with ``/`` or its tuple of names.
+            default_to_original: leaves that no transform matches come from the checkpoint, fallbacks from the target;
                 if False, the other way round.
 
         Raises:
-            TransformError: a matching transform asks for what is not there, even if a later one replaces it.
+            TransformError: a matching transform asks for a leaf that does not exist, even if a later one replaces it.
         """
         outcome: Take | Call | Keep | None = None
         for entry in self._entries:
@@ -131,10 +131,10 @@ def _of_one(
         return Call(transform)
     source = _source(entry, matched)
     if not has(source):
-        told = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
+        note = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
         raise AbsentSourceError(
             f"the transform {entry.key!r} takes {_shown(source)} for {show_path((key,) if key else ())}, but no such "
-            f"leaf is stored{told}; correct its original_key, or leave the transform out to keep the target's value",
+            f"leaf is stored{note}; correct its original_key, or leave the transform out to keep the target's value",
             leaf=key,
             source=source,
         )
@@ -162,13 +162,13 @@ def _shown(source: str | Path) -> str:
 
 
 def flat_transforms(tree: Any) -> dict[str, Any]:
-    """The transforms of a pytree by their keys, joined with ``/``, in the order in which they apply.
+    """Flatten a pytree of transforms by their keys, joined with ``/``, in the order of application.
 
     Args:
         tree: any pytree whose leaves are transforms, ours or Orbax's; dicts count in the order of their sorted keys.
 
     Raises:
-        TransformError: a leaf that is no transform, or a transform that makes no sense.
+        TransformError: a leaf that is no transform, or an invalid transform.
         NameCollisionError: two keys that are the same when joined.
     """
     flat: dict[str, Any] = {}
@@ -199,14 +199,14 @@ def _compiled(key: str) -> re.Pattern[str]:
 
 
 def check(transform: Any, key: str | None = None) -> None:
-    """Refuses combinations that make no sense.
+    """Raise if a transform's fields contradict each other.
 
     Args:
         transform: ours or Orbax's.
-        key: where it stands, for the message.
+        key: its key, for the message.
 
     Raises:
-        TransformError: names the fields in question and says what to do.
+        TransformError: names the fields and the remedy.
     """
     given = [name for name in _FIELDS if getattr(transform, name) not in (None, False)]
     place = type(transform).__name__ + ("" if key is None else f" at {key!r}")
@@ -235,7 +235,7 @@ def _is_path(original: Any) -> bool:
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
-    """The leaves of a pytree with their names, in jax's order, and its structure; None is no leaf."""
+    """Return the leaves of a pytree with their names, in jax's order, and its structure; None is no leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [(tuple(map(_name, keys)), leaf) for keys, leaf in leaves], structure
 
@@ -248,13 +248,13 @@ def _name(key: Any) -> str:
 
 
 def call_value_fn(transform: Any, value: Any, args: Any) -> Any:
-    """Calls a transform's value_fn.
+    """Call a transform's value_fn.
 
     Args:
         transform: one that has it.
         value: of its source.
-        args: `RestoreArgs` of the target leaf, for the function of a RestoreTransform that has to have them; real
-            Orbax never passes them, and a function written for that has to go on working.
+        args: `RestoreArgs` of the target leaf, passed only to a RestoreTransform's function that requires them: Orbax
+            never passes them, and functions written for Orbax must keep working.
     """
     function = transform.value_fn
     takes = _is_for_restore(transform) and (_needs(function, 2) or _takes_any_number(function))
@@ -262,15 +262,15 @@ def call_value_fn(transform: Any, value: Any, args: Any) -> Any:
 
 
 def call_multi_value_fn(transform: Any, key: str, tree: Any, args: Any, *, in_memory: bool = False) -> Any:
-    """Calls a transform's multi_value_fn.
+    """Call a transform's multi_value_fn.
 
     Args:
         transform: one that has it.
         key: the target leaf's, joined with ``/``.
         tree: the original tree.
         args: `RestoreArgs` of the target leaf, for the function of a RestoreTransform.
-        in_memory: Orbax's `apply_transformations`, as opposed to its restore, passes no RestoreArgs; then only a
-            function that has to have them gets them.
+        in_memory: called by `apply_transformations`, which in Orbax, unlike restore, passes no RestoreArgs; then only
+            a function that requires them gets them.
     """
     function = transform.multi_value_fn
     takes = _is_for_restore(transform) and (_needs(function, 3) if in_memory else _can_take(function, 3))
@@ -294,14 +294,14 @@ def _positional(parameters: Iterable[inspect.Parameter]) -> list[inspect.Paramet
 
 
 def _needs(function: Callable[..., Any], count: int) -> bool:
-    """True for a function that cannot be called with fewer than ``count`` positional arguments."""
+    """Return whether a function requires at least ``count`` positional arguments."""
     parameters = _parameters(function)
     needed = [one for one in _positional(parameters or ()) if one.default is inspect.Parameter.empty]
     return len(needed) >= count
 
 
 def _can_take(function: Callable[..., Any], count: int) -> bool:
-    """True for a function that can be called with ``count`` positional arguments, or that does not tell."""
+    """Return whether a function accepts ``count`` positional arguments, or has no signature."""
     parameters = _parameters(function)
     return parameters is None or len(_positional(parameters)) >= count or _takes_any_number(function)
 

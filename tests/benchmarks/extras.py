@@ -95,9 +95,7 @@ def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
         described = state_dict.describe(tree)
         times = {
             "describe": lambda tree=tree: state_dict.describe(tree),
-            "match": lambda node=described: matching.match(
-                node, node, lenient=False, takes_anything=lambda path: False
-            ),
+            "match": lambda node=described: matching.match(node, node, lenient=False, is_custom=lambda path: False),
             "rebuild": lambda tree=tree: state_dict.rebuild(tree, tree),
         }
         for name, call in times.items():
