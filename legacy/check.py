@@ -64,20 +64,20 @@ def _is_supported(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtypes.is_storable(dtype) and dtype.itemsize > 0
 
 
-def _refuse(path: Path, found: str, remedy: str) -> UnsupportedLeafError:
+def _invalid(path: Path, found: str, remedy: str) -> UnsupportedLeafError:
     leaf = show_path(path)
     return UnsupportedLeafError(f"{leaf}: a msgpack checkpoint cannot hold {found}; {remedy}", leaf=leaf)
 
 
 def _check_branch(path: Path, branch: Branch) -> None:
     if len(path) >= format.MAX_DEPTH - 1:
-        raise _refuse(path, f"trees deeper than {format.MAX_DEPTH - 1} levels", "flatten the tree")
+        raise _invalid(path, f"trees deeper than {format.MAX_DEPTH - 1} levels", "flatten the tree")
     if branch.children.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
         names = ", ".join(sorted(branch.children))
-        raise _refuse(path, f"a dict with exactly the keys {names}: it would be read as an array", "rename a key")
+        raise _invalid(path, f"a dict with exactly the keys {names}: it would be read as an array", "rename a key")
     for name in branch.children:
         if type(name) is not str:
-            raise _refuse((*path, str(name)), f"a key of type {type(name).__name__}", "use str keys")
+            raise _invalid((*path, str(name)), f"a key of type {type(name).__name__}", "use str keys")
         if not name.isascii() or len(name) > _MAX_LENGTH:
             _check_text((*path, name), name)
 
@@ -87,9 +87,9 @@ def _check_text(path: Path, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         shown = tuple(name.encode("utf-8", "backslashreplace").decode() for name in path)
-        raise _refuse(shown, f"text with a lone surrogate ({error})", "store the bytes instead") from error
+        raise _invalid(shown, f"text with a lone surrogate ({error})", "store the bytes instead") from error
     if len(text) * 4 > _MAX_LENGTH and len(text.encode()) > _MAX_LENGTH:
-        raise _refuse(path, f"text of more than {_MAX_LENGTH} bytes", "store it as a uint8 array")
+        raise _invalid(path, f"text of more than {_MAX_LENGTH} bytes", "store it as a uint8 array")
 
 
 def _check_leaf(path: Path, leaf: Any) -> None:
@@ -100,12 +100,12 @@ def _check_leaf(path: Path, leaf: Any) -> None:
         _check_numpy(path, leaf)
     elif kind is int:
         if not -(2**63) <= leaf < 2**64:
-            raise _refuse(path, "a Python int outside -2**63 … 2**64-1", "store it as text")
+            raise _invalid(path, "a Python int outside -2**63 … 2**64-1", "store it as text")
     elif kind is str:
         _check_str(path, leaf)
     elif kind in (bytes, bytearray):
         if len(leaf) > _MAX_LENGTH:
-            raise _refuse(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
+            raise _invalid(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
     elif kind is KeyData:
         _check_key(path, leaf)
     elif kind is HostCopy:
@@ -113,35 +113,35 @@ def _check_leaf(path: Path, leaf: Any) -> None:
     elif is_jax_array(leaf):
         _check_jax(path, leaf)
     elif not isinstance(leaf, complex):
-        raise _refuse(path, f"a {kind.__module__}.{kind.__qualname__}", "convert it to an array, number, str or bytes")
+        raise _invalid(path, f"a {kind.__module__}.{kind.__qualname__}", "convert it to an array, number, str or bytes")
 
 
 def _check_key(path: Path, key: KeyData) -> None:
     _check_text(path, key.impl)
     _check_leaf((*path, "data"), key.data)
     if getattr(key.data, "dtype", None) != np.uint32:
-        raise _refuse(path, f"a PRNG key with data of type {type(key.data).__name__}", "pass its uint32 key data")
+        raise _invalid(path, f"a PRNG key with data of type {type(key.data).__name__}", "pass its uint32 key data")
 
 
 def _check_str(path: Path, text: str) -> None:
     _check_text(path, text)
     if text.startswith(format.PLACEHOLDER):
-        raise _refuse(path, f"text that starts with {format.PLACEHOLDER!r}", "it would be read as an array reference")
+        raise _invalid(path, f"text that starts with {format.PLACEHOLDER!r}", "it would be read as an array reference")
 
 
 def _check_numpy(path: Path, array: Any) -> None:
     # numpy's empty text scalars have item size 0, but become arrays of item size 1.
     dtype = np.asarray(array).dtype
     if not dtypes.is_storable(dtype) or dtype.itemsize == 0:
-        raise _refuse(path, f"an array of dtype {dtype}", "convert it to a numeric dtype, or store its fields")
+        raise _invalid(path, f"an array of dtype {dtype}", "convert it to a numeric dtype, or store its fields")
     if isinstance(array, np.ma.MaskedArray):
-        raise _refuse(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
+        raise _invalid(path, "a masked array, whose mask would be lost", "store .filled() or data and mask apart")
 
 
 def _check_jax(path: Path, array: Any) -> None:
     if not isinstance(array.dtype, np.dtype):
-        raise _refuse(path, f"a jax array of dtype {array.dtype}", "pass a PRNG key as KeyData")
+        raise _invalid(path, f"a jax array of dtype {array.dtype}", "pass a PRNG key as KeyData")
     if not array.is_fully_addressable:
-        raise _refuse(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
+        raise _invalid(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
     if array.is_deleted():
-        raise _refuse(path, "a jax array that was deleted or donated", "save before donating its buffer")
+        raise _invalid(path, "a jax array that was deleted or donated", "save before donating its buffer")

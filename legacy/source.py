@@ -62,7 +62,7 @@ class Source(Protocol):
         """Read into memory and return the number of bytes; 0 only at the end."""
         ...
 
-    def holds(self, offset: int, length: int) -> bool:
+    def is_cached(self, offset: int, length: int) -> bool:
         """Return whether these bytes are cached in memory."""
         ...
 
@@ -107,8 +107,8 @@ class File:
         """See `Source.read_into`."""
         return os.preadv(self._fd, [target], offset)
 
-    def holds(self, offset: int, length: int) -> bool:  # noqa: ARG002
-        """See `Source.holds`."""
+    def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002
+        """See `Source.is_cached`."""
         return False
 
     def close(self) -> None:
@@ -150,8 +150,8 @@ class StoredObject:
             self._cache_left -= len(found)
         return found
 
-    def holds(self, offset: int, length: int) -> bool:
-        """See `Source.holds`."""
+    def is_cached(self, offset: int, length: int) -> bool:
+        """See `Source.is_cached`."""
         return self._cached(offset, length) is not None
 
     def _cached(self, offset: int, length: int) -> list[memoryview] | None:

@@ -86,7 +86,7 @@ def _runs(source: Source, pieces: list[Span]) -> list[list[Span]]:
     end = 0
     for piece in sorted(pieces, key=_offset):
         length = len(piece.target)
-        if source.holds(piece.offset, length):
+        if source.is_cached(piece.offset, length):
             _read_span(source, piece)
             continue
         if found and piece.offset - end <= _STORE_GAP and piece.offset + length - found[-1][0].offset <= _STORE_RUN:
