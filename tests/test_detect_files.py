@@ -80,7 +80,7 @@ def test_files_of_others_are_named(kind: str, tmp_path: Path) -> None:
 def test_files_of_no_known_kind(tmp_path: Path) -> None:
     """A file that resembles nothing known may be no checkpoint at all: copying it anew is not the only advice."""
     (tmp_path / "checkpoint_1").write_bytes(b"\xc1\x00\x01\x02" * 64)
-    with pytest.raises(CorruptCheckpointError, match="whether it is a checkpoint at all"):
+    with pytest.raises(CorruptCheckpointError, match="check that it is a checkpoint"):
         checkpoints.restore_checkpoint(tmp_path, None)
 
 
