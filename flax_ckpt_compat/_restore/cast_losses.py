@@ -45,7 +45,7 @@ def is_safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     """Return whether every value of a dtype survives a cast to another; 64-bit integers may be rounded, as in numpy."""
     if stored == wanted:
         return True
-    if 2 in (stored.isbuiltin, wanted.isbuiltin):  # of ml_dtypes; their kind says less
+    if 2 in (stored.isbuiltin, wanted.isbuiltin):  # of ml_dtypes, whose kind is not specific
         # What ml_dtypes registers as safe includes int8 to four-bit floats.
         return _is_float(stored) and _is_float(wanted) and _is_wider(_floats(stored), _floats(wanted))
     return np.can_cast(stored, wanted, "safe")

@@ -195,14 +195,14 @@ class LeafReader:
             )
         if self._unsharded:
             _log.warning(
-                "%s: 64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, not sharded as "
-                "the target says; set jax_enable_x64, or cast: %s",
+                "%s: 64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the "
+                "target's sharding; set jax_enable_x64, or cast: %s",
                 self._reader.path,
                 one_line(self._unsharded),
             )
         if self._narrowed:
             _log.warning(
-                "%s: cast to what the abstract target says, which cannot hold every value that was saved: %s",
+                "%s: cast to the abstract target's dtype, which cannot hold every stored value: %s",
                 self._reader.path,
                 one_line(Row((leaf,), (what,)) for leaf, _, what in (text.rpartition(": ") for text in self._narrowed)),
             )

@@ -16,7 +16,7 @@ _MAX_STORED = 200
 _MAX_TOPS = 4
 _RENAMED = (
     "If they were saved under other names, map these with flax_ckpt_compat.rules, such as rules.rename('old', 'new'); "
-    "flax_ckpt_compat.plan_restore shows what comes of it."
+    "flax_ckpt_compat.plan_restore previews the result."
 )
 
 
@@ -145,7 +145,7 @@ def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
     if len(axes) == 1 and all(len(was) == len(want) + 1 and was[1:] == want for _, was, want in shapes):
         return (
             f"Every stored array has a leading axis of {axes.pop()[0]} that the target's lacks, as of a state saved "
-            "without flax.jax_utils.unreplicate: restore with shape_mismatch='warn', and unreplicate what comes."
+            "without flax.jax_utils.unreplicate: restore with shape_mismatch='warn', and unreplicate the result."
         )
     return ""
 

@@ -222,7 +222,7 @@ def _cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
 def _astype(value: Any, dtype: np.dtype[Any]) -> Any:
     try:
         return value.astype(dtype)
-    except TypeError:  # numpy knows no way between some of the narrow dtypes
+    except TypeError:  # numpy has no cast between some of the narrow dtypes
         return value.astype(np.int64 if _kind(dtype) == "ints" else np.float64).astype(dtype)
 
 
