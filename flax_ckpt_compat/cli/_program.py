@@ -1,6 +1,6 @@
 """Run a program in this process as ``python SCRIPT`` or ``python -m MODULE`` would.
 
-Python's behaviour was measured on CPython 3.11; ``tests/test_cli_run.py`` compares with it.
+Python's behaviour was measured on CPython 3.11; ``tests/cli/test_cli_run.py`` compares with it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.errors import CheckpointError
+from tests.save.test_retention_differential import KEEPS, number, one_spelling
 from tests.support.saves import names, tree, use_flag
-from tests.test_retention_differential import KEEPS, number, one_spelling
 
 # Beginnings of one another, but no name of one is a name of another.
 APART = ("checkpoint_", "checkpoint_best_", "opt_", "opt_ema_", "m", "model_", "a.b_")

@@ -17,12 +17,12 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat.errors import CorruptCheckpointError, IncompleteCheckpointError, StorageError
+from tests.both_formats.test_corpus import assert_equal, read_case, restore
 from tests.support import corpus, s3
 from tests.support.orbax_trees import change_metadata, handles, load, on_host
 from tests.support.orbax_trees import save as save_locally
 from tests.support.s3 import Bucket
 from tests.support.trees import fingerprint
-from tests.test_corpus import assert_equal, read_case, restore
 
 TREE = {
     "params": {"kernel": np.arange(60_000.0).reshape(300, 200), "bias": np.linspace(0, 1, 2000, dtype=np.float32)},

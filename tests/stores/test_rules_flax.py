@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
+from tests.save.test_retention_differential import call, one_spelling, run
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
 from tests.support.saves import names, use_flag
-from tests.test_retention_differential import call, one_spelling, run
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])

@@ -20,7 +20,7 @@ from flax_ckpt_compat.transforms import Transform
 from tests.support.peers import ocp_v1, skip_without_typed_keys
 from tests.support.saves import run_python
 
-GDA = Path(__file__).parent / "data" / "gda"
+GDA = Path(__file__).parents[1] / "data" / "gda"
 LAYERS = {f"layer_{n}": {"kernel": np.full((2, 3), n, np.float32), "bias": np.arange(3.0) + n} for n in range(4)}
 STACKED = {
     "kernel": np.stack([layer["kernel"] for layer in LAYERS.values()]),

@@ -17,7 +17,7 @@ from rich.console import Console
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.cli import demo
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "flax_ckpt_compat/cli/demo_train.py"
 
 

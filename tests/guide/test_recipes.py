@@ -15,7 +15,7 @@ import pytest
 from tests.support.interpreters import start_python
 from tests.support.peers import version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "migration_guide" / "recipes").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERDICT = """

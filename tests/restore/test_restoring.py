@@ -232,7 +232,7 @@ def test_shardings_of_the_target(tmp_path: Path) -> None:
         assert restored["keys"].shape == (8,)
 
 
-GDA = Path(__file__).parent / "data" / "gda"
+GDA = Path(__file__).parents[1] / "data" / "gda"
 
 
 @pytest.mark.parametrize("kind", ["no target", "numpy", "jax", "abstract"])

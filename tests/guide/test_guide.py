@@ -1,6 +1,6 @@
 """The guide: its steps are complete, its tables are what real readers see, its errors are the library's.
 
-That its Python runs is tested in ``test_readme.py``, for every page.
+That its Python runs is tested in ``guide/test_readme.py``, for every page.
 """
 
 import logging
@@ -23,7 +23,7 @@ from tests.support.peers import ocp_v1, pytree_handler, skip_without_typed_keys
 from tests.support.samples import fingerprint
 from tests.support.saves import use_flag
 
-GUIDE = Path(__file__).parents[1] / "migration_guide"
+GUIDE = Path(__file__).parents[2] / "migration_guide"
 NAMES = {"np": np, "jnp": jnp, "jax": jax, "ml_dtypes": ml_dtypes}
 READERS: dict[str, Callable[[str], Any]] = {
     "PyTreeCheckpointer": lambda path: ocp.PyTreeCheckpointer().restore(path),

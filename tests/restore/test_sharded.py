@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.interpreters import run_python
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "sharded_cases.py"
 CASES = re.findall(r"^@case\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
 # It compiles the steps of whole models for eight devices.

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.interpreters import run_python
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "migration_guide").rglob("*.md"))]
 # test_recipes runs the recipes, once.
 RUN_HERE = [page for page in PAGES if page.parent.name != "recipes"]

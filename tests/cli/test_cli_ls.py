@@ -19,7 +19,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOVEMBER = 1_700_000_000  # 2023-11-14 22:13:20 UTC
 TREE = {"w": np.arange(1000.0, dtype=np.float32)}
 

@@ -19,7 +19,7 @@ from flax_ckpt_compat._restore import matching, messages
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat.transforms import Transform
-from tests.test_matching import handles, match
+from tests.restore.test_matching import handles, match
 
 
 def missing(stored: Any, target: Any) -> list[str]:
