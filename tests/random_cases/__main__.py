@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import secrets
 import sys
@@ -14,9 +15,11 @@ from tests.random_cases.kinds import KINDS
 
 
 def main() -> int:
-    """Run rounds of all kinds until the time is over; the number of failures is told, and is the exit status."""
+    """Run rounds of all kinds until the time is over; exit with the number of failures."""
     parser = argparse.ArgumentParser(prog="python -m tests.random_cases", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=300, help="stop after this time; a round is ended")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="begin no kind of cases after this time; 0: one round of all kinds"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**9), help="of the first round")
     parser.add_argument("--only", choices=[kind.name for kind in KINDS], help="one kind alone")
     parser.add_argument("--examples", type=int, default=50, help="cases of a kind in a round")
@@ -25,18 +28,18 @@ def main() -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     kinds = [kind for kind in KINDS if options.only in (None, kind.name)]
-    end, number, failures = time.monotonic() + options.seconds, options.seed, 0
-    while number == options.seed or time.monotonic() < end:
-        for kind in kinds:
-            try:
-                kind.run(number, options.examples)
-            except Exception:
-                failures += 1
-                traceback.print_exc()
-                print(f"FAILED: python -m tests.random_cases --only {kind.name} --seed {number} --seconds 0")
-        number += 1
-    count = f"{number - options.seed} rounds of {options.examples} cases of {len(kinds)} kinds"
-    print(f"seed {options.seed}: {count}, {failures} failures")
+    end, cases, failures = time.monotonic() + options.seconds, 0, 0
+    for number, kind in itertools.product(itertools.count(options.seed), kinds):
+        if cases and time.monotonic() > end and (options.seconds or number > options.seed):
+            break
+        cases += options.examples
+        try:
+            kind.run(number, options.examples)
+        except Exception:
+            failures += 1
+            traceback.print_exc()
+            print(f"FAILED: python -m tests.random_cases --only {kind.name} --seed {number} --seconds 0")
+    print(f"seed {options.seed}: {cases} cases, {failures} failures")
     return min(failures, 100)
 
 
