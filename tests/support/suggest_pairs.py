@@ -384,7 +384,7 @@ def pair(families: dict[str, Any], seed: int) -> Pair:
     made = Pair(
         "+".join([family, *edits, "→".join(forms)]), state_of(old, tx, forms[0]), state_of(new, other, forms[1])
     )
-    if tx != other and "momentum" in (tx, other):
+    if tx != other and "momentum" in (tx, other) and "opt_state" in made.new:
         made = dataclasses.replace(made, new={**made.new, "opt_state": _fresh(made.new["opt_state"])})
     if forms[0] == "pre-optax" and "batch_stats" in made.new:  # which flax.optim's checkpoints keep elsewhere
         made = dataclasses.replace(made, new={**made.new, "batch_stats": _fresh(made.new["batch_stats"])})
