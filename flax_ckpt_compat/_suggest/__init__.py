@@ -6,14 +6,16 @@ import dataclasses
 
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
+from flax_ckpt_compat._suggest import _starts
 from flax_ckpt_compat._suggest._akin import in_order
 from flax_ckpt_compat._suggest._finish import finished, missing
 from flax_ckpt_compat._suggest._judge import doubts
-from flax_ckpt_compat._suggest._names import Step
-from flax_ckpt_compat._suggest._search import Search, State
+from flax_ckpt_compat._suggest._pairing import Pairing, State
+from flax_ckpt_compat._suggest._rows import Step
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["Step", "Suggestion", "suggest"]
+_MAX_STARTS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,15 +64,24 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.
     stored, target = in_order(stored), in_order(target)
-    search = Search(stored, target)
+    pairing = Pairing(target)
+    first = pairing.start(stored)
+    for prelude in (_starts.pre_optax(stored), *_starts.endings(stored, target)):
+        first = (pairing.tried(first, prelude[0]) if prelude else None) or first
+    found = [pairing.paired(first)]
+    likely = sorted(_starts.collections(first.tree, target, pairing.roles), key=lambda one: -one[1])
+    for steps, _ in likely[:_MAX_STARTS]:
+        begun = pairing.tried(first, steps)
+        if begun is not None:
+            found.append(pairing.paired(begun))
     best: Suggestion | None = None
     most, lacking = 0, len(missing(stored, target))
-    for found in search.outcomes():
+    for state in sorted(found, key=lambda one: (-one.matched, len(one.steps))):
         # Fewer leaves found is no better way, however sure.
-        if found.matched < max(most, 1):
+        if state.matched < max(most, 1):
             break
-        most = found.matched
-        proposal = _judged(stored, target, finished(search, found, stored))
+        most = state.matched
+        proposal = _judged(stored, target, finished(pairing, state, stored))
         if len(proposal.remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
             best = proposal
     return best

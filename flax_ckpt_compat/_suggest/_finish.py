@@ -5,13 +5,13 @@ from __future__ import annotations
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, topmost
 from flax_ckpt_compat._suggest._looks import EMPTY, MOMENTS, Roles, fits, flatten, look, node_at
-from flax_ckpt_compat._suggest._names import Step
 from flax_ckpt_compat._suggest._outcome import unused
-from flax_ckpt_compat._suggest._search import Search, State
+from flax_ckpt_compat._suggest._pairing import Pairing, State
+from flax_ckpt_compat._suggest._rows import Step
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 
-def finished(search: Search, state: State, stored: Node) -> State:
+def finished(search: Pairing, state: State, stored: Node) -> State:
     """The state after the steps for optimizers and for all that is new."""
     roles = Roles(state.tree)
     for at in sorted(search.roles.roots):
@@ -31,7 +31,7 @@ def missing(tree: Node, target: Node, at: Path = ()) -> list[Path]:
     ]
 
 
-def _optimizer(search: Search, state: State, at: Path, roles: Roles) -> State:
+def _optimizer(search: Pairing, state: State, at: Path, roles: Roles) -> State:
     text, theirs = "/".join(at), node_at(search.target, at)
     for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
         extra = {} if stored_at == at else {"stored_at": "/".join(stored_at)}
@@ -64,7 +64,7 @@ def _fields(node: Node) -> str:
     return ", ".join(dict.fromkeys(found)) or "no moments"
 
 
-def _kept(search: Search, state: State, stored: Node) -> State:
+def _kept(search: Pairing, state: State, stored: Node) -> State:
     lacking = set(missing(state.tree, search.target))
     arrays = [path for path in lacking if search.goal[path][0] and not search.roles.is_optimizer(path)]
     if len(arrays) > state.matched:

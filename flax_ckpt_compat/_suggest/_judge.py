@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._suggest import _moments_judge, _rivals
 from flax_ckpt_compat._suggest._looks import Look
 from flax_ckpt_compat._suggest._outcome import Outcome, outcome_of
-from flax_ckpt_compat._suggest._search import State
+from flax_ckpt_compat._suggest._pairing import State
 from flax_ckpt_compat._trees.leaf_sources import Derived
 
 _GUESSES = ("rules.fuse", "rules.split", "rules.pad", "rules.cut")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own
 
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
+Contents = Counter[tuple[str, Look]]  # how many leaves of a name and look a subtree has, wherever in it
 EMPTY: Look = ((), "empty")
 KEPT: Look = ((), "kept")
 _PYTHON = {bool: "b", int: "i", float: "f", complex: "c"}
@@ -148,3 +150,45 @@ def _has_marks(tree: Node) -> bool:
     return any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree)) or (
         isinstance(tree, Branch) and {"target", "state"} <= tree.children.keys()
     )
+
+
+class Memo:
+    """What subtrees hold, computed once for each."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, tuple[Node, Contents, int]] = {}
+        self._named: dict[int, tuple[Node, int]] = {}
+
+    def contents(self, node: Node, name: str = "") -> Contents:
+        """Return how many leaves of a name and look a subtree has, whatever its modules are called."""
+        if not isinstance(node, Branch):
+            seen = look(node)
+            return Counter() if seen == EMPTY else Counter({(name, seen): 1})
+        return self._known(node)[1]
+
+    def print(self, node: Node) -> int:
+        """Return a number that is equal where the contents are."""
+        return self._known(node)[2] if isinstance(node, Branch) else hash(look(node))
+
+    def _known(self, node: Branch) -> tuple[Node, Contents, int]:
+        known = self._contents.get(id(node))
+        if known is None:
+            found: Contents = Counter()
+            for name, child in node.children.items():
+                found.update(self.contents(child, name))
+            known = self._contents[id(node)] = (node, found, hash(frozenset(found.items())))
+        return known
+
+    def named(self, node: Node) -> int:
+        """Return a number that is equal where names, shapes and kinds of all leaves are."""
+        if not isinstance(node, Branch):
+            return hash(look(node))
+        known = self._named.get(id(node))
+        if known is None:
+            parts = frozenset((name, self.named(child)) for name, child in node.children.items() if self.contents(child))
+            known = self._named[id(node)] = (node, hash(parts))
+        return known[1]
+
+    def has_arrays(self, node: Node) -> bool:
+        """Return whether more than numbers and texts are held, which would be taken for each other too easily."""
+        return any(shape for _, (shape, _) in self.contents(node))

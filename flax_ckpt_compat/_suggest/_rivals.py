@@ -163,7 +163,9 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
         change = core(one.old, one.new)
         wholes.setdefault(change, set()).add((_after(one.old, change[0]), one.print))
     for group in groups.values():
-        by_old = {"\0".join((*one.old, "\1", *one.new)): one for one in group}
+        # One of each change: layers inside of one that is renamed go with it.
+        of_change = {core(one.old, one.new): one for one in reversed(group)}
+        by_old = {"\0".join((*one.old, "\1", *one.new)): one for one in of_change.values()}
         ordered = [by_old[key] for key in natural(by_old)]
         reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
         for number, one in enumerate(ordered):
