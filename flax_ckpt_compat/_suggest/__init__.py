@@ -46,8 +46,14 @@ class Suggestion:
 
     def __str__(self) -> str:
         # A name with a line break must not become a line of Python.
-        lines = [f"    {step.rule},  # {printable(step.reason, one_line=True)}" for step in self.steps]
+        lines = [
+            f"    {self._mark(step)}{step.rule},  # {printable(step.reason, one_line=True)}" for step in self.steps
+        ]
         return "\n".join(["from flax_ckpt_compat import rules", "", "transforms = [", *lines, "]"])
+
+    def _mark(self, step: Step) -> str:
+        """Return what makes a comment of a guess that would throw stored values away."""
+        return "# " if not self.confident and step.rule.source.startswith("rules.from_target") else ""
 
 
 def suggest(stored: Node, target: Node) -> Suggestion | None:

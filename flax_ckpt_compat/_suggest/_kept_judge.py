@@ -23,10 +23,20 @@ def doubts(outcome: Outcome) -> Iterator[str]:
     yield from _resized(outcome, fresh, idle)
     yield from _parts(outcome, fresh, idle)
     yield from _copies(outcome, fresh)
+    yield from _foreign(outcome, fresh, idle)
     taken = [path for path in outcome.pairs if outcome.goal[path][0] and not outcome.has.is_optimizer(path)]
     arrays = [path for path, seen in fresh.items() if len(seen[0]) > 1]
     if len(arrays) > len(taken):
         yield "more arrays would stay as the target has them than come from the checkpoint"
+
+
+def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
+    """Yield that as much as stays initial is stored under names that the target has not."""
+    foreign = {path: math.prod(shape) for path, (shape, _) in idle.items() if shape and path not in outcome.goal}
+    kept = sum(math.prod(shape) for shape, _ in fresh.values() if shape)
+    if foreign and kept and kept / 4 <= sum(foreign.values()) <= kept * 4:
+        path = max(foreign, key=foreign.__getitem__)
+        yield f"{show_path(path)} and others of the checkpoint are not used, and as much stays as the target has it"
 
 
 def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:

@@ -185,7 +185,9 @@ class Memo:
             return hash(look(node))
         known = self._named.get(id(node))
         if known is None:
-            parts = frozenset((name, self.named(child)) for name, child in node.children.items() if self.contents(child))
+            parts = frozenset(
+                (name, self.named(child)) for name, child in node.children.items() if self.contents(child)
+            )
             known = self._named[id(node)] = (node, hash(parts))
         return known[1]
 

@@ -138,7 +138,9 @@ class Pairing:
         yield from map(_wrapped, wraps.values())
         yield from ([step] for step in _rules(changes, state.tree, own))
 
-    def _branches(self, stored: Branch, target: Branch, own: Roles, path: Path) -> Iterator[tuple[Path, Branch, Branch]]:
+    def _branches(
+        self, stored: Branch, target: Branch, own: Roles, path: Path
+    ) -> Iterator[tuple[Path, Branch, Branch]]:
         """Yield the branches of both trees that are paired and differ, the outer ones first."""
         yield path, stored, target
         for name, child in stored.children.items():
@@ -350,7 +352,9 @@ class Gap:
             for old in olds
             for new in news
         }
-        for (old, new), share in sorted(shared.items(), key=lambda one: (-one[1], one[0][0] != one[0][1], not akin(*one[0]))):
+        for (old, new), share in sorted(
+            shared.items(), key=lambda one: (-one[1], one[0][0] != one[0][1], not akin(*one[0]))
+        ):
             if share and old not in taken[0] and new not in taken[1] and self.memo.has_arrays(self.gone[old]):
                 pairs.append((old, new))
                 taken[0].add(old)

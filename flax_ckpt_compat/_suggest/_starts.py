@@ -41,9 +41,7 @@ def collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candid
     if "params" in gone:
         steps = tuple(Step(rules.unwrap(name), f"the target has no {name}") for name in present)
         yield (steps, _likeness(gone, present, target))
-        yield (
-            (Step(rules.move("params", ""), "the target has no params"),), _likeness(gone, ["params"], target)
-        )
+        yield ((Step(rules.move("params", ""), "the target has no params"),), _likeness(gone, ["params"], target))
     for name, child in target.children.items():
         if name not in stored.children and not roles.is_optimizer((name,)):
             # An optimizer's state has the shapes of the parameters, too, and is none of them.
