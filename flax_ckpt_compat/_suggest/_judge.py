@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Node, Path, show_path
 from flax_ckpt_compat._suggest import _moments_judge, _rivals
-from flax_ckpt_compat._suggest._looks import Look
 from flax_ckpt_compat._suggest._outcome import Outcome, outcome_of
 from flax_ckpt_compat._suggest._pairing import State
-from flax_ckpt_compat._trees.leaf_sources import Derived
 
 _GUESSES = ("rules.fuse", "rules.split", "rules.pad", "rules.cut")
 
@@ -31,7 +27,7 @@ def doubts(stored: Node, target: Node, state: State, lacking: list[Path]) -> lis
     outcome = outcome_of(stored, target, state.tree)
     found += _changed_kind(outcome)
     found += _taken_away(outcome)
-    found += _stacks(state.tree, outcome.goal)
+    found += dict.fromkeys(step.doubt for step in state.steps if step.doubt)
     found += _rivals.doubts(outcome)
     found += _moments_judge.doubts(outcome, stored, target)
     return found
@@ -52,17 +48,3 @@ def _taken_away(outcome: Outcome) -> Iterator[str]:
         if source in outcome.kept:
             yield f"{show_path(source)} would go to {show_path(path)}, and nothing to the target's leaf of that name"
             return
-
-
-def _stacks(tree: Node, goal: dict[Path, Look]) -> list[str]:
-    """Stacks whose axis the shapes do not tell."""
-    shapes = [leaf.shape or () for path, leaf in iter_leaves(tree) if path in goal and _is_stack(leaf)]
-    if shapes and all(shape[:1] == shape[1:2] for shape in shapes):
-        return ["the shapes do not tell on which axis the layers lie"]
-    return []
-
-
-def _is_stack(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, Derived) and len(leaf.inputs) > 1 and all(isinstance(one, LeafHandle) for one in leaf.inputs)
-    )

@@ -152,15 +152,15 @@ TUNED = {"vit": _vit, "mlp": _mlp, "cnn": _cnn, "experts": _experts}
 HELD_OUT = {"gpt": _gpt, "unet": _unet, "translator": _translator, "mixed": _mixed}
 _NAMES = {
     "patch_embed": "embedding", "pos_embed": "pos_embedding", "attn": "attention", "mlp": "ffn", "fc1": "dense_in",
-    "fc2": "dense_out", "LayerNorm_0": "ln1", "LayerNorm_1": "ln2", "head": "classifier", "out": "logits", "stem": "conv_stem",
+    "fc2": "dense_out", "LayerNorm_0": "ln1", "LayerNorm_1": "ln2", "head": "classifier", "out": "logits", "stem": "conv_stem",  # noqa: E501
     "bn": "BatchNorm_0", "conv": "Conv_0", "router": "gate", "Dense_0": "linear", "query": "q_proj", "key": "k_proj",
     "value": "v_proj", "pool": "hidden", "classifier": "head", "merge": "combine", "embed": "token_embed",
     "ln_1": "norm1", "ln_2": "norm2", "c_attn": "qkv", "c_proj": "proj", "c_fc": "fc", "wte": "tok", "wpe": "pos",
-    "ln_f": "final_norm", "inp": "conv_in", "mid": "middle", "final": "conv_out", "Conv_0": "conv", "self_attn": "attention",
+    "ln_f": "final_norm", "inp": "conv_in", "mid": "middle", "final": "conv_out", "Conv_0": "conv", "self_attn": "attention",  # noqa: E501
     "cross_attn": "encoder_attn", "norm": "LayerNorm_0", "proj": "logits", "mix": "w1", "back": "w2", "encoder": "enc",
     "decoder": "dec", "first": "Dense_0", "last": "Dense_1",
 }  # fmt: skip
-_ROWS = {"block": "encoderblock", "layers": "blocks", "stage": "stages", "layer": "block", "expert": "experts", "h": "layers",
+_ROWS = {"block": "encoderblock", "layers": "blocks", "stage": "stages", "layer": "block", "expert": "experts", "h": "layers",  # noqa: E501
          "down": "down_blocks", "up": "up_blocks"}  # fmt: skip
 
 
