@@ -17,7 +17,7 @@ from flax_ckpt_compat._suggest._rows import Step
 _MAX_PAIRS = 900
 
 
-def torn(stored: Node, target: Node, memo: Memo) -> bool:
+def torn(stored: Node, target: Node, memo: Memo, *, at_root: bool) -> bool:
     """Return whether what has one name in both trees holds nothing that is alike."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return not fits(look(stored), look(target)) if type(stored) is type(target) else memo.contents(target) != {}
@@ -29,10 +29,16 @@ def torn(stored: Node, target: Node, memo: Memo) -> bool:
         for name in stored.children.keys() & target.children.keys()
         if not isinstance(stored.children[name], Branch) and not isinstance(target.children[name], Branch)
     ]
-    inner = any(isinstance(child, Branch) for node in (stored, target) for child in node.children.values())
+    if at_root and all(_has_modules(node) for node in (stored, target)):
+        return False  # collections keep their names, whatever becomes of the model
+    inner = _has_modules(stored) or _has_modules(target)
     if not inner and any(not fits(look(stored.children[name]), look(target.children[name])) for name in own):
         return True
     return not one & other or (_rows.is_list(stored) != _rows.is_list(target))
+
+
+def _has_modules(node: Branch) -> bool:
+    return any(isinstance(child, Branch) for child in node.children.values())
 
 
 class Gap:
@@ -44,7 +50,7 @@ class Gap:
         same = {
             name
             for name in stored.children.keys() & target.children.keys()
-            if not torn(stored.children[name], target.children[name], memo)
+            if not torn(stored.children[name], target.children[name], memo, at_root=not path)
         }
         self.common = len(same)
         self.gone = {n: c for n, c in stored.children.items() if n not in same and memo.contents(c)}
@@ -164,7 +170,8 @@ class Gap:
                 return
 
     def _level(self, name: str, whole: Branch, children: dict[str, Node], others: int) -> tuple[Path, Branch]:
-        level, inner = (name,), whole
+        level: Path = (name,)
+        inner = whole
         while len(inner.children) == 1 and not self._same(children, inner, others):
             one, child = next(iter(inner.children.items()))
             if not isinstance(child, Branch):

@@ -106,5 +106,5 @@ class Pairing:
             other = target.children.get(name)
             if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):
                 continue
-            if not torn(child, other, self.memo) and self.memo.named(child) != self.memo.named(other):
+            if not torn(child, other, self.memo, at_root=not path) and self.memo.named(child) != self.memo.named(other):
                 yield from self._branches(child, other, own, (*path, name))
