@@ -117,11 +117,13 @@ class Roles:
 
     def is_optimizer(self, path: Path) -> bool:
         """True at and below the root of an optimizer's state."""
+        if path[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
+            return False
         return any(path[:end] in self.roots for end in range(len(path) + 1))
 
     def spot(self, path: Path) -> Spot:
         """The role of the leaf at a key path."""
-        if path[:2] == ("optimizer", "target") or not self.is_optimizer(path):
+        if not self.is_optimizer(path):
             return Spot("", (), path)
         if path[-1] in ("grad_ema", "grad_sq_ema", "momentum"):  # flax.optim: below each parameter
             field = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}[path[-1]]
