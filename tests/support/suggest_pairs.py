@@ -76,7 +76,8 @@ def _attention(uid: str, d: int) -> Module:
     return {name: dense(f"{uid}/{name}", d, d) for name in ("query", "key", "value", "out")}
 
 
-def _transformer(uid: str, d: int, names: tuple[str, str, str, str]) -> Module:
+def transformer(uid: str, d: int, names: tuple[str, str, str, str]) -> Module:
+    """Return a block of width ``d`` whose parts have these names."""
     first, attention, second, mlp = names
     return {
         first: norm(f"{uid}/n1", d), attention: _attention(f"{uid}/a", d), second: norm(f"{uid}/n2", d),
@@ -86,7 +87,7 @@ def _transformer(uid: str, d: int, names: tuple[str, str, str, str]) -> Module:
 
 def _vit(r: Any) -> Module:
     d, n = r.choice([8, 12]), r.choice([2, 3, 5, 12])
-    row = Row([_transformer(f"l{i}", d, ("LayerNorm_0", "attn", "LayerNorm_1", "mlp")) for i in range(n)])
+    row = Row([transformer(f"l{i}", d, ("LayerNorm_0", "attn", "LayerNorm_1", "mlp")) for i in range(n)])
     return {"patch_embed": conv("pe", 3, d), "pos_embed": Leaf("pos", 1, 16, d), "block": row,
             "norm": norm("n", d), "head": dense("h", d, 10)}  # fmt: skip
 
@@ -182,7 +183,8 @@ def _rows(model: Module) -> dict[str, list[Row]]:
     return found
 
 
-def _rename(model: Module, names: dict[str, str]) -> None:
+def rename(model: Module, names: dict[str, str]) -> None:
+    """Give the children of all modules other names, in place."""
     for module in list(_modules(model)):
         children = {names.get(name, name): child for name, child in module.items()}
         if len(children) == len(module):
@@ -197,11 +199,11 @@ def _names_in(model: Module) -> list[str]:
 def _rename_modules(model: Module, r: Any) -> None:
     names = [name for name in _names_in(model) if name in _NAMES]
     chosen = r.sample(names, r.randint(1, len(names)))
-    _rename(model, {name: _NAMES[name] for name in chosen})
+    rename(model, {name: _NAMES[name] for name in chosen})
 
 
 def _rename_rows(model: Module, r: Any) -> None:
-    _rename(model, {name: _ROWS[name] for name in _rows(model) if name in _ROWS})
+    rename(model, {name: _ROWS[name] for name in _rows(model) if name in _ROWS})
 
 
 def _layout(form: str, **more: Any) -> Callable[[Module, Any], None]:
