@@ -19,7 +19,7 @@ from flax_ckpt_compat._restore import cast_losses, casting, placement, scalar_ki
 from flax_ckpt_compat._restore.matching import ShapeDifference
 from flax_ckpt_compat._restore.problems import Problems, no_cast
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint
+from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -249,9 +249,9 @@ class LeafReader:
 
     def _compare(self, path: Path, leaf: Derived, value: Any, target: Any) -> None:
         """Record an unforeseen shape, and a narrowing cast to an abstract target's dtype."""
-        wanted = getattr(target, "shape", None)
-        if leaf.shape is None and wanted is not None and tuple(value.shape) != tuple(wanted):
-            self.shapes.append((path, tuple(value.shape), tuple(wanted)))
+        wanted, _ = shape_and_dtype(target)
+        if leaf.shape is None and wanted is not None and tuple(value.shape) != wanted:
+            self.shapes.append((path, tuple(value.shape), wanted))
         is_abstract = isinstance(target, jax.ShapeDtypeStruct) and not state_dict.is_prng_key(target) and not self._cast
         if is_abstract and not cast_losses.is_safe(value.dtype, target.dtype):
             self._narrowed.append(f"{show_path(path)}: {value.dtype} to {target.dtype}")

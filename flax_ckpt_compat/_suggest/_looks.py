@@ -15,7 +15,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
 Contents = Counter[tuple[str, Look]]  # how many leaves of a name and look a subtree has, wherever in it
@@ -57,9 +57,9 @@ def look(leaf: Any) -> Look:
         return leaf.shape or (), kind_of(leaf.dtype) if leaf.dtype is not None else "text"
     if state_dict.is_prng_key(leaf):
         return tuple(leaf.shape), "key"
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    shape, dtype = shape_and_dtype(leaf)
     if shape is not None and dtype is not None:
-        return tuple(shape), kind_of(dtype)
+        return shape, kind_of(dtype)
     return (), _PYTHON.get(type(leaf), "text")
 
 

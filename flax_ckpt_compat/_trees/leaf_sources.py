@@ -91,6 +91,15 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None
 
 
+def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...] | None, Any]:
+    """Return shape and dtype of a target's leaf; both None unless it is an array, abstract or not.
+
+    A class such as ``np.float32`` has attributes of these names too, but they describe no value.
+    """
+    shape = getattr(leaf, "shape", None)
+    return (tuple(shape), getattr(leaf, "dtype", None)) if isinstance(shape, tuple) else (None, None)
+
+
 def needs(source: Any) -> dict[Any, int]:
     """Return the reads of a source: a key that is equal for equal reads → size in memory, in bytes.
 

@@ -25,7 +25,7 @@ from flax_ckpt_compat._restore.restore_plan import RestorePlan, TreePlan, plan_a
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, FromTarget, handles_of, needs
+from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, FromTarget, handles_of, needs, shape_and_dtype
 from flax_ckpt_compat._view import plan_text
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _nothing(path: str, target: Any) -> Plan:
 
 
 def _kept(path: str, leaf: Any, why: str) -> PlannedLeaf:
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    shape, dtype = shape_and_dtype(leaf)
     return PlannedLeaf(path, "target", (), why, shape, dtype, shape, dtype, 0)
 
 
@@ -258,7 +258,7 @@ class _Describer:
         self._missing = frozenset(tree_plan.match.missing) if raises else frozenset()
 
     def __call__(self, path: Path, source: FromCheckpoint | FromTarget, target: Any) -> PlannedLeaf:
-        wanted = getattr(target, "shape", None), getattr(target, "dtype", None)
+        wanted = shape_and_dtype(target)
         shape, dtype = wanted
         sources: tuple[str, ...] = ()
         if isinstance(source, FromTarget):

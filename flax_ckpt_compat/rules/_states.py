@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, iter_leaves
-from flax_ckpt_compat._trees.leaf_sources import Derived
+from flax_ckpt_compat._trees.leaf_sources import Derived, shape_and_dtype
 from flax_ckpt_compat.rules import _trees
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
@@ -131,7 +131,7 @@ def is_empty(node: Node) -> bool:
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(getattr(leaf, "shape", None) or ())
+    return shape_and_dtype(leaf)[0] or ()
 
 
 def _fits(stored: Any, own: Any) -> bool:

@@ -278,7 +278,7 @@ def test_typos_get_suggestions(tmp_path: Path) -> None:
     stdout, stderr, code = outcome([sys.executable, "-m", "flax_ckpt_compat", "dmeo"], tmp_path)
     assert (stdout, code) == ("", 2)
     assert "Did you mean 'demo'?" in stderr
-    assert "behind its name" in outcome([*RUN, "--steps", "x.py"], tmp_path)[1]
+    assert "after its name" in outcome([*RUN, "--steps", "x.py"], tmp_path)[1]
 
 
 def test_help_is_quick(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_latest_is_the_highest_step(flag: bool, place: Place) -> None:
     expect(ours.restore_checkpoint(place.root, None), 10)
     expect(ours.restore_checkpoint(place.root, None, step=9), 9)
     expect(ours.restore_checkpoint(place.root, None, step="best"), 1)
-    with pytest.raises(errors.CheckpointNotFoundError, match="steps there are: 9, 10"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="available steps: 9, 10"):
         ours.restore_checkpoint(place.root, None, step=11)
 
 

@@ -346,3 +346,12 @@ def test_real_train_state(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureF
         restored.opt_state[1][0].mu["encoder"]["kernel"], old.opt_state[0].mu["Dense_0"]["kernel"]
     )
     assert int(restored.opt_state[1][0].count) == 1 and int(restored.step) == 1
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_a_class_is_no_array(flag: bool, tmp_path: Path, loose: bool) -> None:
+    """A class with attributes named like an array's (``np.float32``) is planned as a leaf that is missing."""
+    path = checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
+    plan = plan_restore(path, {"b": np.float32}, missing_leaves="keep" if loose else "error")
+    assert [(leaf.path, leaf.shape, leaf.target_shape) for leaf in plan.leaves] == [("b", None, None)]
+    assert plan.raises == (None if loose else "MissingLeavesError")
