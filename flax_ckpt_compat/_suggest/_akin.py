@@ -33,7 +33,7 @@ def _natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def in_order(node: Branch) -> Branch:
-    """The same tree with all names in the order of the numbers in them."""
+    """Return the tree with all names in natural order."""
     children = node.children
     return dataclasses.replace(
         node,
@@ -45,18 +45,18 @@ def in_order(node: Branch) -> Branch:
 
 
 def split(name: str) -> list[str]:
-    """A name cut before and after its numbers."""
+    """Split a name before and after its numbers."""
     return [part for part in re.split(r"(\d+)", name) if part]
 
 
 @functools.lru_cache(10_000)
 def words(name: str) -> frozenset[str]:
-    """The words of a name in small letters, whether it is written with ``_`` or capitals."""
+    """Return the lower-case words of a name in snake or camel case."""
     return frozenset(word.lower() for word in _WORDS.findall(name))
 
 
 def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
-    """True where a word of one name begins with a word of the other, the words common to all names left out."""
+    """Return whether a word of one name begins with a word of the other; ``common`` words do not count."""
     common = common | _GENERIC
     if any(_begin_alike(left, right) for left in words(one) - common for right in words(other) - common):
         return True
@@ -71,7 +71,7 @@ def _initials(name: str) -> str:
 
 
 def contains(one: str, other: str) -> bool:
-    """True where one name is a whole part of the other, as ``h1`` is of ``h1_layer`` and ``my_h1``."""
+    """Return whether one name is a whole part of the other, as ``h1`` is of ``h1_layer`` and ``my_h1``."""
     short, long = sorted((one, other), key=len)
     return short in long and re.search(rf"(?<![A-Za-z0-9]){re.escape(short)}(?![a-z0-9])", long) is not None
 
@@ -107,7 +107,7 @@ def tells_apart(olds: tuple[str, str], news: tuple[str, str]) -> bool | None:
 
 
 def _row(names: tuple[str, str]) -> bool:
-    """True where names differ in their number alone."""
+    """Return whether names differ in their number alone."""
     one, other = (numbered(name) or (name, 0) for name in names)
     return one[0] == other[0]
 

@@ -12,7 +12,7 @@ from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 
 def finished(search: Pairing, state: State, stored: Node) -> State:
-    """The state after the steps for optimizers and for all that is new."""
+    """Return the state after the steps for optimizers and for new leaves."""
     roles = Roles(state.tree)
     for at in sorted(search.roles.roots):
         if missing(state.tree, search.target, at):
@@ -57,7 +57,7 @@ def _takes_moments(tree: Node, at: Path) -> bool:
 
 
 def _fields(node: Node) -> str:
-    """The names by which an optimizer keeps its arrays."""
+    """Return the names under which an optimizer keeps its arrays."""
     found = [
         name for _, branch in iter_branches(node) for name in branch.children if name in MOMENTS or name == "count"
     ]

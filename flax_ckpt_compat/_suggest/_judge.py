@@ -13,7 +13,7 @@ _GUESSES = ("rules.fuse", "rules.split", "rules.pad", "rules.cut")
 
 
 def doubts(stored: Node, target: Node, state: State, lacking: list[Path]) -> list[str]:
-    """What speaks against a proposal, a sentence each; none where it is beyond doubt.
+    """Return the doubts about a proposal, a sentence each; none if it is certain.
 
     Args:
         stored: the checkpoint's tree.
@@ -43,7 +43,7 @@ def _changed_kind(outcome: Outcome) -> Iterator[str]:
 
 
 def _taken_away(outcome: Outcome) -> Iterator[str]:
-    """Stored leaves that would go elsewhere, while the target's leaf of just their path got nothing."""
+    """Yield a doubt if a stored leaf would move while the target's leaf of its own path gets nothing."""
     for path, source in outcome.pairs.items():
         if source in outcome.kept:
             yield f"{show_path(source)} would go to {show_path(path)}, and nothing to the target's leaf of that name"

@@ -73,14 +73,14 @@ def _resized(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) 
 
 
 def _other_axes(stored: tuple[int, ...], target: tuple[int, ...]) -> list[int]:
-    """The axes on which two shapes differ; all of them where they have not as many."""
+    """Return the axes on which two shapes differ; all axes if their ranks differ."""
     if len(stored) != len(target):
         return list(range(max(len(stored), len(target))))
     return [axis for axis, (one, other) in enumerate(zip(stored, target, strict=True)) if one != other]
 
 
 def _outputs(path: Path, stored: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """True where two shapes differ in the number of outputs alone: the last axis, or of a ``weight`` the first."""
+    """Return whether two shapes differ in the number of outputs alone: the last axis, or the first of a ``weight``."""
     if len(stored) != len(target):
         return False
     own = [0, len(target) - 1] if bare(path)[-1] in ("weight", "w") else [len(target) - 1]
@@ -88,7 +88,7 @@ def _outputs(path: Path, stored: tuple[int, ...], target: tuple[int, ...]) -> bo
 
 
 def _is_head(path: Path, outcome: Outcome) -> bool:
-    """True for the last layer of a model, by its name or by the number that it has from Flax."""
+    """Return whether this is the last layer of a model, by its name or by the number that Flax gave it."""
     layer = bare(path)[:-1]
     if not layer or words(layer[-1]) & _VOCABULARIES:
         return False
@@ -96,7 +96,7 @@ def _is_head(path: Path, outcome: Outcome) -> bool:
 
 
 def _is_last(layer: Path, outcome: Outcome) -> bool:
-    """True where every numbered name on the way to a layer has the highest number of its row, in both trees."""
+    """Return whether every numbered name on the path has the highest number of its row, in both trees."""
     for place, name in enumerate(layer):
         found = numbered(name)
         if found is None:
@@ -126,7 +126,7 @@ def _parts(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) ->
 
 
 def _may_be_number(path: Path, idle: dict[Path, Look]) -> bool:
-    """True where a number of the target may be one that is stored and not used: both at the top or below, or alike."""
+    """Return whether a number of the target may be an unused stored one: both at the top, both below, or alike."""
     path = bare(path)
     return any(
         not seen[0] and ((len(path) == 1) == (len(bare(other)) == 1) or akin(path[-1], bare(other)[-1]))
@@ -135,7 +135,7 @@ def _may_be_number(path: Path, idle: dict[Path, Look]) -> bool:
 
 
 def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
-    """New collections that look like a copy of another, as averages of the parameters do."""
+    """Yield a doubt for a new collection that looks like a copy of another, such as averaged parameters."""
     tops: dict[str, dict[Path, Look]] = {}
     for path, seen in outcome.goal.items():
         tops.setdefault(path[0], {})[path[1:]] = seen

@@ -35,7 +35,7 @@ _MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini
 
 @functools.cache
 def kind_of(dtype: Any) -> str:
-    """The kind of an array's dtype; unlike ``dtype.kind`` it counts bfloat16 and its like among the floats."""
+    """Return the kind of an array's dtype; unlike in ``dtype.kind``, bfloat16 and its like are floats."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return "key"
     if jax.numpy.issubdtype(dtype, np.floating):
@@ -44,7 +44,7 @@ def kind_of(dtype: Any) -> str:
 
 
 def look(leaf: Any) -> Look:
-    """What can be compared of a leaf: stored, computed, or a target's own."""
+    """Return what can be compared of a leaf: stored, derived, or a target's own."""
     if isinstance(leaf, LeafHandle):
         if leaf.kind is LeafKind.PRNG_KEY:
             return leaf.shape[:-1], "key"
@@ -64,7 +64,7 @@ def look(leaf: Any) -> Look:
 
 
 def fits(stored: Look, target: Look) -> bool:
-    """True where the leaf of one path in the checkpoint will do for the target's leaf of that path."""
+    """Return whether a stored leaf fits the target's leaf of the same path."""
     # A raw key stands where a typed one is asked for, or the other way round: restoring judges those.
     keys = "key" in (stored[1], target[1])
     return stored == target or stored[1] == "kept" or keys or (stored[0] == target[0] and stored[1] != "empty")
@@ -76,7 +76,7 @@ def flatten(tree: Node) -> dict[Path, Look]:
 
 
 def node_at(tree: Node, path: Path) -> Node:
-    """The node at a key path, or None."""
+    """Return the node at a key path, or None."""
     for name in path:
         if not isinstance(tree, Branch) or name not in tree.children:
             return None
@@ -105,7 +105,7 @@ class Spot:
 
 
 def bare(path: Path) -> Path:
-    """A key path less NNX's ``value`` at its end."""
+    """Return a key path without NNX's trailing ``value``."""
     return path[:-1] if len(path) > 1 and path[-1] == "value" else path
 
 
@@ -116,13 +116,13 @@ class Roles:
         self.roots = set(_optimizer_roots(tree, ()))
 
     def is_optimizer(self, path: Path) -> bool:
-        """True at and below the root of an optimizer's state."""
+        """Return whether a key path is at or below the root of an optimizer's state."""
         if path[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
             return False
         return any(path[:end] in self.roots for end in range(len(path) + 1))
 
     def spot(self, path: Path) -> Spot:
-        """The role of the leaf at a key path."""
+        """Return the role of the leaf at a key path."""
         if not self.is_optimizer(path):
             return Spot("", (), path)
         if path[-1] in ("grad_ema", "grad_sq_ema", "momentum"):  # flax.optim: below each parameter

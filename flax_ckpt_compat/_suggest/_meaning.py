@@ -62,12 +62,12 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
 
 
 def _is_counted(name: str, kind: str) -> bool:
-    """True for names that say no more than which one of its class a layer is: Dense_0, fc1, conv2."""
+    """Return whether a name only numbers the layers of a class: Dense_0, fc1, conv2."""
     return _BY_FLAX.fullmatch(name) is not None or (kind in ("dense", "conv") and numbered(name) is not None)
 
 
 def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
-    """True unless the names of a layer say that it is another one now.
+    """Return whether the names of a layer allow it to be the same one.
 
     Args:
         old: the names in which the checkpoint differs from the target.
@@ -94,7 +94,7 @@ def _same_class(old: str, new: str) -> bool:
 
 
 def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
-    """True where one name says all that the other does, and no telling word more; or nothing, and neither a copy."""
+    """Return whether two names mean the same: no word of one contradicts the other, and neither names a copy."""
     if not old or not new:
         return not (old | new) & _COPIES
     more_old = {word for word in old if not any(_alike(word, other) for other in new)}
@@ -108,7 +108,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _other_number(old: Path, new: Path) -> bool:
-    """True where a name keeps its text and gets another number, unless Flax counts: ``expert_1``, ``expert_2``."""
+    """Return whether only the number of a name changes, unless Flax numbers it: ``expert_1``, ``expert_2``."""
     one, other = numbered(old[-1]), numbered(new[-1])
     if one is None or other is None or _BY_FLAX.fullmatch(old[-1]) or _BY_FLAX.fullmatch(new[-1]):
         return False

@@ -13,7 +13,7 @@ _COUNTS = frozenset(("count", "gradient_step", "step"))
 
 
 def doubts(outcome: Outcome, stored: Node, target: Node) -> list[str]:
-    """What speaks against where the leaves of optimizers would come from."""
+    """Return the doubts about the sources of optimizer leaves."""
     found = list(_other_role(outcome, stored, target))
     found += _apart(outcome)
     found += _dropped(outcome)
@@ -62,7 +62,7 @@ def _origins(outcome: Outcome) -> dict[Path, set[Path]]:
 
 
 def _recounted(outcome: Outcome) -> Iterator[str]:
-    """Counts of steps that would begin anew beside moments that are taken: a schedule would start again unseen."""
+    """Yield a doubt if step counts restart while moments are restored: a schedule would start again unnoticed."""
     if not any(outcome.has.is_optimizer(path) for path in outcome.pairs):
         return
     for path in outcome.kept:

@@ -73,7 +73,7 @@ def _found(outcome: Outcome) -> list[tuple[Path, Path, Print]]:
 
 
 def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
-    """The rows of numbered names in which a layer has the same number on the other side, or has not."""
+    """Yield the rows of numbered names in which a layer keeps its number, or changes it."""
     numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
     for place, name in enumerate(path):
         if (found := numbered(name)) and ((found[1], path[place + 1 :]) in numbers) == kept:

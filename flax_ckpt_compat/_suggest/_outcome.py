@@ -34,7 +34,7 @@ class Outcome:
 
 
 def outcome_of(stored: Node, target: Node, tree: Node) -> Outcome:
-    """What becomes of the leaves where rules have made ``tree`` of the checkpoint."""
+    """Return what each leaf becomes once rules made ``tree`` of the checkpoint."""
     goal = flatten(target)
     result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target))
     for path, leaf in iter_leaves(tree):
@@ -50,7 +50,7 @@ def outcome_of(stored: Node, target: Node, tree: Node) -> Outcome:
 
 
 def _row(one: Path, other: Path) -> Path:
-    """The key path of a row of layers: without the numbers in which two of them differ."""
+    """Return the key path of a row of layers: without the numbers in which two of them differ."""
     return tuple(left if left == right else left.rstrip("0123456789") for left, right in zip(one, other, strict=False))
 
 

@@ -18,7 +18,7 @@ _WINDOW = 8
 
 
 def doubts(outcome: Outcome) -> list[str]:
-    """What speaks against where parameters, statistics and other leaves would come from."""
+    """Return the doubts about the sources of parameters, statistics and other leaves."""
     moved = _moved(outcome)
     idle = _layers({path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)})
     fresh = _layers({path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)})
@@ -103,13 +103,13 @@ def _beside(one: Moved, path: Path) -> bool:
 
 
 def _as_deep(one: Moved, old: Path, new: Path) -> bool:
-    """True where a layer goes to a place like its old one, and not into or out of another."""
+    """Return whether a layer moves to a path as deep as its old one."""
     whole = core(one.old, one.new)
     return len(old) == len(new) or len(whole[0]) == len(whole[1])
 
 
 def _inside(path: Path) -> Path:
-    """A key path less linen's collection, of which NNX has none."""
+    """Return a key path without linen's collection, which NNX lacks."""
     return path[1:] if path[:1] in (("params",), ("batch_stats",)) else path
 
 
@@ -118,12 +118,12 @@ def _unnumbered(path: Path) -> Path:
 
 
 def _distinctive(one: Moved) -> bool:
-    """True for a layer with a matrix that is not square; there are too many square ones."""
+    """Return whether a layer has a matrix that is not square; square ones are too common to tell."""
     return any(shape[-1] != shape[-2] for _, (shape, _) in one.print if len(shape) > 1)
 
 
 def core(old: Path, new: Path) -> tuple[Path, Path]:
-    """What differs between two key paths, less the names that they begin and end with alike."""
+    """Return the parts of two key paths between their common beginning and end."""
     start = _same_start(old, new)
     old, new = old[start:], new[start:]
     end = _same_start(old[::-1], new[::-1])
@@ -178,7 +178,7 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
 
 
 def _after(path: Path, change: Path) -> Path:
-    """What comes after the names that change."""
+    """Return the names after those that change."""
     for start in range(len(path) - len(change) + 1):
         if path[start : start + len(change)] == change:
             return path[start + len(change) :]
@@ -203,7 +203,7 @@ def _sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _parting(one: Path, other: Path) -> tuple[str, str]:
-    """The first names in which two key paths differ."""
+    """Return the first names in which two key paths differ."""
     for left, right in zip(one, other, strict=False):
         if left != right:
             return left, right
@@ -214,7 +214,7 @@ def _parting(one: Path, other: Path) -> tuple[str, str]:
 def _replaceable(
     moved: Sequence[Moved], idle: dict[Path, dict[str, Look]], fresh: dict[Path, dict[str, Look]]
 ) -> Iterator[str]:
-    """Moved layers where an unused stored one, or one the target would keep, fits as well."""
+    """Yield a doubt for a moved layer if an unused stored one, or one that the target keeps, fits as well."""
     for one in moved:
         for path in _fitting(one, idle):
             if not _better(one.old, path, one.new):
@@ -237,7 +237,7 @@ def _fitting(one: Moved, layers: dict[Path, dict[str, Look]]) -> Iterator[Path]:
 
 
 def _better(right: Path, rival: Path, there: Path) -> bool:
-    """True where the names say that one key path, rather than its rival, belongs to a third."""
+    """Return whether names favor one key path over its rival as the match of a third."""
     ours, theirs = (_shared(right, there), _shared(rival, there))
     return ours != theirs and ours[0] >= theirs[0] and ours[1] >= theirs[1]
 

@@ -32,7 +32,7 @@ def pre_optax(stored: Node) -> Candidate | None:
 
 
 def collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candidate]:
-    """Collections of the checkpoint that became the whole tree, or one part of it."""
+    """Yield collections of the checkpoint that became the whole tree, or one part of it."""
     if len(stored.children) + len(target.children) > _MAX_COLLECTIONS:
         return
     kinds = ("params", "batch_stats")
