@@ -39,8 +39,7 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FOLDERS = (PACKAGE, "legacy", "orbax_backend")
-FILES = {module_of(file): file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))}
+FILES = {module_of(file): file for folder in (PACKAGE, *ALLOWED) for file in sorted((ROOT / folder).rglob("*.py"))}
 del FILES[f"{PACKAGE}.cli.demo_train"]  # a training script as users write them, run by the demo
 
 
