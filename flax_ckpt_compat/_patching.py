@@ -77,6 +77,14 @@ def install_on_import() -> None:
         _patch()
 
 
+def install_from_finder(
+    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
+) -> importlib.machinery.ModuleSpec | None:
+    """`install_on_import` while the target is searched, and find it; see ``cli/pythonpath/sitecustomize.py``."""
+    install_on_import()
+    return _FINDER.find_spec(fullname, path, target)
+
+
 def uninstall() -> None:
     """Restore what was replaced and is still ours; within ``with installed():``, at its end.
 

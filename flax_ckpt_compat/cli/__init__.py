@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import click
 
 from flax_ckpt_compat import __version__
-
-from ._program import Program
 
 _COMMANDS = {
     "demo": "flax_ckpt_compat.cli.demo",
@@ -20,14 +17,6 @@ _COMMANDS = {
 
 class _LazyGroup(click.Group):
     """Click group that imports a subcommand's module on use, for its attribute ``command``."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().main(*args, **kwargs)
-        except Program as chosen:
-            program = chosen
-        # Outside of the handler, so that the program's exceptions do not have ours as their context.
-        return program.run()
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
         return sorted(_COMMANDS)
