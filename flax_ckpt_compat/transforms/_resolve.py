@@ -60,11 +60,19 @@ class AbsentSourceError(TransformError):
         self.source = source
 
 
+# Keys that, as regular expressions, match only themselves.
+_LITERAL = re.compile(r"[\w/ -]*")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
+    number: int
     key: str
-    pattern: re.Pattern[str]
+    pattern: re.Pattern[str] | None  # None for a literal key
     transform: Any
+
+    def matches(self, key: str) -> bool:
+        return self.key == key if self.pattern is None else bool(self.pattern.fullmatch(key))
 
 
 class Transforms:
@@ -73,26 +81,41 @@ class Transforms:
     def __init__(self, tree: Any):
         """Compile a pytree of transforms; same arguments and errors as `flat_transforms`."""
         flat = flat_transforms(tree)
-        self._entries = tuple(_Entry(key, _compiled(key), transform) for key, transform in flat.items())
+        self._entries = tuple(_Entry(at, key, _compiled(key), flat[key]) for at, key in enumerate(flat))
+        # Literal keys are looked up: a search through one transform for each leaf would be quadratic.
+        self._literals = {entry.key: entry for entry in self._entries if entry.pattern is None}
+        self._patterns = [entry for entry in self._entries if entry.pattern is not None]
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def _matching(self, key: str) -> list[_Entry]:
+        """Return the transforms that match a key, in order."""
+        found = [entry for entry in self._patterns if entry.matches(key)]
+        if key in self._literals:
+            found = sorted([*found, self._literals[key]], key=lambda entry: entry.number)
+        return found
+
     def unmatched(self, keys: Sequence[str]) -> list[str]:
         """Return the transforms' keys that match none of ``keys``."""
-        return [entry.key for entry in self._entries if not any(map(entry.pattern.fullmatch, keys))]
+        known = frozenset(keys)
+        return [
+            entry.key
+            for entry in self._entries
+            if (entry.key not in known if entry.pattern is None else not any(map(entry.matches, keys)))
+        ]
 
     def reversed_one(self, stored: Sequence[str], wanted: Set[str]) -> tuple[str, str] | None:
         """Return the stored and the target's name of a reversed transform, or None.
 
         A reversed transform has the stored name as key and the target's as original_key.
         """
-        for entry in self._entries:
-            for matched in filter(None, map(entry.pattern.fullmatch, stored)):
-                new = entry.transform.original_key and _source(entry, matched)
+        for old in stored:
+            for entry in self._matching(old) if old not in wanted else ():
+                new = entry.transform.original_key and _source(entry, old)
                 new = "/".join(new) if isinstance(new, tuple) else new
-                if new in wanted and matched.string not in wanted:
-                    return matched.string, new
+                if new in wanted:
+                    return old, new
         return None
 
     def resolve(
@@ -110,10 +133,9 @@ class Transforms:
             TransformError: a matching transform asks for a leaf that does not exist, even if a later one replaces it.
         """
         outcome: Take | Call | Keep | None = None
-        for entry in self._entries:
-            if matched := entry.pattern.fullmatch(key):
-                # A fallback to the target leaves alone what an earlier transform gave.
-                outcome = _of_one(entry, matched, has, default_to_original) or outcome or Keep(known=True)
+        for entry in self._matching(key):
+            # A fallback to the target leaves alone what an earlier transform gave.
+            outcome = _of_one(entry, key, has, default_to_original) or outcome or Keep(known=True)
         if outcome is not None:
             return outcome
         if not has(key):
@@ -122,14 +144,14 @@ class Transforms:
 
 
 def _of_one(
-    entry: _Entry, matched: re.Match[str], has: Callable[[str | Path], bool], default_to_original: bool
+    entry: _Entry, key: str, has: Callable[[str | Path], bool], default_to_original: bool
 ) -> Take | Call | None:
-    transform, key = entry.transform, matched.string
+    transform = entry.transform
     if transform.use_fallback and default_to_original:
         return None
     if transform.multi_value_fn is not None:
         return Call(transform)
-    source = _source(entry, matched)
+    source = _source(entry, key)
     if not has(source):
         note = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""
         raise AbsentSourceError(
@@ -141,19 +163,23 @@ def _of_one(
     return Take(source, transform)
 
 
-def _source(entry: _Entry, matched: re.Match[str]) -> str | Path:
+def _source(entry: _Entry, key: str) -> str | Path:
     original = entry.transform.original_key
     if original is None:
-        return matched.string
+        return key
     if isinstance(original, tuple):
         return tuple(map(str, original))
+    if "\\" not in original:  # no references to groups
+        return str(original)
     try:
+        matched = re.fullmatch(entry.pattern or entry.key, key)
+        assert matched is not None
         return compile_template(matched.re, original)(matched)
     except (re.error, IndexError) as error:
         raise TransformError(
             f"the transform {entry.key!r} has the original_key {original!r}, which cannot be filled in for "
-            f"{matched.string}: {error}; refer only to groups that the key has",
-            leaf=matched.string,
+            f"{key}: {error}; refer only to groups that the key has",
+            leaf=key,
         ) from error
 
 
@@ -187,9 +213,9 @@ def flat_transforms(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def _compiled(key: str) -> re.Pattern[str]:
+def _compiled(key: str) -> re.Pattern[str] | None:
     try:
-        return re.compile(key)
+        return None if _LITERAL.fullmatch(key) else re.compile(key)
     except re.error as error:
         raise TransformError(
             f"transforms: the key {key!r} is no regular expression: {error}; escape what is meant literally with "

@@ -22,7 +22,7 @@ from orbax.checkpoint import tree as real_tree
 
 from flax_ckpt_compat import transforms as ours
 from flax_ckpt_compat.errors import NameCollisionError, TransformError
-from flax_ckpt_compat.transforms import Transform, apply_transformations, intersect_trees, merge_trees
+from flax_ckpt_compat.transforms import Transform, _resolve, apply_transformations, intersect_trees, merge_trees
 from flax_ckpt_compat.transforms._resolve import Call, Keep, Take, Transforms, flat_transforms
 
 
@@ -266,3 +266,17 @@ def test_merge_and_intersect_say_what_is_wrong() -> None:
         intersect_trees()
     with pytest.raises(TransformError, match="bare leaf"):
         merge_trees(1, {"a": 1})
+
+
+def test_literal_keys_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One transform for each leaf, as converters write them, is no search through all of them for each."""
+    compared: list[str] = []
+    real = _resolve._Entry.matches
+    monkeypatch.setattr(_resolve._Entry, "matches", lambda entry, key: compared.append(key) or real(entry, key))
+    given = {f"new {n}/kernel": Transform(f"old_{n}") for n in range(100)}
+    found = Transforms({**given, "new 3/.*": Transform("last")})
+    assert found.unmatched([*given, "other"]) == [] and len(compared) <= 102
+    compared.clear()
+    taken = [found.resolve(key, lambda _: True).source for key in given]
+    assert taken == [f"old_{n}" for n in range(100)] and len(compared) == 100
+    assert Transforms({"a+": Transform()}).unmatched(["a+"]) == ["a+"]
