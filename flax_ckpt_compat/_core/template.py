@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 # Private-use characters, one of which marks the place of a group.
 _PRIVATE = range(0xE000, 0xF8FF)
+_SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 
 
 @functools.lru_cache(maxsize=256)
@@ -45,3 +46,8 @@ def _stand_in(pattern: re.Pattern[str], texts: list[str]) -> re.Match[str]:
     match = re.match(texts[0] + "".join(groups), "".join(texts))
     assert match is not None
     return match
+
+
+def literal(text: str) -> str:
+    """Return a regular expression that matches a text only; unlike ``re.escape``, with a backslash only if needed."""
+    return _SPECIAL.sub(r"\\\g<0>", text)

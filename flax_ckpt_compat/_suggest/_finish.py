@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, topmost
 from flax_ckpt_compat._suggest._looks import EMPTY, MOMENTS, Roles, fits, flatten, look, node_at
 from flax_ckpt_compat._suggest._outcome import unused
@@ -32,9 +33,9 @@ def missing(tree: Node, target: Node, at: Path = ()) -> list[Path]:
 
 
 def _optimizer(search: Pairing, state: State, at: Path, roles: Roles) -> State:
-    text, theirs = "/".join(at), node_at(search.target, at)
+    text, theirs = literal("/".join(at)), node_at(search.target, at)
     for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
-        extra = {} if stored_at == at else {"stored_at": "/".join(stored_at)}
+        extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
         step = Step(rules.optimizer_state(text, **extra), f"both hold {_fields(theirs)}")
         tried = search.tried(state, (step,))
         if tried is not None and not missing(tried.tree, search.target, at) and _takes_moments(tried.tree, at):
@@ -76,7 +77,7 @@ def _kept(search: Pairing, state: State, stored: Node) -> State:
     for path in topmost(search.target, lacking):
         leaves = flatten(node_at(search.target, path)).values()
         if path and not any(len(seen[0]) > 1 and seen in rivals for seen in leaves):
-            steps.setdefault(_reason(state.tree, search.target, path), []).append("/".join(path))
+            steps.setdefault(_reason(state.tree, search.target, path), []).append(literal("/".join(path)))
     if len(steps) + sum(map(len, steps.values())) > 40:
         return state
     all_steps = tuple(Step(rules.from_target(*paths), reason) for reason, paths in steps.items())

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
 from flax_ckpt_compat._suggest import _rows
 from flax_ckpt_compat._suggest._akin import akin, numbered, pair_up
@@ -160,9 +161,9 @@ class Gap:
                     yield Wrap(self.path, text, tuple(same), bool(few), moments, reason)
                     self._take(list(children), [name])
                 else:
-                    at = {"at": "/".join(self.path)} if self.path else {}
+                    at = {"at": literal("/".join(self.path))} if self.path else {}
                     alone = not self.path and not self.common
-                    yield Step(rules.move(text, "") if alone else rules.unwrap(text, **at), reason)
+                    yield Step(rules.move(literal(text), "") if alone else rules.unwrap(literal(text), **at), reason)
                     if moments:
                         pattern = rf"{either(moments)}/{re.escape(text)}"
                         yield Step(rules.rename(pattern, r"\1"), "the optimizer's state of it")

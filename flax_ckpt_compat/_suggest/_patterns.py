@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Node, Path, iter_branches
 from flax_ckpt_compat._suggest._akin import numbered
 from flax_ckpt_compat._suggest._looks import MOMENTS, Roles
@@ -77,7 +78,7 @@ def wrapped(wraps: list[Wrap]) -> list[Step]:
         return [Step(rules.rename(either(held), rf"{to}/\1"), wraps[0].reason)]
     steps = []
     for one in wraps:
-        at = {"at": "/".join(one.path)} if one.path else {}
+        at = {"at": literal("/".join(one.path))} if one.path else {}
         steps.append(Step(rules.wrap(one.name, **at), one.reason))
     if moments := set().union(*(one.moments for one in wraps)):
         steps.append(Step(rules.rename(either(moments), rf"\1/{to}"), "the optimizer's state of it"))

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._suggest._akin import akin, numbered
 from flax_ckpt_compat._suggest._looks import Contents, Look
@@ -120,7 +121,7 @@ def unstacked(name: str, new: Row, axis: int, doubt: str = "") -> list[Step]:
     into = f"{new.stem}/{{}}" if new.is_list else f"{new.stem}{{}}"
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
     after = renumbered(from_0, new) if new.first else []
-    return [Step(rules.unstack(name, into, **extra), reason, doubt), *after]
+    return [Step(rules.unstack(literal(name), into, **extra), reason, doubt), *after]
 
 
 def restacked(old: str, new: str, axes: tuple[int, int]) -> list[Step]:
@@ -129,7 +130,7 @@ def restacked(old: str, new: str, axes: tuple[int, int]) -> list[Step]:
     stem = f"{new.rpartition('/')[2]}_"
     extra = [{"axis": axis} if axis else {} for axis in axes]
     return [
-        Step(rules.unstack(old, f"{stem}{{}}", **extra[0]), reason),
+        Step(rules.unstack(literal(old), f"{stem}{{}}", **extra[0]), reason),
         Step(rules.stack(rf"{re.escape(stem)}(\d+)", new, **extra[1]), reason),
     ]
 

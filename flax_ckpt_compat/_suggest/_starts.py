@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest._looks import Look, Roles, items
+from flax_ckpt_compat._suggest._patterns import plain
 from flax_ckpt_compat._suggest._rows import Step
 
 _MAX_COLLECTIONS = 20
@@ -39,17 +41,19 @@ def collections(stored: Branch, target: Branch, roles: Roles) -> Iterator[Candid
     gone = {name: node for name, node in stored.children.items() if name not in target.children}
     present, had = [name for name in kinds if name in gone], Roles(stored)
     if "params" in gone:
-        steps = tuple(Step(rules.unwrap(name), f"the target has no {name}") for name in present)
+        steps = tuple(Step(rules.unwrap(literal(name)), f"the target has no {name}") for name in present)
         yield (steps, _likeness(gone, present, target))
         yield ((Step(rules.move("params", ""), "the target has no params"),), _likeness(gone, ["params"], target))
     for name, child in target.children.items():
         if name not in stored.children and not roles.is_optimizer((name,)):
             # An optimizer's state has the shapes of the parameters, too, and is none of them.
             for names in ([one] for one in gone if not had.is_optimizer((one,))):
-                steps = tuple(Step(rules.move(one, name), f"{name} looks like {one}") for one in names)
+                steps = tuple(Step(rules.move(literal(one), plain(name)), f"{name} looks like {one}") for one in names)
                 yield (steps, _likeness(gone, names, child))
             if len(present) > 1:
-                steps = tuple(Step(rules.move(one, name), f"{name} looks like {one}") for one in present)
+                steps = tuple(
+                    Step(rules.move(literal(one), plain(name)), f"{name} looks like {one}") for one in present
+                )
                 yield (steps, _likeness(gone, present, child))
     if not any(name in target.children for name in stored.children):
         for name, child in target.children.items():

@@ -29,14 +29,14 @@ from __future__ import annotations
 from flax_ckpt_compat.rules._rule import Rule
 from flax_ckpt_compat.rules.eras import pre_linen, pre_optax
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
-from flax_ckpt_compat.rules.names import drop, move, rename, unwrap, wrap
+from flax_ckpt_compat.rules.names import copy, drop, from_target, move, rename, unwrap, wrap
 from flax_ckpt_compat.rules.optimizers import optimizer_state
-from flax_ckpt_compat.rules.targets import from_target
 from flax_ckpt_compat.rules.values import cast, cut, pad, reshape, transpose
 
 __all__ = [
     "Rule",
     "cast",
+    "copy",
     "cut",
     "drop",
     "from_target",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +11,10 @@ import numpy as np
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _trees
+from flax_ckpt_compat.rules._rule import Apply
 
 Array = LeafHandle | Derived
 
@@ -129,41 +129,12 @@ def join_trees(
 
 
 def each_array(
-    stored: Node,
-    names: re.Pattern[str],
-    rule_name: str,
-    change: Callable[[Array, Path], Node],
-    *,
-    needed: str = "array",
-) -> Node:
-    """Change every array with a matching path; other leaves stay.
-
-    Args:
-        stored: the tree.
-        names: a pattern of `flax_ckpt_compat.rules._trees.whole_names`.
-        rule_name: the rule, for messages.
-        change: returns the new leaf, or None to leave it as it is and not count it.
-        needed: noun for the required match, for messages.
-
-    Raises:
-        TransformError: there is no such array.
-    """
-    found = False
-
-    def changed(path: Path, leaf: Any) -> Node:
-        nonlocal found
-        if not is_array(leaf) or not any(_trees.matches(names, path)):
-            return leaf
-        new = change(leaf, path)
-        found = found or new is not None
-        return leaf if new is None else new
-
-    tree = map_leaves(changed, stored)
-    if not found:
-        raise TransformError(
-            f"{rule_name}: matches no {needed} in the checkpoint; the pattern must match whole names of a key path"
-        )
-    return tree
+    pattern: str, rule_name: str, change: Callable[[Array, Path, Node], Node], needed: str = "array"
+) -> Apply:
+    """Return the `apply` of a rule that changes every matching array; see `flax_ckpt_compat.rules._trees.each_leaf`."""
+    return _trees.each_leaf(
+        pattern, rule_name, lambda leaf, path, target: change(leaf, path, target) if is_array(leaf) else None, needed
+    )
 
 
 def apply_to(

@@ -54,7 +54,7 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
             parameter = signature.parameters[name]
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
                 words.extend(map(_shown, value))
-            elif parameter is not parameters[0] and parameter.default is not inspect.Parameter.empty:
+            elif name not in (parameters[0].name, "replacement") and parameter.default is not inspect.Parameter.empty:
                 words.append(f"{name}={_shown(value)}")
             else:
                 words.append(_shown(value))
@@ -75,6 +75,10 @@ def _shown(value: object) -> str:
         return repr(stored_name(dtype))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_shown(key)}: {_shown(one)}' for key, one in value.items())}}}"
+    if inspect.isroutine(value):
+        return getattr(value, "__qualname__", repr(value))
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     # The repr of a complex number such as ``-0j`` evaluates to other signs of zeros.

@@ -1,79 +1,14 @@
-"""Share helpers of the rules: find literal paths, remap leaves, suggest similar names in errors."""
+"""Change trees: give leaves other paths, replace nodes, change matching leaves and branches."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.similar import nearest
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, show_path
-
-# Global flags, which Python requires at the beginning of an expression.
-_FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
-
-
-def near_names(wanted: str, tree: Node) -> str:
-    """Return the end of a message: similar paths of a tree, or its top-level names."""
-    names = list(
-        dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
-    )
-    if close := nearest(wanted, names):
-        return f"near it: {', '.join(close)}"
-    top = list(tree.children) if isinstance(tree, Branch) else []
-    return f"at the top it has: {one_line(top) or 'no names'}"
-
-
-def find(tree: Node, text: str, rule_name: str, *, whose: str = "the checkpoint") -> Path:
-    """Return the key path of the node at a literal path.
-
-    Args:
-        tree: the tree to search.
-        text: names joined with ``/``, each of which may contain ``/`` itself; empty for the whole tree.
-        rule_name: the rule, for the message.
-        whose: name of the tree, for the message.
-
-    Raises:
-        TransformError: there is no such node, or two, because names contain ``/``.
-    """
-    found = list(_paths_of(tree, text))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise TransformError(
-            f"{rule_name}: {text} means {len(found)} things in {whose}, whose names contain /", leaf=text
-        )
-    raise TransformError(f"{rule_name}: {whose} has no {text}; {near_names(text, tree)}", leaf=text)
-
-
-def _paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
-    if not text and not path:
-        yield path
-        return
-    for name, child in tree.children.items() if isinstance(tree, Branch) else ():
-        if name == text:
-            yield (*path, name)
-        elif text.startswith(f"{name}/"):
-            yield from _paths_of(child, text[len(name) + 1 :], (*path, name))
-
-
-def destination(text: str, *trees: Node) -> Path:
-    """Return the key path for a literal path: as in the first tree that has it, else split at each ``/``."""
-    for tree in trees:
-        if found := next(_paths_of(tree, text), ()):
-            return found
-    return names_in(text)
-
-
-def destination_in(tree: Node, text: str) -> Path:
-    """Return the key path of the node at a literal path, or () if there is none."""
-    return next(_paths_of(tree, text), ()) if text else ()
-
-
-def names_in(text: str) -> Path:
-    """Split text at each ``/``; empty text gives ()."""
-    return tuple(text.split("/")) if text else ()
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat.rules import _patterns
+from flax_ckpt_compat.rules._rule import Apply
 
 
 def node_at(tree: Node, path: Path) -> Node:
@@ -83,12 +18,12 @@ def node_at(tree: Node, path: Path) -> Node:
     return tree
 
 
-def remap(stored: Node, new_path: Callable[[Path], Path | None], rule_name: str) -> Node:
-    """Give every leaf a new key path; containers whose children keep their names keep their type.
+def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]], rule_name: str) -> Node:
+    """Give every leaf new key paths; containers whose children keep their names keep their type.
 
     Args:
         stored: the tree.
-        new_path: maps a leaf's key path to the new one, or to None to drop the leaf.
+        new_paths: maps a leaf's key path to the new ones; to none to drop the leaf.
         rule_name: the rule, for the message.
 
     Raises:
@@ -97,13 +32,11 @@ def remap(stored: Node, new_path: Callable[[Path], Path | None], rule_name: str)
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
     for old, leaf in iter_leaves(stored):
-        new = new_path(old)
-        if new is None:
-            continue
-        if new in leaves:
-            first, second = show_path(origins[new]), show_path(old)
-            raise _collision(f"{rule_name}: {first} and {second} would both be called {show_path(new)}", new)
-        leaves[new], origins[new] = leaf, old
+        for new in new_paths(old):
+            if new in leaves:
+                first, second = show_path(origins[new]), show_path(old)
+                raise _collision(f"{rule_name}: {first} and {second} would both be called {show_path(new)}", new)
+            leaves[new], origins[new] = leaf, old
     try:
         tree = from_leaves(leaves, like=stored)
     except NameCollisionError as error:
@@ -114,6 +47,69 @@ def remap(stored: Node, new_path: Callable[[Path], Path | None], rule_name: str)
 
 def _collision(message: str, path: Path) -> NameCollisionError:
     return NameCollisionError(f"{message}; drop or move one of them first", leaf=show_path(path))
+
+
+def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
+    """Return the shortest beginning of a key path that is among the places, or None."""
+    return next((path[:end] for end in range(len(path) + 1) if path[:end] in places), None)
+
+
+def put(stored: Node, path: Path, node: Node, rule_name: str, *, depth: int = 0) -> Node:
+    """Return a tree with a node replaced.
+
+    Args:
+        stored: the tree, or its subtree at the first ``depth`` names of the path.
+        path: key path of the node.
+        node: the new node.
+        rule_name: the rule, for the message.
+        depth: number of names of the path that lead to ``stored``.
+
+    Raises:
+        TransformError: a leaf is above the path.
+    """
+    if depth == len(path):
+        return node
+    if stored is not None and not isinstance(stored, Branch):
+        leaf, inner = show_path(path[:depth]), show_path(path)
+        raise TransformError(
+            f"{rule_name}: stored {leaf} is a leaf, but {inner} lies below; move or drop it first", leaf=leaf
+        )
+    was = Branch({}) if stored is None else stored
+    child = put(was.children.get(path[depth]), path, node, rule_name, depth=depth + 1)
+    return Branch({**was.children, path[depth]: child}, was.container, was.int_keys)
+
+
+def each_leaf(pattern: str, rule_name: str, change: Callable[[Any, Path, Node], Node], needed: str = "leaf") -> Apply:
+    """Return the `apply` of a rule that changes every leaf whose key path has a match; other leaves stay.
+
+    Args:
+        pattern: see `flax_ckpt_compat.rules._patterns.matches`.
+        rule_name: the rule, for messages.
+        change: takes leaf, key path and target; returns the new leaf, or None to leave it as it is and not count it.
+        needed: noun for the required match, for messages.
+
+    Raises:
+        TransformError: not a regular expression; when applied: there is no such leaf.
+    """
+    names = [_patterns.whole_names(pattern, rule_name)]
+
+    def apply(stored: Node, target: Node) -> Node:
+        found = False
+
+        def changed(path: Path, leaf: Any) -> Node:
+            nonlocal found
+            new = change(leaf, path, target) if any(_patterns.matches(names, path)) else None
+            found = found or new is not None
+            return leaf if new is None else new
+
+        tree = map_leaves(changed, stored)
+        if not found:
+            raise TransformError(
+                f"{rule_name}: matches no {needed} in the checkpoint; the pattern must match whole names of a key path"
+            )
+        return tree
+
+    return apply
 
 
 def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> None:
@@ -130,75 +126,39 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
                 branch.container, branch.int_keys = was.container, was.int_keys
 
 
-def whole_names(pattern: str, rule_name: str) -> re.Pattern[str]:
-    """Compile a regular expression that matches one or more whole names of a key path joined with ``/``.
-
-    Raises:
-        TransformError: it is no regular expression.
-    """
-    try:
-        # Compiled alone first: errors give positions in it, and its flags apply to the whole expression.
-        flags = re.compile(pattern).flags
-        rest = _FLAGS.sub("", pattern)
-        end = "\n" if flags & re.VERBOSE else ""  # ends a comment
-        return re.compile(rf"(?<![^/])(?:{rest}{end})(?![^/])", flags)
-    except re.error as error:
-        raise TransformError(f"{rule_name}: {pattern!r} is no regular expression: {error}") from error
-
-
-def matches(pattern: re.Pattern[str], path: Path) -> Iterator[tuple[int, int, re.Match[str]]]:
-    """Find the matches of a `whole_names` pattern in a key path, from left to right without overlaps.
-
-    Yields:
-        Index of the first name, index after the last name, and the match. A ``/`` inside a name is an ordinary
-        character, at which no match begins or ends.
-    """
-    text = "/".join(path)
-    if not pattern.search(text):
-        return
-    starts = [0]
-    for name in path:
-        starts.append(starts[-1] + len(name) + 1)
-    ends = {start - 1: number for number, start in enumerate(starts)}
-    first = 0
-    while first < len(path):
-        match = pattern.match(text, starts[first])
-        after = ends.get(match.end(), 0) if match else 0
-        if match and after > first:
-            yield first, after, match
-        first = max(after, first + 1)
-
-
-def change_branches(
-    stored: Node, change: Callable[[Branch, Path], Branch | None], rule_name: str, *, near: str
-) -> Node:
-    """Change every matching branch, inner ones first.
+def each_branch(change: Callable[[Branch, Path], Branch | None], rule_name: str, *, near: str) -> Apply:
+    """Return the `apply` of a rule that changes every matching branch, inner ones first.
 
     Args:
-        stored: the tree.
         change: returns the new branch, or None if the branch does not match.
         rule_name: the rule, for the message.
         near: the name searched for, for the message.
 
     Raises:
-        TransformError: no branch matches.
+        TransformError: when applied: no branch matches.
     """
-    found = False
 
-    def visit(node: Node, path: Path) -> Node:
-        nonlocal found
-        if not isinstance(node, Branch):
-            return node
-        children = {name: visit(child, (*path, name)) for name, child in node.children.items()}
-        branch = Branch(children, node.container, node.int_keys)
-        changed = change(branch, path)
-        found = found or changed is not None
-        return branch if changed is None else changed
+    def apply(stored: Node, _: Node) -> Node:
+        found = False
 
-    tree = visit(stored, ())
-    if not found:
-        raise TransformError(f"{rule_name}: matches nothing in the checkpoint; {near_names(near, stored)}")
-    return tree
+        def visit(node: Node, path: Path) -> Node:
+            nonlocal found
+            if not isinstance(node, Branch):
+                return node
+            children = {name: visit(child, (*path, name)) for name, child in node.children.items()}
+            branch = Branch(children, node.container, node.int_keys)
+            changed = change(branch, path)
+            found = found or changed is not None
+            return branch if changed is None else changed
+
+        tree = visit(stored, ())
+        if not found:
+            raise TransformError(
+                f"{rule_name}: matches nothing in the checkpoint; {_patterns.near_names(near, stored)}"
+            )
+        return tree
+
+    return apply
 
 
 def replaced(

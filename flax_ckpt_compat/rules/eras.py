@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.module_names import linen_names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, show_path
-from flax_ckpt_compat.rules import _trees, targets
+from flax_ckpt_compat.rules import _patterns, _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
@@ -22,20 +22,25 @@ def pre_linen(_rule_name: str, at: str = "params") -> Apply:
     """Rename pre-linen modules to linen's names, below a path: ``Conv_0, Dense_1`` → ``Conv_0, Dense_0``.
 
     Args:
-        at: literal path in the checkpoint; for moments of an optimizer use the rule again: ``"opt_state/0/mu"``.
+        at: pattern of whole key paths in the checkpoint; with moments of an optimizer
+            ``"params|opt_state/0/[mn]u"``.
 
     Raises:
         TransformError: when applied: the checkpoint has no such path, or all names below it are linen's already.
     """
 
+    _patterns.compiled(at, _rule_name)
+
     def apply(stored: Node, _: Node) -> Node:
-        start = _trees.find(stored, at, _rule_name)
-        new = {path: (*start, *below) for path, below in _linen_paths(_trees.node_at(stored, start), start, ())}
-        if all(path == other for path, other in new.items()):
-            raise TransformError(
-                f"{_rule_name}: below {show_path(start)} all names are linen's already", leaf=show_path(start)
-            )
-        return _trees.remap(stored, lambda path: new.get(path, path), _rule_name)
+        new: dict[Path, Path] = {}
+        for start in _patterns.select(stored, [at], _rule_name):
+            found = {path: (*start, *below) for path, below in _linen_paths(_trees.node_at(stored, start), start, ())}
+            if all(path == other for path, other in found.items()):
+                raise TransformError(
+                    f"{_rule_name}: below {show_path(start)} all names are linen's already", leaf=show_path(start)
+                )
+            new |= found
+        return _trees.remap(stored, lambda path: [new.get(path, path)], _rule_name)
 
     return apply
 
@@ -66,9 +71,9 @@ def pre_optax(_rule_name: str) -> Apply:
 
     def apply(stored: Node, target: Node) -> Node:
         old = _Old.of(stored, target, _rule_name)
-        tree = _trees.remap(stored, old.renamed, _rule_name)
+        tree = _trees.remap(stored, lambda path: filter(None, [old.renamed(path)]), _rule_name)
         for path, node in old.additions(tree):
-            tree = targets.put(tree, path, node, _rule_name)
+            tree = _trees.put(tree, path, node, _rule_name)
         return tree
 
     return apply
@@ -101,7 +106,7 @@ class _Old:
                 return cls(stored, target, start, is_nested and _child(target, "params", "params") is None, rule_name)
         raise TransformError(
             f"{rule_name}: the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
-            f"{_trees.near_names('optimizer/target', stored)}"
+            f"{_patterns.near_names('optimizer/target', stored)}"
         )
 
     @property

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
-from flax_ckpt_compat.rules import _arrays, _trees
+from flax_ckpt_compat.rules import _arrays, _patterns, _trees
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -23,11 +23,11 @@ from flax_ckpt_compat.rules._rule import Apply, rule
 def stack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
     """Stack numbered subtrees into one, as for ``nn.scan`` over layers: ``stack(r"layer_(\\d+)", "layers")``.
 
-    Applies to all such siblings (params, moments of the optimizer, …); each of their arrays gets a new axis, in the
-    order of the numbers. If layers are a list (``blocks/0``), first ``rename(r"blocks/(\\d+)", r"block_\\1")``.
+    Applies to all such layers side by side (in params, moments of the optimizer, …); each of their arrays gets a new
+    axis, in the order of the numbers. Layers of a list: ``stack(r"blocks/(\\d+)", "blocks")``.
 
     Args:
-        pattern: regular expression over one whole name, whose only group is the number.
+        pattern: matches one or several whole names anywhere; its only group is the number.
         into: name of the subtree; ``layers/cell`` makes two levels.
         axis: the new axis of each array; negative counts from the end.
 
@@ -36,7 +36,9 @@ def stack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
             the layers differ in their leaves, shapes or dtypes.
         NameCollisionError: when applied: there already is an ``into``.
     """
-    compiled, levels = _numbered(pattern, _rule_name), _levels(into, _rule_name)
+    compiled, levels = _patterns.whole_names(pattern, _rule_name), _levels(into, _rule_name)
+    if compiled.groups != 1:
+        raise TransformError(f"{_rule_name}: {pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
 
     def join(leaves: list[Array], path: Path) -> Derived:
         shape = leaves[0].shape or ()
@@ -45,25 +47,20 @@ def stack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
         return _joined(np.stack, leaves, at, shape, f"stack of {len(leaves)}")
 
     def stacked(branch: Branch, path: Path) -> Branch | None:
-        names = _in_order(compiled, branch, path, _rule_name)
-        if not names:
-            return None
-        paths = [(*path, name) for name in names]
-        nodes = [branch.children[name] for name in names]
-        whole = _arrays.join_trees(nodes, paths, lambda node, _: _arrays.describe(node), join, _rule_name)
-        return _trees.replaced(branch, path, [(name,) for name in names], [(levels, whole)], _rule_name)
+        layers = _in_order(compiled, branch, path, _rule_name)
+        return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join, _rule_name)
 
-    return lambda stored, _: _trees.change_branches(stored, stacked, _rule_name, near=pattern)
+    return _trees.each_branch(stacked, _rule_name, near=pattern)
 
 
 @rule
-def unstack(_rule_name: str, name: str, into: str, axis: int = 0) -> Apply:
-    """Split a subtree into numbered ones, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
+def unstack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
+    """Split subtrees into numbered ones, the inverse of `stack`: ``unstack("layers", "layer_{}")``.
 
     Applies wherever the subtree occurs. Each of its arrays is sliced along the axis, and reads only the slice.
 
     Args:
-        name: of the subtree, or several (``layers/cell``).
+        pattern: matches one or several whole names (``layers/cell``) anywhere.
         into: name of each new subtree, with ``{}`` for the number.
         axis: the axis that is removed from each array; negative counts from the end.
 
@@ -75,28 +72,14 @@ def unstack(_rule_name: str, name: str, into: str, axis: int = 0) -> Apply:
     if into.count("{}") != 1:
         raise TransformError(f"{_rule_name}: {into!r} needs one {{}}, where the number goes, such as 'layer_{{}}'")
 
-    def unstacked(branch: Branch, path: Path) -> Branch | None:
-        level = _trees.destination_in(branch, name)
-        if not level:
-            return None
-        node, start = _trees.node_at(branch, level), (*path, *level)
-        count = _common_length(node, start, axis, _rule_name)
-        new = [
-            (_trees.names_in(into.replace("{}", str(n))), map_leaves(_piece(n, count, start), node))
-            for n in range(count)
-        ]
-        return _trees.replaced(branch, path, [level], new, _rule_name)
+    def names(node: Node, path: Path) -> list[str]:
+        return [into.replace("{}", str(n)) for n in range(_common_length(node, path, axis, _rule_name))]
 
-    def _piece(number: int, count: int, start: Path) -> Callable[[Path, Any], Node]:
-        def one(path: Path, leaf: Any) -> Node:
-            if _arrays.has_no_value(leaf):
-                return leaf
-            at = _arrays.axis_of(axis, len(leaf.shape), (*start, *path), _rule_name)
-            return _arrays.axis_slice(leaf, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
+    def layer(array: Array, path: Path, number: int, count: int) -> Derived:
+        at = _arrays.axis_of(axis, len(array.shape or ()), path, _rule_name)
+        return _arrays.axis_slice(array, at, number, number + 1, f"layer {number} of {count}", squeeze=True)
 
-        return one
-
-    return lambda stored, _: _trees.change_branches(stored, unstacked, _rule_name, near=name)
+    return _divide(pattern, names, layer, _rule_name)
 
 
 @rule
@@ -133,23 +116,22 @@ def fuse(_rule_name: str, names: Sequence[str], into: str, axis: int = -1) -> Ap
         return _joined(np.concatenate, leaves, at, shape, f"{len(leaves)} joined")
 
     def fused(branch: Branch, path: Path) -> Branch | None:
-        if not set(names) <= branch.children.keys():
-            return None
-        nodes = [branch.children[name] for name in names]
-        whole = _arrays.join_trees(nodes, [(*path, name) for name in names], alike, join, _rule_name)
-        return _trees.replaced(branch, path, [(name,) for name in names], [(levels, whole)], _rule_name)
+        siblings = [next(_patterns.paths_of(branch, name), ()) for name in names]
+        return _join(branch, path, siblings if all(siblings) else [], levels, alike, join, _rule_name)
 
-    return lambda stored, _: _trees.change_branches(stored, fused, _rule_name, near=names[0])
+    return _trees.each_branch(fused, _rule_name, near=names[0])
 
 
 @rule
-def split(_rule_name: str, name: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None) -> Apply:
-    """Split a subtree or leaf into several, the inverse of `fuse`: ``split("qkv", ["query", "key", "value"])``.
+def split(
+    _rule_name: str, pattern: str, into: Sequence[str], axis: int = -1, sizes: Sequence[int] | None = None
+) -> Apply:
+    """Split subtrees or leaves into several, the inverse of `fuse`: ``split("qkv", ["query", "key", "value"])``.
 
     Applies wherever it occurs. Each of its arrays is sliced along the axis; each part reads only its own data.
 
     Args:
-        name: of the subtree or leaf, or several names (``attention/qkv``).
+        pattern: matches one or several whole names (``attention/qkv``) anywhere.
         into: names of the parts, in their order.
         axis: the axis that is split; negative counts from the end. `fuse` has examples.
         sizes: lengths of the parts on that axis; equal parts if not given.
@@ -161,27 +143,68 @@ def split(_rule_name: str, name: str, into: Sequence[str], axis: int = -1, sizes
     if not into or isinstance(into, str) or (sizes is not None and len(sizes) != len(into)):
         raise TransformError(f"{_rule_name}: expected a list of names, and as many sizes if any; got sizes {sizes}")
 
-    def parts(branch: Branch, path: Path) -> Branch | None:
-        level = _trees.destination_in(branch, name)
-        if not level:
-            return None
-        node, start = _trees.node_at(branch, level), (*path, *level)
-        new = [(_levels(part, _rule_name), map_leaves(_part(number, start), node)) for number, part in enumerate(into)]
-        return _trees.replaced(branch, path, [level], new, _rule_name)
+    def part(array: Array, path: Path, number: int, count: int) -> Derived:
+        shape = array.shape or ()
+        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
+        lengths = _lengths(shape[at], count, sizes, path, _rule_name)
+        first = sum(lengths[:number])
+        return _arrays.axis_slice(array, at, first, first + lengths[number], f"part {number} of {count}")
 
-    def _part(number: int, start: Path) -> Callable[[Path, Any], Node]:
+    return _divide(pattern, lambda *_: into, part, _rule_name)
+
+
+def _join(
+    branch: Branch,
+    path: Path,
+    levels: Sequence[Path],
+    into: Path,
+    describe: Callable[[Node, Path], str],
+    join: Callable[[list[Array], Path], Derived],
+    rule_name: str,
+) -> Branch | None:
+    """Return a branch with the nodes at several paths below it joined into one; None if there are none."""
+    if not levels:
+        return None
+    nodes, paths = [_trees.node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
+    whole = _arrays.join_trees(nodes, paths, describe, join, rule_name)
+    return _trees.replaced(branch, path, levels, [(into, whole)], rule_name)
+
+
+def _divide(
+    pattern: str,
+    names: Callable[[Node, Path], Sequence[str]],
+    part: Callable[[Array, Path, int, int], Derived],
+    rule_name: str,
+) -> Apply:
+    """Return the `apply` of a rule that divides every matching node.
+
+    Args:
+        pattern: of the nodes.
+        names: returns the names of a node's parts.
+        part: takes an array of the node, its path, the number of the part and the number of parts.
+        rule_name: the rule, for messages.
+    """
+    compiled = _patterns.whole_names(pattern, rule_name)
+
+    def piece(node: Node, start: Path, number: int, count: int) -> Node:
         def one(path: Path, leaf: Any) -> Node:
             if _arrays.has_no_value(leaf):
                 return leaf
-            array = _arrays.require_array(leaf, (*start, *path), _rule_name)
-            at = _arrays.axis_of(axis, len(array.shape or ()), (*start, *path), _rule_name)
-            lengths = _lengths((array.shape or ())[at], len(into), sizes, (*start, *path), _rule_name)
-            first = sum(lengths[:number])
-            return _arrays.axis_slice(array, at, first, first + lengths[number], f"part {number} of {len(into)}")
+            full = (*start, *path)
+            return part(_arrays.require_array(leaf, full, rule_name), full, number, count)
 
-        return one
+        return map_leaves(one, node)
 
-    return lambda stored, _: _trees.change_branches(stored, parts, _rule_name, near=name)
+    def divided(branch: Branch, path: Path) -> Branch | None:
+        levels = [level for level, _ in _patterns.below(branch, path, compiled)]
+        for level in levels:
+            node, start = _trees.node_at(branch, level), (*path, *level)
+            parts = [_levels(name, rule_name) for name in names(node, start)]
+            new = [(name, piece(node, start, number, len(parts))) for number, name in enumerate(parts)]
+            branch = _trees.replaced(branch, path, [level], new, rule_name)
+        return branch if levels else None
+
+    return _trees.each_branch(divided, rule_name, near=pattern)
 
 
 def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path, rule_name: str) -> Sequence[int]:
@@ -197,33 +220,21 @@ def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path, r
 def _levels(name: str, rule_name: str) -> Path:
     if not name:
         raise TransformError(f"{rule_name}: a new name is empty")
-    return _trees.names_in(name)
+    return _patterns.names_in(name)
 
 
-def _numbered(pattern: str, rule_name: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise TransformError(f"{rule_name}: {pattern!r} is no regular expression: {error}") from error
-    if compiled.groups != 1:
-        raise TransformError(f"{rule_name}: {pattern!r} needs exactly one group, the number: r'layer_(\\d+)'")
-    return compiled
-
-
-def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, rule_name: str) -> list[str]:
-    """Return the names of matching children in the order of their numbers, which must be 0, 1, …, n-1."""
-    numbered: dict[int, str] = {}
-    for name in branch.children:
-        if (match := pattern.fullmatch(name)) is None:
-            continue
-        shown = show_path((*path, name))
+def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, rule_name: str) -> list[Path]:
+    """Return the matching paths below a branch in the order of their numbers, which must be 0, 1, …, n-1."""
+    numbered: dict[int, Path] = {}
+    for level, match in _patterns.below(branch, path, pattern):
+        shown = show_path((*path, *level))
         if not (match[1] or "").isdecimal():
             raise TransformError(
                 f"{rule_name}: the group matches {match[1]!r} in {shown}, expected a number", leaf=shown
             )
-        other = numbered.setdefault(int(match[1]), name)
-        if other != name:
-            raise TransformError(f"{rule_name}: {shown} and {other} have the same number", leaf=shown)
+        other = numbered.setdefault(int(match[1]), level)
+        if other != level:
+            raise TransformError(f"{rule_name}: {shown} and {show_path(other)} have the same number", leaf=shown)
     lacking = sorted(set(range(max(numbered, default=-1) + 1)) - numbered.keys())
     if lacking:
         shown = show_path(path)

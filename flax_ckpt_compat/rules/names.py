@@ -1,54 +1,58 @@
-"""Rename, move and drop stored leaves; no value changes."""
+"""Rename, move, copy and drop stored leaves, and keep the target's own; no value changes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.template import compile_template
-from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
-from flax_ckpt_compat.rules import _trees
+from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
+from flax_ckpt_compat._trees.leaf_sources import Own
+from flax_ckpt_compat.rules import _patterns, _trees
+from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, rule
 
 
 @rule
-def rename(_rule_name: str, pattern: str, replacement: str) -> Apply:
+def rename(_rule_name: str, pattern: str | Mapping[str, Replacement], replacement: Replacement | None = None) -> Apply:
     """Rename wherever a pattern matches whole names of a key path: ``rename("Dense_0", "encoder")``.
 
     Args:
-        pattern: regular expression over the key path joined with ``/``; it matches whole names, one or several
-            (``layer_(\\d+)``, ``params/Dense_0``), anywhere in the path, or from its root if it begins with ``^``.
-        replacement: the new names; may refer to groups (``block_\\1``) and contain ``/``.
+        pattern: regular expression that matches one or several whole names (``layer_(\\d+)``, ``params/Dense_0``)
+            anywhere in a key path, or from its root if it begins with ``^``. A mapping of patterns to replacements
+            applies them all at once, so that ``rename({"a": "b", "b": "a"})`` swaps two names; where several match,
+            the first is taken.
+        replacement: the new names, as in ``re.sub``: text that may refer to groups (``block_\\1``) and contain ``/``,
+            or a function that takes the match and returns such text.
 
     Raises:
-        TransformError: a bad pattern or replacement; when applied: it matches nothing in the checkpoint.
+        TransformError: a bad pattern or replacement; when applied: a pattern matches nothing in the checkpoint.
         NameCollisionError: when applied: two leaves would get the same name.
     """
-    compiled = _trees.whole_names(pattern, _rule_name)
-    try:
-        fill = compile_template(compiled, replacement)
-    except (re.error, IndexError) as error:
-        raise TransformError(
-            f"{_rule_name}: {replacement!r} does not fit the groups of the pattern: {error}"
-        ) from error
+    if isinstance(pattern, Mapping) == (replacement is not None) or not pattern:
+        raise TransformError(f"{_rule_name}: expected a pattern and its replacement, or a mapping of such")
+    given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
+    names = [_patterns.whole_names(one, _rule_name) for one in given]
+    fills = [_patterns.filled(name, text, _rule_name) for name, text in zip(names, given.values(), strict=True)]
 
     def apply(stored: Node, _: Node) -> Node:
-        found = False
+        unmatched = dict.fromkeys(range(len(names)))
 
-        def renamed(path: Path) -> Path:
-            nonlocal found
+        def renamed(path: Path) -> tuple[Path]:
             new: list[str] = []
             done = 0
-            for first, after, match in _trees.matches(compiled, path):
-                found = True
-                new += [*path[done:first], *filter(None, fill(match).split("/"))]
+            for number, first, after, match in _patterns.matches(names, path):
+                unmatched.pop(number, None)
+                new += [*path[done:first], *filter(None, fills[number](match).split("/"))]
                 done = after
-            return (*new, *path[done:])
+            return ((*new, *path[done:]),)
 
         tree = _trees.remap(stored, renamed, _rule_name)
-        if not found:
+        for number in unmatched:
+            text = list(given)[number]
+            what = f"{text!r} matches" if len(given) > 1 else "matches"
             raise TransformError(
-                f"{_rule_name}: matches nothing in the checkpoint; {_trees.near_names(pattern, stored)}"
+                f"{_rule_name}: {what} nothing in the checkpoint; {_patterns.near_names(text, stored)}"
             )
         return tree
 
@@ -56,54 +60,95 @@ def rename(_rule_name: str, pattern: str, replacement: str) -> Apply:
 
 
 @rule
-def move(_rule_name: str, source: str, to: str) -> Apply:
-    """Move a subtree or leaf: ``move("model/params", "params")``.
+def move(_rule_name: str, source: str, to: Replacement) -> Apply:
+    """Move subtrees or leaves: ``move("model/params", "params")``, ``move("(.*)/attn/qkv", r"\\1/qkv")``.
 
     Args:
-        source: literal path in the checkpoint.
-        to: literal path of the destination; an existing subtree is merged. Empty makes ``source`` the whole tree and
-            drops all else, as in ``move("params", "")``: parameters only, for inference.
+        source: pattern of whole key paths in the checkpoint.
+        to: key path of the destination, as in ``re.sub``; an existing subtree is merged. Empty makes ``source`` the
+            whole tree and drops all else, as in ``move("params", "")``: parameters only, for inference.
 
     Raises:
-        TransformError: when applied: the checkpoint has no such path.
+        TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
         NameCollisionError: when applied: two leaves would get the same name.
     """
+    return _relocated(source, to, _rule_name, stays=False)
+
+
+@rule
+def copy(_rule_name: str, source: str, to: Replacement) -> Apply:
+    """Copy subtrees or leaves, such as parameters for a new EMA: ``copy("params", "ema_params")``.
+
+    Args:
+        source: pattern of whole key paths in the checkpoint.
+        to: key path of the copy, as in ``re.sub``; the values are read once and share no memory.
+
+    Raises:
+        TransformError: a bad pattern or replacement; when applied: the checkpoint has no such path.
+        NameCollisionError: when applied: there is such a leaf already.
+    """
+    return _relocated(source, to, _rule_name, stays=True)
+
+
+def _relocated(source: str, to: Replacement, rule_name: str, *, stays: bool) -> Apply:
+    fill = _patterns.filled(_patterns.compiled(source, rule_name), to, rule_name)
 
     def apply(stored: Node, target: Node) -> Node:
-        start = _trees.find(stored, source, _rule_name)
-        end = _trees.destination(to, target, stored)
+        found = _patterns.select(stored, [source], rule_name)
+        ends = {start: _patterns.destination(fill(match), target, stored) for start, match in found.items()}
+        keeps_rest = stays or () not in ends.values()
 
-        def moved(path: Path) -> Path | None:
-            if path[: len(start)] == start:
-                return end + path[len(start) :]
-            return path if end else None
+        def new_paths(path: Path) -> list[Path]:
+            start = _trees.prefix_in(path, ends)
+            if start is None:
+                return [path] if keeps_rest else []
+            end = ends[start] + path[len(start) :]
+            return [path, end] if stays else [end]
 
-        return _trees.remap(stored, moved, _rule_name)
+        return _trees.remap(stored, new_paths, rule_name)
 
     return apply
 
 
 @rule
-def drop(_rule_name: str, *paths: str) -> Apply:
+def drop(_rule_name: str, *patterns: str) -> Apply:
     """Drop subtrees or leaves, so that they are neither reported as unused nor in the way: ``drop("ema_params")``.
 
     Args:
-        paths: literal paths of subtrees or leaves in the checkpoint.
+        patterns: of whole key paths in the checkpoint.
 
     Raises:
-        TransformError: no path; when applied: the checkpoint has no such path.
+        TransformError: no pattern, or a bad one; when applied: the checkpoint has no such path.
     """
-    if not paths:
-        raise TransformError(f"{_rule_name}: name at least one path")
+    _check(patterns, _rule_name)
 
     def apply(stored: Node, _: Node) -> Node:
-        dropped = {_trees.find(stored, path, _rule_name) for path in paths}
-        longest = max(map(len, dropped))
+        dropped = _patterns.select(stored, patterns, _rule_name)
+        return _trees.remap(
+            stored, lambda path: [] if _trees.prefix_in(path, dropped) is not None else [path], _rule_name
+        )
 
-        def kept(path: Path) -> Path | None:
-            return None if any(path[:end] in dropped for end in range(longest + 1)) else path
+    return apply
 
-        return _trees.remap(stored, kept, _rule_name)
+
+@rule
+def from_target(_rule_name: str, *patterns: str) -> Apply:
+    """Keep the target's own values, whatever is stored: ``from_target("batch_stats", ".*/lora_[ab]")``.
+
+    Args:
+        patterns: of whole key paths of subtrees or leaves in the target.
+
+    Raises:
+        TransformError: no pattern, or a bad one; when applied: the target has no such path, or the checkpoint has a
+            leaf where the target has a subtree around it.
+    """
+    _check(patterns, _rule_name)
+
+    def apply(stored: Node, target: Node) -> Node:
+        for path in _patterns.select(target, patterns, _rule_name, whose="the target"):
+            own = map_leaves(lambda _, __: Own.TARGET, _trees.node_at(target, path))
+            stored = _trees.put(stored, path, own, _rule_name)
+        return stored
 
     return apply
 
@@ -114,22 +159,25 @@ def wrap(_rule_name: str, name: str, at: str = "") -> Apply:
 
     Args:
         name: of the new level; ``a/b`` makes two levels.
-        at: literal path of the subtree; empty for the whole tree.
+        at: pattern of whole key paths of subtrees in the checkpoint; empty for the whole tree.
 
     Raises:
-        TransformError: no name; when applied: the checkpoint has no such path, or a leaf there.
+        TransformError: no name, or a bad pattern; when applied: the checkpoint has no such path, or a leaf there.
     """
-    levels = _trees.names_in(name)
+    levels = _patterns.names_in(name)
     if not levels:
         raise TransformError(f"{_rule_name}: the new level needs a name")
+    _patterns.compiled(at, _rule_name)
 
     def apply(stored: Node, _: Node) -> Node:
-        start = _trees.find(stored, at, _rule_name)
-        _expect_children(stored, start, _rule_name)
-        size = len(start)
-        return _trees.remap(
-            stored, lambda path: (*start, *levels, *path[size:]) if path[:size] == start else path, _rule_name
-        )
+        starts = _patterns.select(stored, [at], _rule_name)
+        _expect_children(stored, starts, _rule_name)
+
+        def deeper(path: Path) -> list[Path]:
+            start = _trees.prefix_in(path, starts)
+            return [path if start is None else (*start, *levels, *path[len(start) :])]
+
+        return _trees.remap(stored, deeper, _rule_name)
 
     return apply
 
@@ -139,28 +187,43 @@ def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
     """Remove a level, the inverse of `wrap`: ``unwrap("model", at="params")`` gives ``params/…``.
 
     Args:
-        name: of the level, or levels (``a/b``); its siblings stay in place.
-        at: literal path of the subtree that holds it; empty for the whole tree.
+        name: pattern of the level, or levels (``a/b``), below ``at``; its siblings stay in place.
+        at: pattern of whole key paths of the subtrees that hold it; empty for the whole tree.
 
     Raises:
-        TransformError: when applied: the checkpoint has no such level, or a leaf there.
+        TransformError: a bad pattern; when applied: the checkpoint has no such level, or a leaf there.
         NameCollisionError: when applied: a child has the name of something beside the level.
     """
+    for pattern in (name, at):
+        _patterns.compiled(pattern, _rule_name)
 
     def apply(stored: Node, _: Node) -> Node:
-        start = _trees.find(stored, at, _rule_name)
-        level = _trees.find(stored, f"{at}/{name}" if at else name, _rule_name)
-        _expect_children(stored, level, _rule_name)
-        return _trees.remap(
-            stored, lambda path: start + path[len(level) :] if path[: len(level)] == level else path, _rule_name
-        )
+        ends: dict[Path, Path] = {}
+        for start in _patterns.select(stored, [at], _rule_name):
+            inside = _patterns.select(_trees.node_at(stored, start), [name], _rule_name, whose=show_path(start))
+            ends |= {(*start, *level): start for level in inside}
+        _expect_children(stored, ends, _rule_name)
+
+        def higher(path: Path) -> list[Path]:
+            level = _trees.prefix_in(path, ends)
+            return [path if level is None else ends[level] + path[len(level) :]]
+
+        return _trees.remap(stored, higher, _rule_name)
 
     return apply
 
 
-def _expect_children(stored: Node, path: Path, rule_name: str) -> None:
-    node = _trees.node_at(stored, path)
-    if not isinstance(node, Branch) or not node.children:
-        raise TransformError(
-            f"{rule_name}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path)
-        )
+def _check(patterns: tuple[str, ...], rule_name: str) -> None:
+    if not all(patterns) or not patterns:
+        raise TransformError(f"{rule_name}: name at least one path; '.*' is the whole tree")
+    for pattern in patterns:
+        _patterns.compiled(pattern, rule_name)
+
+
+def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], rule_name: str) -> None:
+    for path in paths:
+        node = _trees.node_at(stored, path)
+        if not isinstance(node, Branch) or not node.children:
+            raise TransformError(
+                f"{rule_name}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path)
+            )

@@ -8,7 +8,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
-from flax_ckpt_compat.rules import _states, _trees, targets
+from flax_ckpt_compat.rules import _patterns, _states, _trees
 from flax_ckpt_compat.rules._rule import Apply, rule
 from flax_ckpt_compat.rules._states import State
 
@@ -30,7 +30,7 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
     several times the usual length. Warm up the learning rate, or start the state anew with `from_target`.
 
     Args:
-        at: literal path of the optimizer's state in the target.
+        at: pattern of the whole key path of the optimizer's state in the target.
         stored_at: the same in the checkpoint, if it differs.
 
     Raises:
@@ -38,10 +38,12 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
             target's, several fit equally well, or the checkpoint's own at ``at`` would be lost.
     """
     source = at if stored_at is None else stored_at
+    for pattern in (at, source):
+        _patterns.compiled(pattern, _rule_name)
 
     def apply(stored: Node, target: Node) -> Node:
-        at_path = _trees.find(target, at, _rule_name, whose="the target")
-        start = _trees.find(stored, source, _rule_name)
+        at_path = _patterns.select_one(target, at, _rule_name, whose="the target")
+        start = _patterns.select_one(stored, source, _rule_name)
         _refuse_loss(stored, at_path, start, _rule_name)
         own, old = _trees.node_at(target, at_path), _trees.node_at(stored, start)
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
@@ -55,7 +57,7 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
             taken |= _take(group, sorted(similar, key=State.order), call)
         if not taken:
             raise TransformError(_nothing(_rule_name, show_path(start), wanted, old), leaf=show_path(at_path))
-        return targets.put(stored, at_path, _with(taken, own), _rule_name)
+        return _trees.put(stored, at_path, _with(taken, own), _rule_name)
 
     return apply
 

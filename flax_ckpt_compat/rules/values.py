@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, is_jax_array, show_path
-from flax_ckpt_compat.rules import _arrays, _trees
+from flax_ckpt_compat.rules import _arrays
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -37,12 +37,11 @@ def cast(_rule_name: str, pattern: str, dtype: Any) -> Apply:
             the dtype's range, or an infinity or NaN that it lacks.
     """
     wanted = _dtype(dtype)
-    names = _trees.whole_names(pattern, _rule_name)
     kind = _kind(wanted)
     if kind is None:
         raise TransformError(f"{_rule_name}: expected a dtype of floats, ints or complex numbers")
 
-    def changed(leaf: Array, path: Path) -> Node:
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
         old = leaf.dtype
         if old is None or _kind(old) != kind:
             return None
@@ -54,7 +53,7 @@ def cast(_rule_name: str, pattern: str, dtype: Any) -> Apply:
 
         return _arrays.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
 
-    return lambda stored, _: _arrays.each_array(stored, names, _rule_name, changed, needed=f"array of {kind}")
+    return _arrays.each_array(pattern, _rule_name, changed, f"array of {kind}")
 
 
 @rule
@@ -72,36 +71,30 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
         TransformError: when applied: it matches no array, one is longer already, the number does not fit its dtype,
             or the target has no such array with values; when restored: the target's values do not fit.
     """
-    names = _trees.whole_names(pattern, _rule_name)
     if isinstance(value, str) and value != "target":
         raise TransformError(f"{_rule_name}: value is {value!r}, expected a number or 'target'")
 
-    def apply(stored: Node, target: Node) -> Node:
-        def changed(leaf: Array, path: Path) -> Node:
-            old = leaf.shape or ()
-            at = _arrays.axis_of(axis, len(old), path, _rule_name)
-            if old[at] == size:
-                return leaf
-            if old[at] > size:
-                raise _misfit(
-                    f"{_rule_name}: {show_path(path)} has length {old[at]} on axis {axis} already; see cut", path
-                )
-            shape = (*old[:at], size, *old[at + 1 :])
-            how = f"{old[at]} → {size} on axis {at}"
-            if isinstance(value, str):
-                own, how = (
-                    _targets_own(target, path, shape, leaf.dtype, _rule_name),
-                    f"{how}, with the target's own values",
-                )
-                function = _filled(own, shape, leaf.dtype, f"{_rule_name}: the target's own {show_path(path)}")
-            else:
-                fill, how = _fill(value, leaf.dtype, path, _rule_name), f"{how}, filled with {value}"
-                function = _filled(fill, shape, leaf.dtype, _rule_name)
-            return _arrays.apply_to(leaf, function, how, shape=shape)
+    def changed(leaf: Array, path: Path, target: Node) -> Node:
+        old = leaf.shape or ()
+        at = _arrays.axis_of(axis, len(old), path, _rule_name)
+        if old[at] == size:
+            return leaf
+        if old[at] > size:
+            raise _misfit(f"{_rule_name}: {show_path(path)} has length {old[at]} on axis {axis} already; see cut", path)
+        shape = (*old[:at], size, *old[at + 1 :])
+        how = f"{old[at]} → {size} on axis {at}"
+        if isinstance(value, str):
+            own, how = (
+                _targets_own(target, path, shape, leaf.dtype, _rule_name),
+                f"{how}, with the target's own values",
+            )
+            function = _filled(own, shape, leaf.dtype, f"{_rule_name}: the target's own {show_path(path)}")
+        else:
+            fill, how = _fill(value, leaf.dtype, path, _rule_name), f"{how}, filled with {value}"
+            function = _filled(fill, shape, leaf.dtype, _rule_name)
+        return _arrays.apply_to(leaf, function, how, shape=shape)
 
-        return _arrays.each_array(stored, names, _rule_name, changed)
-
-    return apply
+    return _arrays.each_array(pattern, _rule_name, changed)
 
 
 @rule
@@ -116,11 +109,10 @@ def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one is shorter.
     """
-    names = _trees.whole_names(pattern, _rule_name)
     if size < 0:
         raise TransformError(f"{_rule_name}: a length cannot be negative")
 
-    def changed(leaf: Array, path: Path) -> Node:
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
         at = _arrays.axis_of(axis, len(shape), path, _rule_name)
         if shape[at] == size:
@@ -129,7 +121,7 @@ def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
             raise _misfit(f"{_rule_name}: {show_path(path)} has length {shape[at]} on axis {axis} only; see pad", path)
         return _arrays.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
 
-    return lambda stored, _: _arrays.each_array(stored, names, _rule_name, changed)
+    return _arrays.each_array(pattern, _rule_name, changed)
 
 
 @rule
@@ -143,9 +135,8 @@ def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
     Raises:
         TransformError: when applied: it matches no array, or one has other axes than these.
     """
-    names = _trees.whole_names(pattern, _rule_name)
 
-    def changed(leaf: Array, path: Path) -> Node:
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
         shape = leaf.shape or ()
         order = tuple(_arrays.axis_of(axis, len(shape), path, _rule_name) for axis in axes)
         if sorted(order) != list(range(len(shape))):
@@ -153,7 +144,7 @@ def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
         new = tuple(shape[axis] for axis in order)
         return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
 
-    return lambda stored, _: _arrays.each_array(stored, names, _rule_name, changed)
+    return _arrays.each_array(pattern, _rule_name, changed)
 
 
 @rule
@@ -167,12 +158,11 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
     Raises:
         TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
     """
-    names = _trees.whole_names(pattern, _rule_name)
     known = math.prod(size for size in shape if size != -1)
     if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
         raise TransformError(f"{_rule_name}: at most one length may be -1, and none below")
 
-    def changed(leaf: Array, path: Path) -> Node:
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
         old = leaf.shape or ()
         count = math.prod(old)
         new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
@@ -180,7 +170,7 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
             raise _misfit(f"{_rule_name}: {show_path(path)} is {list(old)}, which has {count} values", path)
         return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
 
-    return lambda stored, _: _arrays.each_array(stored, names, _rule_name, changed)
+    return _arrays.each_array(pattern, _rule_name, changed)
 
 
 def _misfit(message: str, path: Path) -> TransformError:

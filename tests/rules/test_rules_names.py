@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_errors_of_a_pattern_count_from_its_beginning(pattern: str, place: int) 
     """What is put around a pattern is nobody's mistake: neither does it move the place, nor make it right."""
     if sys.version_info < (3, 11) and "(?i)" in pattern:
         pytest.skip("this Python takes flags anywhere")
-    with pytest.raises(TransformError, match=f"no regular expression: .* at position {place}$"):
+    with pytest.raises(TransformError, match=f"no regular expression .* at position {place}$"):
         rules.rename(pattern, "x")
 
 
@@ -109,7 +110,7 @@ def test_wrap_and_unwrap(tree: Any, name: str) -> None:
     """unwrap takes away what wrap put in."""
     there = rules.wrap(name).apply(stored(tree), None)
     assert set(there.children) == {name}
-    assert list(values(rules.unwrap(name).apply(there, None)).items()) == list(flat(tree).items())
+    assert list(values(rules.unwrap(re.escape(name)).apply(there, None)).items()) == list(flat(tree).items())
 
 
 @given(TREES, st.data())
@@ -117,8 +118,8 @@ def test_move_and_back(tree: Any, data: Any) -> None:
     """A subtree that went elsewhere and came back is where it was."""
     path = data.draw(st.sampled_from([path for path, _ in iter_leaves(stored(tree))]))
     source = "/".join(path[: data.draw(st.integers(1, len(path)))])
-    there = rules.move(source, "somewhere else/far").apply(stored(tree), None)
-    assert values(rules.move("somewhere else/far", source).apply(there, None)) == flat(tree)
+    there = rules.move(re.escape(source), "somewhere else/far").apply(stored(tree), None)
+    assert values(rules.move("somewhere else/far", source.replace("\\", r"\\")).apply(there, None)) == flat(tree)
 
 
 @pytest.mark.parametrize(("pattern", "replacement"), [("(", "x"), ("a", r"\1"), ("a", r"\g<x>"), ("a", "\\")], ids=repr)
@@ -199,7 +200,7 @@ def test_unwrap_leaves_what_is_beside() -> None:
 )
 def test_what_is_not_there(rule: rules.Rule) -> None:
     """A path that the checkpoint lacks, or a leaf where a subtree is needed, is an error that names the path."""
-    with pytest.raises(TransformError, match=r"params/Dense_2|step"):
+    with pytest.raises(TransformError, match=r"params/Dense_2|params has no Dense_2|step"):
         rule.apply(stored(TREE), None)
 
 
@@ -235,7 +236,11 @@ def test_nothing_is_changed_in_place(tree: Any) -> None:
     """Rules leave the tree that they are given as it is."""
     before = stored(tree)
     snapshot = [(path, id(leaf)) for path, leaf in iter_leaves(before)]
-    for rule in (rules.wrap("w"), rules.rename("^([^/]+)", r"x/\1"), rules.drop(next(iter(before.children)))):
+    for rule in (
+        rules.wrap("w"),
+        rules.rename("^([^/]+)", r"x/\1"),
+        rules.drop(re.escape(next(iter(before.children)))),
+    ):
         assert isinstance(rule.apply(before, None), Branch)
     assert [(path, id(leaf)) for path, leaf in iter_leaves(before)] == snapshot
 
@@ -254,3 +259,58 @@ def test_rules_show_their_python() -> None:
         "rules.pre_optax()",
     ):
         assert eval(text, {"rules": rules}).source == text
+
+
+def test_several_renames_at_once() -> None:
+    """A mapping is applied at once: names swap, the first pattern that matches wins, and each must match."""
+    tree = {"a": {"b": 1}, "b": {"a": 2}, "c": 3}
+    check(tree, rules.rename({"a": "b", "b": "a"}), {"b/a": 1, "a/b": 2, "c": 3})
+    check(tree, rules.rename({"a/b": "x", "a|b": "y", "c": "z/z"}), {"x": 1, "y/y": 2, "z/z": 3})
+    with pytest.raises(TransformError, match="'d' matches nothing in the checkpoint"):
+        rules.rename({"a": "x", "d": "y"}).apply(stored(tree), None)
+    for arguments in (({"a": "b"}, "c"), ("a",), ({},)):
+        with pytest.raises(TransformError, match="rename"):
+            rules.rename(*arguments)
+
+
+def test_a_function_gives_the_new_name() -> None:
+    """A replacement may be a function of the match, as in re.sub."""
+    tree = {"layer_1": 1, "layer_2": 2}
+    check(tree, rules.rename(r"layer_(\d)", lambda match: f"block_{int(match[1]) - 1}"), {"block_0": 1, "block_1": 2})
+    check(tree, rules.move(r"layer_(\d)", lambda match: f"x/{match[1]}"), {"x/1": 1, "x/2": 2})
+    with pytest.raises(TransformError, match="the function returns None for layer_1, expected text"):
+        rules.rename(r"layer_(\d)", lambda _: None).apply(stored(tree), None)  # type: ignore[arg-type,return-value]
+
+
+def test_patterns_of_places() -> None:
+    """A place is a regular expression of the whole key path: the subtree it matches is meant, with all below."""
+    tree = {"a": {"head": {"w": 1}, "x": 2}, "b": {"head": {"w": 3}, "headless": 4}, "head": 5}
+    check(tree, rules.drop(".*/head"), {"a/x": 2, "b/headless": 4, "head": 5})
+    check(tree, rules.drop("head"), {name: value for name, value in flat(tree).items() if name != "head"})
+    check(tree, rules.drop("[ab]/head", "head"), {"a/x": 2, "b/headless": 4})
+    expected = {"heads/a/w": 1, "a/x": 2, "heads/b/w": 3, "b/headless": 4, "head": 5}
+    check(tree, rules.move("(.*)/head", r"heads/\1"), expected)
+    check(tree, rules.wrap("m", at="a|b"), {"a/m/head/w": 1, "a/m/x": 2, "b/m/head/w": 3, "b/m/headless": 4, "head": 5})
+    expected = {"a/w": 1, "a/x": 2, "b/w": 3, "b/headless": 4, "head": 5}
+    check(tree, rules.unwrap("head", at="a|b"), expected)
+
+
+def test_special_characters_in_names() -> None:
+    """Names with characters of regular expressions are escaped; the error says so."""
+    tree = {"w[0]": 1, "a+b": {"c": 2}}
+    check(tree, rules.drop(r"w\[0\]"), {"a+b/c": 2})
+    with pytest.raises(TransformError, match=r"it is literally there, so write 'a\\\\\+b'"):
+        rules.drop("a+b").apply(stored(tree), None)
+    with pytest.raises(TransformError, match=r"literally it is '\\\\\('"):
+        rules.drop("(")
+
+
+def test_copy() -> None:
+    """A copy leaves the original, as many as match; a place that is taken is an error."""
+    tree = {"params": {"w": 1}, "step": 2}
+    check(tree, rules.copy("params", "ema"), {"params/w": 1, "ema/w": 1, "step": 2})
+    check(tree, rules.copy("(params)/w", r"ema/\1/v"), {"params/w": 1, "ema/params/v": 1, "step": 2})
+    with pytest.raises(NameCollisionError, match="step"):
+        rules.copy("params/w", "step").apply(stored(tree), None)
+    with pytest.raises(TransformError, match="at the top it has: params, step"):
+        rules.copy("x", "y").apply(stored(tree), None)

@@ -35,24 +35,34 @@ DTYPES = st.sampled_from(
     ["bfloat16", "f4", np.float32, jnp.float16, jnp.bfloat16, ml_dtypes.int4, np.dtype(">i4"), float, int, ">f8"]
 )
 NAMES = st.lists(TEXTS, min_size=2, max_size=3, unique=True)
+ESCAPED = TEXTS.map(re.escape)
+NEW_NAMES = TEXTS.map(lambda text: text.replace("\\", "/"))
 RULES = st.one_of(
-    st.builds(rules.rename, TEXTS.map(re.escape), TEXTS.map(lambda text: text.replace("\\", "/"))),
-    st.builds(rules.move, TEXTS, TEXTS),
-    st.builds(rules.drop, TEXTS, TEXTS.map(np.str_)),
-    st.builds(rules.wrap, TEXTS, at=TEXTS),
-    st.builds(rules.unwrap, TEXTS, TEXTS),
+    st.builds(rules.rename, ESCAPED, NEW_NAMES),
+    st.builds(rules.rename, st.dictionaries(ESCAPED, NEW_NAMES, min_size=1)),
+    st.builds(rules.copy, ESCAPED, NEW_NAMES),
+    st.builds(rules.move, ESCAPED, NEW_NAMES),
+    st.builds(rules.drop, ESCAPED, ESCAPED.map(np.str_)),
+    st.builds(rules.wrap, TEXTS, at=ESCAPED),
+    st.builds(rules.unwrap, ESCAPED, ESCAPED),
     st.builds(rules.stack, st.just(r"layer_(\d+)"), TEXTS, INTS),
-    st.builds(rules.unstack, TEXTS, st.just("l{}"), axis=INTS),
+    st.builds(rules.unstack, ESCAPED, st.just("l{}"), axis=INTS),
     st.builds(rules.fuse, NAMES | NAMES.map(tuple), TEXTS, INTS),
-    st.builds(rules.split, TEXTS, st.just(("a", "b")), axis=INTS, sizes=st.tuples(INTS, INTS).map(list) | st.none()),
-    st.builds(rules.transpose, TEXTS.map(re.escape), st.permutations(range(3)) | st.just(np.array([1, 0]))),
-    st.builds(rules.reshape, TEXTS.map(re.escape), st.just((2, np.int32(3), -1))),
-    st.builds(rules.cast, TEXTS.map(re.escape), DTYPES),
-    st.builds(rules.pad, TEXTS.map(re.escape), INTS, INTS, NUMBERS | st.just("target")),
-    st.builds(rules.cut, TEXTS.map(re.escape), INTS.map(abs), INTS),
-    st.builds(rules.from_target, TEXTS, TEXTS),
-    st.builds(rules.optimizer_state, TEXTS, TEXTS | st.none()),
-    st.builds(rules.pre_linen, TEXTS),
+    st.builds(
+        rules.split,
+        ESCAPED,
+        st.just(("a", "b")),
+        axis=INTS,
+        sizes=st.tuples(INTS, INTS).map(list) | st.none(),
+    ),
+    st.builds(rules.transpose, ESCAPED, st.permutations(range(3)) | st.just(np.array([1, 0]))),
+    st.builds(rules.reshape, ESCAPED, st.just((2, np.int32(3), -1))),
+    st.builds(rules.cast, ESCAPED, DTYPES),
+    st.builds(rules.pad, ESCAPED, INTS, INTS, NUMBERS | st.just("target")),
+    st.builds(rules.cut, ESCAPED, INTS.map(abs), INTS),
+    st.builds(rules.from_target, ESCAPED, ESCAPED),
+    st.builds(rules.optimizer_state, ESCAPED, ESCAPED | st.none()),
+    st.builds(rules.pre_linen, ESCAPED),
     st.builds(rules.pre_optax),
 )
 

@@ -1,0 +1,207 @@
+r"""Match patterns: regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``.
+
+A pattern matches whole names, never a part of one. Rules that take *places* (``drop``, ``move``, ``from_target``, …)
+match it with the whole key path of a subtree or leaf (`select`); rules that change *names or arrays* wherever they are
+(``rename``, ``stack``, ``cast``, …) find it anywhere in a key path, from the root if it begins with ``^`` (`matches`,
+`below`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.similar import nearest
+from flax_ckpt_compat._core.template import compile_template, literal
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+
+# Global flags, which Python requires at the beginning of an expression.
+_FLAGS = re.compile(r"\A(?:\(\?[aiLmsux]+\))+")
+
+Replacement = str | Callable[[re.Match[str]], str]
+Fill = Callable[[re.Match[str]], str]
+
+
+def compiled(pattern: str, rule_name: str) -> re.Pattern[str]:
+    """Compile a pattern for `select`.
+
+    Raises:
+        TransformError: it is no regular expression.
+    """
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise TransformError(
+            f"{rule_name}: {pattern!r} is no regular expression (literally it is {literal(pattern)!r}): {error}"
+        ) from error
+
+
+def whole_names(pattern: str, rule_name: str) -> re.Pattern[str]:
+    """Compile a pattern for `matches`; same errors as `compiled`."""
+    # Compiled alone first: errors give positions in it, and its flags apply to the whole expression.
+    flags = compiled(pattern, rule_name).flags
+    end = "\n" if flags & re.VERBOSE else ""  # ends a comment
+    return re.compile(rf"(?<![^/])(?:{_FLAGS.sub('', pattern)}{end})(?![^/])", flags)
+
+
+def filled(pattern: re.Pattern[str], replacement: Replacement, rule_name: str) -> Fill:
+    r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function.
+
+    Raises:
+        TransformError: it refers to groups that the pattern lacks; when called: the function returns no text.
+    """
+    if isinstance(replacement, str):
+        try:
+            return compile_template(pattern, replacement)
+        except (re.error, IndexError) as error:
+            raise TransformError(
+                f"{rule_name}: {replacement!r} does not fit the groups of the pattern: {error}"
+            ) from error
+    function = replacement
+
+    def fill(match: re.Match[str]) -> str:
+        text = function(match)
+        if not isinstance(text, str):
+            raise TransformError(f"{rule_name}: the function returns {text!r:.100} for {match[0]}, expected text")
+        return text
+
+    return fill
+
+
+def matches(patterns: Sequence[re.Pattern[str]], path: Path) -> Iterator[tuple[int, int, int, re.Match[str]]]:
+    """Find the matches of `whole_names` patterns in a key path, from left to right without overlaps.
+
+    Yields:
+        Index of the pattern, the first that matches there; of the first name; after the last name; and the match. A
+        ``/`` inside a name is an ordinary character, at which no match begins or ends.
+    """
+    text = "/".join(path)
+    able = [number for number, pattern in enumerate(patterns) if pattern.search(text)]
+    if not able:
+        return
+    starts = [0]
+    for name in path:
+        starts.append(starts[-1] + len(name) + 1)
+    ends = {start - 1: number for number, start in enumerate(starts)}
+    first = 0
+    while first < len(path):
+        after = first
+        for number in able:
+            match = patterns[number].match(text, starts[first])
+            after = ends.get(match.end(), 0) if match else 0
+            if match and after > first:
+                yield number, first, after, match
+                break
+        first = max(after, first + 1)
+
+
+def below(branch: Branch, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
+
+    Args:
+        branch: the branch.
+        path: its key path; the pattern does not match names of it.
+        pattern: the pattern.
+    """
+    start = len("/".join(path)) + bool(path)
+
+    def visit(node: Node, level: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+        match = pattern.fullmatch("/".join((*path, *level)), start) if level else None
+        if match:
+            yield level, match
+        elif isinstance(node, Branch):
+            for name, child in node.children.items():
+                yield from visit(child, (*level, name))
+
+    return visit(branch, ())
+
+
+def select(
+    tree: Node, patterns: Sequence[str], rule_name: str, *, whose: str = "the checkpoint"
+) -> dict[Path, re.Match[str]]:
+    """Return the key paths of the topmost nodes whose whole key path a pattern matches, each with its match.
+
+    Args:
+        tree: the tree to search; the empty pattern is the whole of it.
+        patterns: regular expressions.
+        rule_name: the rule, for the message.
+        whose: name of the tree, for the message.
+
+    Raises:
+        TransformError: a pattern that matches nothing, or two nodes with one text, because names contain ``/``.
+    """
+    found: dict[Path, re.Match[str]] = {}
+    for text in patterns:
+        pattern = compiled(text, rule_name)
+        # Plain names need no search of the whole tree.
+        paths = paths_of(tree, text) if text == literal(text) else _matching(tree, pattern)
+        seen: dict[str, re.Match[str]] = {}
+        for path in paths:
+            shown = "/".join(path)
+            match = pattern.fullmatch(shown)
+            if shown in seen or match is None:
+                raise TransformError(
+                    f"{rule_name}: {shown} means 2 things in {whose}, whose names contain /", leaf=shown
+                )
+            seen[shown] = found[path] = match
+        if not seen:
+            there = next(paths_of(tree, text), None)
+            hint = near_names(text, tree) if there is None else f"it is literally there, so write {literal(text)!r}"
+            raise TransformError(f"{rule_name}: {whose} has no {text}; {hint}", leaf=text)
+    return found
+
+
+def select_one(tree: Node, pattern: str, rule_name: str, *, whose: str = "the checkpoint") -> Path:
+    """Return the only key path that `select` finds.
+
+    Raises:
+        TransformError: it finds several; or as in `select`.
+    """
+    first, *others = select(tree, [pattern], rule_name, whose=whose)
+    if others:
+        shown = one_line("/".join(path) for path in (first, *others))
+        raise TransformError(f"{rule_name}: {pattern!r} must match one place in {whose}, found {shown}")
+    return first
+
+
+def _matching(node: Node, pattern: re.Pattern[str], path: Path = ()) -> Iterator[Path]:
+    if pattern.fullmatch("/".join(path)):
+        yield path
+    elif isinstance(node, Branch):
+        for name, child in node.children.items():
+            yield from _matching(child, pattern, (*path, name))
+
+
+def paths_of(tree: Node, text: str, path: Path = ()) -> Iterator[Path]:
+    """Yield the key paths that are this text when joined with ``/``."""
+    if not text and not path:
+        yield path
+        return
+    for name, child in tree.children.items() if isinstance(tree, Branch) else ():
+        if name == text:
+            yield (*path, name)
+        elif text.startswith(f"{name}/"):
+            yield from paths_of(child, text[len(name) + 1 :], (*path, name))
+
+
+def destination(text: str, *trees: Node) -> Path:
+    """Return the key path for the text of a new place: as in the first tree that has it, else split at each ``/``."""
+    return next((path for tree in trees for path in paths_of(tree, text)), names_in(text))
+
+
+def names_in(text: str) -> Path:
+    """Split text at each ``/``; empty text gives ()."""
+    return tuple(text.split("/")) if text else ()
+
+
+def near_names(wanted: str, tree: Node) -> str:
+    """Return the end of a message: similar paths of a tree, or its top-level names."""
+    names = list(
+        dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
+    )
+    if close := nearest(wanted, names):
+        return f"near it: {', '.join(close)}"
+    top = list(tree.children) if isinstance(tree, Branch) else []
+    return f"at the top it has: {one_line(top) or 'no names'}"
