@@ -11,6 +11,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._save import pipeline as save_pipeline
+from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import SettingError, StepError
 
@@ -156,26 +157,33 @@ def save(
         StorageError: the file system or store failed.
     """
     chosen = _format(format)
+    if step is None and (keep is not None or keep_every_n_steps is not None):
+        raise StepError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
     codec = {} if isinstance(compression, _Unset) else {"compression": compression}
     location = paths.normal(os.fspath(path))
     with config.override(**codec):
-        if codec and compression is not None and chosen is Format.MSGPACK:
-            raise SettingError(
-                f"a msgpack file is not compressed, found compression={compression!r}; pass format='orbax'"
+        if step is None:
+            request = save_request.of_path(location, overwrite=overwrite, async_manager=async_manager, format=chosen)
+        else:
+            request = save_request.of_step(
+                location,
+                step,
+                prefix,
+                keep=0 if keep is None else keep,
+                keep_every_n_steps=keep_every_n_steps,
+                overwrite=overwrite,
+                replace_only_checkpoints=True,
+                async_manager=async_manager,
+                format=chosen,
             )
-        if step is not None:
-            return save_pipeline.save(
-                location, tree, step, prefix, 0 if keep is None else keep, overwrite, keep_every_n_steps,
-                async_manager, None, replace_only_checkpoints=True, format=chosen,
-            )  # fmt: skip
-        if keep is not None or keep_every_n_steps is not None:
-            raise StepError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
-        return save_pipeline.save_at(location, tree, overwrite, async_manager, chosen)
+    if codec and compression is not None and request.format is Format.MSGPACK:
+        raise SettingError(f"a msgpack file is not compressed, found compression={compression!r}; pass format='orbax'")
+    return save_pipeline.save(request, tree)
 
 
-def _format(name: str | None) -> Format:
+def _format(name: str | None) -> Format | None:
     if name is None:
-        return Format.ORBAX if config.use_orbax_format() else Format.MSGPACK
+        return None
     try:
         return Format(name)
     except ValueError:

@@ -18,6 +18,7 @@ from flax_ckpt_compat._discovery import listing, lookups
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save import pipeline as save_pipeline
+from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import StepError
 
@@ -93,17 +94,17 @@ def save_checkpoint(
         CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system or store failed.
     """
-    return save_pipeline.save(
+    request = save_request.of_step(
         _directory(ckpt_dir),
-        target,
         step,
         prefix,
-        keep,
-        overwrite,
-        keep_every_n_steps,
-        async_manager,
-        orbax_checkpointer,
+        keep=keep,
+        keep_every_n_steps=keep_every_n_steps,
+        overwrite=overwrite,
+        async_manager=async_manager,
+        orbax_checkpointer=orbax_checkpointer,
     )
+    return save_pipeline.save(request, target)
 
 
 def save_checkpoint_multiprocess(
@@ -145,18 +146,18 @@ def save_checkpoint_multiprocess(
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
-    return save_pipeline.save(
+    request = save_request.of_step(
         _directory(ckpt_dir),
-        target,
         step,
         prefix,
-        keep,
-        overwrite,
-        keep_every_n_steps,
-        async_manager,
-        orbax_checkpointer,
-        is_multiprocess=True,
+        keep=keep,
+        keep_every_n_steps=keep_every_n_steps,
+        overwrite=overwrite,
+        multiprocess=True,
+        async_manager=async_manager,
+        orbax_checkpointer=orbax_checkpointer,
     )
+    return save_pipeline.save(request, target)
 
 
 def restore_checkpoint(

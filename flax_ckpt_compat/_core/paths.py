@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, no_replace
 from flax_ckpt_compat._core.local.temporaries import GONE
 from flax_ckpt_compat._core.object_store import client, commit, uploads
 from flax_ckpt_compat._core.object_store.client import listing_cache as listing_cache
@@ -139,6 +139,16 @@ def getsize(path: str) -> int:
 def is_empty(path: str) -> bool:
     """Return whether a file is empty; one request in a store, where its size may take many."""
     return client.is_empty(path) if is_url(path) else os.path.getsize(path) == 0
+
+
+def holds_nothing(path: str) -> bool:
+    """Return whether nothing is lost by replacing a path: a zero-byte file, an empty or unfinished directory."""
+    if not is_url(path):
+        with atomic.translated(path):
+            return no_replace.is_empty(path)
+    with suppress(FileNotFoundError):  # another writer has just replaced it
+        return commit.is_unfinished(listdir(path)) if isdir(path) else isfile(path) and client.is_empty(path)
+    return False
 
 
 def read(path: str, limit: int | None = None) -> bytes:

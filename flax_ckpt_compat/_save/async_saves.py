@@ -8,17 +8,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
+from flax_ckpt_compat._save import checkpointer_adapter
+from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
-_saves: dict[str, list[Future[Any]]] = {}  # real directory → background saves whose failure would not be raised yet
-_joint_saves: dict[str, list[_JointSave]] = {}  # real directory → running multi-process saves
+_saves: list[_BackgroundSave] = []
 
 
 class AsyncManager:
@@ -54,89 +56,77 @@ class AsyncManager:
         self.save_future = self.executor.submit(task)
 
 
-@dataclasses.dataclass(eq=False)
-class _JointSave:
-    """This process's part of a background multi-process save.
+@dataclasses.dataclass(eq=False, slots=True)
+class _BackgroundSave:
+    """A background save: running, or of a failure that was not raised yet.
 
     Attributes:
-        lookup_timeout: seconds that a look-up waits for it at most.
-        ended: set once it was published or has failed.
-        future: its outcome, a moment later, if the manager has a future.
+        directory: real path of the checkpoint's directory.
+        lookup_timeout: seconds that look-ups wait for a multi-process save at most; None if they do not wait.
+        future: its outcome.
+        raises: its failure is raised by later calls; the failure of a manager without a future only by the manager.
         thread: identifier of the running thread.
     """
 
-    lookup_timeout: float
-    ended: threading.Event = dataclasses.field(default_factory=threading.Event)
-    future: Future[Any] | None = None
+    directory: str
+    lookup_timeout: float | None
+    future: Future[Any]
+    raises: bool = False
     thread: int | None = None
 
 
-def start(manager: Any, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None) -> None:
-    """Start a save with a manager (ours, Flax's, or a user's), and keep it until its outcome is raised.
+def start(
+    manager: SaveManager, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None
+) -> None:
+    """Start a save with a manager, and keep it until its outcome is raised.
 
     If the manager's pool refuses new tasks, save in the foreground.
 
     Args:
-        manager: has ``save_async``.
+        manager: ours, Flax's, or a user's.
         directory: the checkpoint's.
         task: the save.
         lookup_timeout: for a multi-process save, the seconds that look-ups of this process wait for it at most.
     """
-    save = thread_pools.Once(_run, task)
-    try:
-        if lookup_timeout is None:
-            manager.save_async(save)
-        else:
-            _start_joint(manager, directory, save, _JointSave(lookup_timeout))
-    except RuntimeError as error:
-        if not thread_pools.is_refusal(error):
-            raise
-        # The pool was shut down, or an exit handler or a late thread calls this.
-        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, error)
-        save()
-        return
-    future = getattr(manager, "save_future", None)
-    if isinstance(future, Future):
-        with _lock:
-            _saves.setdefault(_key(directory), []).append(future)
-
-
-def _start_joint(manager: Any, directory: str, task: Callable[[], Any], save: _JointSave) -> None:
-    key = _key(directory)
 
     def run() -> None:
         save.thread = threading.get_ident()
         try:
             task()
-        finally:
-            end()
+        except CleanupError as error:  # raised, it would prevent the next save
+            _log.error("%s", error)
 
-    def end(_: Any = None) -> None:
-        save.ended.set()
-        with _lock, suppress(KeyError, ValueError):
-            _joint_saves[key].remove(save)
-            if not _joint_saves[key]:
-                del _joint_saves[key]
-
-    with _lock:
-        _joint_saves.setdefault(key, []).append(save)
+    once = thread_pools.Once(run)
+    save = _BackgroundSave(_key(directory), lookup_timeout, once.future)
     try:
-        manager.save_async(run)
-    except BaseException:
-        end()
-        raise
+        manager.save_async(once)
+    except RuntimeError as error:
+        if not thread_pools.is_refusal(error):
+            raise
+        # The pool was shut down, or an exit handler or a late thread calls this.
+        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, error)
+        once()
+        return
     future = getattr(manager, "save_future", None)
     if isinstance(future, Future):
-        save.future = future
-        future.add_done_callback(end)  # it may be cancelled before it runs
+        save.future, save.raises = future, True
+    if save.raises or lookup_timeout is not None:
+        with _lock:
+            _saves.append(save)
+    if not save.raises:
+        save.future.add_done_callback(_mark_seen)
 
 
-def _run(task: Callable[[], Any]) -> None:
-    """Run a save. Log a failed clean-up, which would prevent the next save if it was raised there."""
-    try:
-        task()
-    except CleanupError as error:
-        _log.error("%s", error)
+def wait_for_earlier_saves(request: SaveRequest) -> None:
+    """Wait for every background save that this one follows, so that commits keep the order of the calls.
+
+    Raises:
+        Exception: the failure of such a save.
+    """
+    if request.async_manager:
+        wait(request.async_manager)
+    checkpointer_adapter.wait_for_pending_saves(request.orbax_checkpointer, request.directory)
+    wait_for_pending_saves(request.directory)
 
 
 def wait_for_joint_saves(directory: str) -> None:
@@ -145,13 +135,9 @@ def wait_for_joint_saves(directory: str) -> None:
     Call this before every look-up in the directory, so that processes that called the same saves find the same
     checkpoints. It waits for no other process, and raises no failure.
     """
-    if not _joint_saves:
-        return
-    with _lock:
-        saves = list(_joint_saves.get(_key(directory), ()))
-    for save in saves:
-        if save.thread != threading.get_ident() and save.ended.wait(save.lookup_timeout) and save.future is not None:
-            with suppress(CancelledError, TimeoutError):
+    for save in _saves_into(directory):
+        if save.lookup_timeout is not None and save.thread != threading.get_ident():
+            with suppress(CancelledError, futures.TimeoutError):
                 save.future.exception(save.lookup_timeout)
 
 
@@ -171,42 +157,41 @@ def wait(manager: Any) -> None:
 
 
 def wait_for_pending_saves(directory: str) -> None:
-    """Wait for every background save into a directory, so that commits keep the order of the calls.
+    """Wait for every background save into a directory.
 
     Raises:
         Exception: the failure of the first one that failed.
     """
-    for future in _unseen_saves(directory):
+    for save in _saves_into(directory):
         # futures.wait() would never return for a future that its pool's shutdown cancelled.
         with suppress(CancelledError):
-            future.exception()
+            save.future.exception()
     raise_failures(directory)
 
 
 def raise_failures(directory: str) -> None:
     """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
-    for future in _unseen_saves(directory):
-        if future.done():
-            _mark_seen(future)
-            future.result()
+    for save in _saves_into(directory):
+        if save.raises and save.future.done():
+            _mark_seen(save.future)
+            save.future.result()
 
 
 def _key(directory: str) -> str:
     return directory if paths.is_url(directory) else os.path.realpath(directory)
 
 
-def _unseen_saves(directory: str) -> list[Future[Any]]:
+def _saves_into(directory: str) -> list[_BackgroundSave]:
+    if not _saves:
+        return []
+    key = _key(directory)
     with _lock:
-        return list(_saves.get(_key(directory), ()))
+        return [save for save in _saves if save.directory == key]
 
 
 def _mark_seen(future: Future[Any]) -> None:
     with _lock:
-        for directory, saves in list(_saves.items()):
-            if future in saves:
-                saves.remove(future)
-                if not saves:
-                    del _saves[directory]
+        _saves[:] = [save for save in _saves if save.future is not future]
 
 
 def _clear_after_fork() -> None:
@@ -214,7 +199,6 @@ def _clear_after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _saves.clear()
-    _joint_saves.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -224,8 +208,7 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _log_failures() -> None:
     # By now, the interpreter has joined all pools.
-    for directory, saves in _saves.items():
-        for future in saves:
-            error = future.exception() if future.done() and not future.cancelled() else None
-            if error is not None:
-                _log.error("A background save of a checkpoint into %s failed: %r", directory, error, exc_info=error)
+    for save in _saves:
+        error = save.future.exception() if save.future.done() and not save.future.cancelled() else None
+        if error is not None:
+            _log.error("A background save of a checkpoint into %s failed: %r", save.directory, error, exc_info=error)

@@ -29,13 +29,13 @@ class Copies:
     """A batch of array copies in shared memory blocks: `add` the arrays, then `make` all copies at once."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[_Array, _Array]] = []
+        self._pairs: list[tuple[_Array, Any]] = []
         self._block = np.empty(0, np.uint8)
         self._offset = 0
         self._next_block = _FIRST_BLOCK
 
-    def add(self, source: _Array) -> _Array:
-        """Return the copy, in C order; its values are undefined until `make` has returned."""
+    def add(self, source: Any) -> _Array:
+        """Return the copy of a numpy or jax array, in C order; its values are undefined until `make` has returned."""
         if source.nbytes >= _LARGEST_BLOCK:
             target = np.empty(source.shape, source.dtype)
         else:
@@ -55,7 +55,7 @@ class Copies:
 
     def make(self) -> None:
         """Make all copies, in pieces of the largest arrays."""
-        pairs, self._pairs = self._pairs, []
+        pairs, self._pairs = [(target, np.asarray(source)) for target, source in self._pairs], []
         if _THREADS == 1 or sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             for target, source in pairs:
                 np.copyto(target, source)

@@ -1,124 +1,163 @@
-"""Describe one save: its options, its overwrite checks, and its clean-up after the commit."""
+"""Define `SaveRequest`: one save with validated arguments, made once at the door and passed down."""
 
 from __future__ import annotations
 
 import dataclasses
-import errno
+import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from jax import monitoring
-
-from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat import config
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.backend import Format, WriteOptions
+from flax_ckpt_compat._core.errors import StepError
+from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
-from flax_ckpt_compat._save import prefixes, retention
-
-_last_saved = time.time()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+class SaveManager(Protocol):
+    """Our AsyncManager, Flax's, or a user's; one with a Future as ``save_future`` has its failures raised."""
+
+    def wait_previous_save(self) -> None:
+        """Block until the previous save has ended."""
+
+    def save_async(self, task: Callable[[], Any], /) -> None:
+        """Run a task in the background."""
+
+
+class Checkpointer(Protocol):
+    """A checkpointer of real Orbax; it may commit after `save` if it has ``wait_until_finished``."""
+
+    def save(self, directory: Any, item: Any, /) -> Any:
+        """Save a tree to a new directory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """One save with validated arguments.
+    """One save.
 
     Attributes:
         checkpoint_dir: directory and prefix.
         name: name of the checkpoint in the directory.
-        step: as the caller gave it, for messages; None for a checkpoint that is no step of a directory.
+        shown_path: the checkpoint's path in the caller's form.
+        step: as the caller gave it; None for a checkpoint that is no step of a directory.
         overwrite: replace what has that name.
         keep: number of checkpoints to keep; 0 keeps all.
         keep_every_n_steps: also keep one checkpoint in so many steps; None for none.
         replace_only_checkpoints: replace nothing but checkpoints, and remove none that are newer.
+        multiprocess: all processes of the job save, each what it holds.
         format: format to write.
-        sort_keys: write the maps of a msgpack file sorted.
+        options: the backend's settings.
+        coordination_timeout: seconds to wait for other processes at each barrier.
+        async_manager: saves in the background; None saves in the foreground.
+        orbax_checkpointer: writes in the backend's place; None for the backend.
         start: start of the call, in seconds since the epoch.
     """
 
     checkpoint_dir: CheckpointDir
     name: str
-    step: Any
-    overwrite: bool
-    keep: int
-    keep_every_n_steps: float | None
-    replace_only_checkpoints: bool
+    shown_path: str
+    step: Any = None
+    overwrite: bool = False
+    keep: int = 0
+    keep_every_n_steps: float | None = None
+    replace_only_checkpoints: bool = False
+    multiprocess: bool = False
     format: Format
-    sort_keys: bool
-    start: float
+    options: WriteOptions
+    coordination_timeout: float
+    async_manager: SaveManager | None = None
+    orbax_checkpointer: Checkpointer | None = None
+    start: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def directory(self) -> str:
+        """Return the absolute directory of the checkpoint."""
+        return self.checkpoint_dir.directory
 
     @property
     def path(self) -> str:
         """Return the absolute final path."""
         return self.checkpoint_dir.path(self.name)
 
-    def check(self) -> None:
-        """Raise unless this save may write, and ``overwrite`` allows what it replaces."""
-        if self.step is not None:
-            prefixes.warn_of_overlap(self.checkpoint_dir, self.name)
-        with paths.listing_cache(self.checkpoint_dir.directory):
-            retention.check_directory(self.checkpoint_dir, self.name, self.step)
-            self._check_replaced()
-            if self.step is not None and not self.overwrite:
-                retention.check_overwrite(
-                    self.checkpoint_dir, self.name, self.step, removes_newer=not self.replace_only_checkpoints
-                )
+    @property
+    def attempt(self) -> str:
+        """Return the beginning of an error message."""
+        return f"cannot save {'' if self.step is None else f'step {self.step} '}to {self.path}"
 
-    def check_again(self) -> None:
-        """Check again, just before publishing, what other writers put there during the save."""
-        # In a store this would be one more request.
-        if self.replace_only_checkpoints or not paths.is_url(self.checkpoint_dir.directory):
-            with paths.listing_cache(self.checkpoint_dir.directory):
-                self._check_replaced()
 
-    def _check_replaced(self) -> None:
-        if self.replace_only_checkpoints:
-            retention.check_replaceable(self.checkpoint_dir, self.name, self.step, overwrite=self.overwrite)
-        else:
-            retention.check_not_foreign(self.checkpoint_dir, self.name, self.step)
+def of_step(
+    ckpt_dir: str, step: Any, prefix: str, *, keep: Any, keep_every_n_steps: Any, overwrite: Any, **options: Any
+) -> SaveRequest:
+    """Validate the arguments of a save of one step of a directory; read the settings.
 
-    def publish(self, publish: Callable[..., None]) -> None:
-        """Publish the written checkpoint under its final name.
+    Args:
+        ckpt_dir: normalised directory of checkpoints.
+        step: see `steps.step_text`.
+        prefix: literal text before the step.
+        keep: see `SaveRequest`, like the following.
+        keep_every_n_steps: see `SaveRequest`.
+        overwrite: see `SaveRequest`.
+        options: other fields of `SaveRequest`; a ``format`` of None follows Flax's flag.
 
-        Args:
-            publish: renames or uploads; its argument ``new`` forbids to replace what another writer saved meanwhile.
+    Raises:
+        StepError: an argument is invalid.
+    """
+    text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
+    directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
+    if options.get("replace_only_checkpoints") and os.path.basename(directory) == name:
+        raise StepError(
+            f"{directory} is named like step {step} itself; leave out step=, or pass its parent "
+            f"{os.path.dirname(directory)}",
+            path=directory,
+        )
+    return _request(
+        checkpoint_dir=checkpoint_dir,
+        name=name,
+        shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
+        step=step,
+        overwrite=bool(overwrite),
+        keep=steps.check_keep(keep),
+        keep_every_n_steps=steps.check_every(keep_every_n_steps),
+        **options,
+    )
 
-        Raises:
-            InvalidCheckpointError: something has that name, and ``overwrite`` was not given.
-        """
-        try:
-            publish(new=not self.overwrite)
-        except StorageError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                self.check()  # raises an error that names what is there
-            raise
 
-    def clean_up(self) -> None:
-        """Remove what overwrite and retention remove, after the commit."""
-        if self.step is not None:
-            newer = self.overwrite and not self.replace_only_checkpoints
-            retention.clean_up(
-                self.checkpoint_dir, self.name, self.keep, self.overwrite, self.keep_every_n_steps, newer
-            )
+def of_path(path: str, **options: Any) -> SaveRequest:
+    """Validate the arguments of a save at exactly this normalised path; ``options`` as for `of_step`.
 
-    def prepare_directory(self) -> None:
-        """Create the directory, and remove temporaries of dead writers."""
-        paths.prepare_directory(self.checkpoint_dir.directory)
+    Raises:
+        StepError: the path names nothing to write.
+    """
+    directory, name = os.path.split(paths.local(path))
+    if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
+        raise StepError(f"{path!r} names no file or directory to write; add a name, or pass step=")
+    _check_nul(name)
+    return _request(
+        checkpoint_dir=_checkpoint_dir(directory, ""),
+        name=steps.check_name(name),
+        shown_path=path,
+        replace_only_checkpoints=True,
+        **options,
+    )
 
-    def reject_url(self, feature: str, remedy: str) -> None:
-        """Raise if the checkpoint's path is a URL."""
-        if paths.is_url(self.path):
-            raise StorageError(f"{self.path}: {feature} cannot save to an object store; {remedy}", path=self.path)
 
-    def on_committed(self) -> None:
-        """Clean up after the commit, and record the event that Flax records."""
-        global _last_saved
-        if self.step is not None:
-            prefixes.record(self.checkpoint_dir, self.name)
-        try:
-            self.clean_up()
-        finally:  # the checkpoint is saved even if the clean-up failed
-            monitoring.record_event_duration_secs(
-                "/jax/checkpoint/write/duration_since_last_checkpoint_secs", self.start - _last_saved
-            )
-            _last_saved = self.start
+def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
+    settings = config.current()
+    return SaveRequest(
+        format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
+        options=WriteOptions(compression=settings.compression),
+        coordination_timeout=settings.coordination_timeout,
+        **fields,
+    )
+
+
+def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
+    _check_nul(prefix + ckpt_dir)
+    return listing.checkpoint_dir(ckpt_dir, prefix)
+
+
+def _check_nul(text: str) -> None:
+    if "\0" in text:
+        raise StepError("a directory or prefix cannot contain the NUL character")

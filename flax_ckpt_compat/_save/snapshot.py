@@ -9,8 +9,18 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.memo import AddressableMemo
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, Shard, normalize_index, show_path
+from flax_ckpt_compat._core.memo import AddressableMemo, Memo
+from flax_ckpt_compat._core.tree import (
+    Branch,
+    Container,
+    HostCopy,
+    KeyData,
+    Node,
+    Path,
+    Shard,
+    shards_of,
+    show_path,
+)
 from flax_ckpt_compat._save import tree_summary
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
@@ -19,80 +29,89 @@ from flax_ckpt_compat._trees.plain_values import plain
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
 
-def tree_to_save(target: Any, request: SaveRequest, *, copy: bool, multiprocess: bool = False) -> Node:
-    """Return the neutral tree of a user's tree.
-
-    Args:
-        target: the user's tree.
-        request: the save.
-        copy: copy all values, so that later mutation or donation does not change what is saved.
-        multiprocess: all processes save the tree, so arrays may be spread over them.
+def tree_to_save(target: Any, request: SaveRequest) -> Node:
+    """Return the neutral tree of a user's tree; for a background save, with copies of all values.
 
     Raises:
         UnsupportedLeafError: a leaf has no values, or the tree has no state.
         MPACheckpointingRequiredError: an array is spread over processes in a save by one process.
     """
-    in_order = request.sort_keys and request.format is Format.MSGPACK
-    copies = Copies() if copy else None
-    snapshot = _Snapshot(request, copies, multiprocess=multiprocess, in_order=in_order)
-    tree = snapshot.node(state_dict.describe(target), ())
+    snapshot = _Snapshot(request)
+    tree = state_dict.describe(target)
+    if isinstance(tree, Branch):
+        snapshot.convert(tree, ())
+    else:
+        tree = snapshot.leaf(tree, ())
     depth.check(snapshot.levels, request.path)
-    if copies is not None:
-        copies.make()
+    if snapshot.copies is not None:
+        snapshot.copies.make()
     return tree
 
 
 class _Snapshot:
-    """Converter of one tree; remembers which types of leaves need no conversion."""
+    """Converter of one tree; remembers which types of leaves need no conversion.
 
-    def __init__(self, request: SaveRequest, copies: Copies | None, *, multiprocess: bool, in_order: bool):
-        """Start a snapshot.
+    Attributes:
+        copies: collects the arrays to copy; None copies nothing.
+        levels: depth of the tree so far.
+    """
 
-        Args:
-            request: the save.
-            copies: collects the arrays to copy; None copies nothing.
-            multiprocess: see `tree_to_save`.
-            in_order: sort names as text; '10' before '2' in lists too, as Flax 0.12.8 writes them (measured).
-        """
-        self._request, self._copies, self._multiprocess, self._in_order = request, copies, multiprocess, in_order
+    def __init__(self, request: SaveRequest):
+        self._request, self.levels = request, 0
+        self.copies = Copies() if request.async_manager else None
+        # In save_checkpoint_multiprocess only, Flax sorts the maps of a msgpack file (0.12.8, measured).
+        self._in_order = request.multiprocess and request.format is Format.MSGPACK
         # Types of leaves that need no conversion, and types of jax arrays that need none if fully addressable.
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()
         self._addressable = AddressableMemo()
-        self.levels = 0  # depth of the tree so far
+        self._in_host_memory = Memo[bool](lambda sharding: all(d.platform == "cpu" for d in sharding.device_set))
 
-    def node(self, node: Node, path: Path) -> Node:
-        """Convert a node and all below it; branches are new objects."""
-        if not isinstance(node, Branch):
-            return self._leaf(node, path)
+    def convert(self, branch: Branch, path: Path) -> None:
+        """Convert all leaves below a branch, in place."""
         self.levels = max(self.levels, len(path) + 1)
-        children = {}
-        for name in sorted(node.children) if self._in_order else node.children:
-            child = node.children[name]
-            if type(child) in self._simple_types or (type(child) in self._array_types and self._is_ready(child)):
-                children[name] = child
-            else:
-                children[name] = self.node(child, (*path, name))
-        return (
-            Branch(children, int_keys=node.int_keys)
-            if self._in_order
-            else Branch(children, node.container, node.int_keys)
-        )
+        if self._in_order:  # as text: '10' before '2', in lists too
+            branch.children = {name: branch.children[name] for name in sorted(branch.children)}
+            branch.container = Container.DICT
+        children, is_addressable = branch.children, self._addressable.is_fully_addressable
+        for name, child in children.items():
+            kind = type(child)
+            if kind is Branch:
+                self.convert(child, (*path, name))
+            elif kind not in self._simple_types and not (
+                kind in self._array_types and is_addressable(child) and not child.is_deleted()
+            ):
+                children[name] = self.leaf(child, (*path, name))
 
-    def _is_ready(self, array: jax.Array) -> bool:
-        return self._addressable.is_fully_addressable(array) and not array.is_deleted()
-
-    def _leaf(self, leaf: Any, path: Path) -> Any:
-        taken = _checked(path, plain(leaf, path), self._request, self._multiprocess)
+    def leaf(self, leaf: Any, path: Path) -> Any:
+        """Return a leaf as it is saved."""
+        taken = _checked(path, plain(leaf, path), self._request)
         apart = state_dict.split_key(taken)
-        if self._copies is not None:
-            return _copied(apart, self._copies)
+        if self.copies is not None:
+            return self._copied(apart, self.copies)
         if apart is taken and type(taken) is type(leaf):
             (self._array_types if isinstance(taken, jax.Array) else self._simple_types).add(type(taken))
         return apart
 
+    def _copied(self, leaf: Any, copies: Copies) -> Any:
+        """Return a copy of the leaf on the host; its values are filled in by `Copies.make`."""
+        if isinstance(leaf, np.ndarray):
+            if type(leaf) is not np.ndarray or leaf.dtype.hasobject:
+                return leaf.copy()
+            return leaf if tree_summary.is_placeholder(leaf) else copies.add(leaf)
+        if isinstance(leaf, KeyData):
+            return KeyData(leaf.impl, self._copied(leaf.data, copies))
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if not self._in_host_memory.of(leaf.sharding):
+            leaf.copy_to_host_async()
+        if leaf.is_fully_replicated and leaf.is_fully_addressable:
+            return HostCopy.whole(copies.add(leaf), leaf.sharding)
+        shards = tuple(Shard(shard.index, copies.add(shard.data)) for shard in shards_of(leaf))
+        return HostCopy(leaf.shape, leaf.dtype, shards, leaf.sharding)
 
-def _checked(path: Path, leaf: Any, request: SaveRequest, multiprocess: bool) -> Any:
+
+def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     """Return the leaf if it has values that this process can read, alone or, in a multi-process save, in part."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise UnsupportedLeafError(f"{show_path(path)} is abstract (a ShapeDtypeStruct) and has no values to save")
@@ -110,13 +129,12 @@ def _checked(path: Path, leaf: Any, request: SaveRequest, multiprocess: bool) ->
         )
     if leaf.is_fully_addressable:
         return leaf
-    if multiprocess:
+    if request.multiprocess:
         return _from_processes(path, leaf)
     if leaf.is_fully_replicated and leaf.addressable_shards:
         return leaf.addressable_data(0)
-    step_text = "" if request.step is None else f"step {request.step} "
     raise MPACheckpointingRequiredError(
-        f"cannot save {step_text}to {request.path}: {show_path(path)} is spread over several processes and "
+        f"{request.attempt}: {show_path(path)} is spread over several processes and "
         "this one sees only a part of it; use save_checkpoint_multiprocess, called by all processes.",
         path=request.path,
         step=request.step,
@@ -141,29 +159,3 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
             leaf=shown,
         )
     return leaf
-
-
-def _copied(leaf: Any, copies: Copies) -> Any:
-    """Return a copy of the leaf on the host; its values are filled in by `Copies.make`."""
-    if isinstance(leaf, KeyData):
-        return KeyData(leaf.impl, _copied(leaf.data, copies))
-    if isinstance(leaf, jax.Array):
-        return _host_copy(leaf, copies)
-    if type(leaf) is np.ndarray and tree_summary.is_placeholder(leaf):
-        return leaf
-    if type(leaf) is np.ndarray and not leaf.dtype.hasobject:
-        return copies.add(leaf)
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-
-def _host_copy(array: jax.Array, copies: Copies) -> HostCopy:
-    array.copy_to_host_async()
-    if array.is_fully_replicated and array.is_fully_addressable:
-        return HostCopy.whole(copies.add(np.asarray(array.addressable_data(0))), array.sharding)
-    # Replicas hold the same values, so one of them is enough.
-    shards = tuple(
-        Shard(normalize_index(shard.index, array.shape), copies.add(np.asarray(shard.data)))
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    )
-    return HostCopy(array.shape, array.dtype, shards, array.sharding)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import ParamSpec, TypeVar
 
 from flax_ckpt_compat._core.errors import CheckpointError, DepthError
 
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
 # Calls that Flax's own functions, and so a restore, nest per level, and fixed calls (measured: 3 and 17).
 _CALLS_A_LEVEL = 3
 _CALLS_BESIDE = 40
@@ -35,25 +32,18 @@ def check(levels: int, path: str) -> None:
         )
 
 
-def limited(doing: str) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
-    """Return a decorator that translates a RecursionError; ``doing`` completes "cannot be …"."""
-
-    def decorate(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-        @functools.wraps(function)
-        def limit(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-            try:
-                return function(*args, **kwargs)
-            except RecursionError as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise DepthError(
-                    f"the tree is nested too deeply and cannot be {doing} within Python's recursion limit "
-                    f"({sys.getrecursionlimit()}). {_REMEDY}"
-                ) from error
-
-        return limit
-
-    return decorate
+@contextmanager
+def limited(doing: str) -> Iterator[None]:
+    """Translate a RecursionError, in a ``with`` block or a decorated function; ``doing`` completes "cannot be …"."""
+    try:
+        yield
+    except RecursionError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise DepthError(
+            f"the tree is nested too deeply and cannot be {doing} within Python's recursion limit "
+            f"({sys.getrecursionlimit()}). {_REMEDY}"
+        ) from error
 
 
 _REMEDY = "Flatten the tree, or raise the limit with sys.setrecursionlimit, before saving and before restoring"

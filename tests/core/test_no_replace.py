@@ -19,6 +19,7 @@ from flax_ckpt_compat._core.local import no_replace
 from flax_ckpt_compat._core.local.atomic import temporary_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import pipeline as save_pipeline
+from flax_ckpt_compat._save.request import of_step
 
 PAIRS = list(itertools.product(Format, repeat=2))
 
@@ -48,9 +49,10 @@ def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Forma
     def save(number: int) -> str:
         tree = {"n": number, "v": np.full(3, number)}
         # As save_checkpoint, whose flag two threads cannot set to different values.
-        return save_pipeline.save(
-            str(tmp_path), tree, 1, "checkpoint_", 1, False, None, None, None, format=pair[number]
+        request = of_step(
+            str(tmp_path), 1, "checkpoint_", keep=1, keep_every_n_steps=None, overwrite=False, format=pair[number]
         )
+        return save_pipeline.save(request, tree)
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(save, number) for number in (0, 1)]

@@ -1,0 +1,202 @@
+"""Check what a save may replace: before it, and again when it is published. The same for both formats."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._discovery import detect, listing, opening
+from flax_ckpt_compat._save import prefixes
+from flax_ckpt_compat._save.request import SaveRequest
+from flax_ckpt_compat.errors import InvalidCheckpointError
+
+# Names of files and folders in checkpoints of Orbax's releases, other than those of items and of single arrays.
+_ORBAX_NAMES = {
+    layout.STEP_METADATA, layout.TREE_METADATA, layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS,
+    layout.MSGPACK_FILE, layout.COMMIT_FILE, layout.DATA_DIRECTORY, layout.DESCRIPTOR, layout.JAX_KEY,
+    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, *layout.JSON_FILES,
+}  # fmt: skip
+# How often to check a checkpoint that other writers keep replacing.
+_ATTEMPTS = 100
+
+
+def check(request: SaveRequest) -> None:
+    """Raise unless the save may write, and ``overwrite`` allows what it replaces.
+
+    Raises:
+        InvalidCheckpointError: something may not be replaced, or the step is outdated.
+        StorageError: an orbax_checkpointer cannot save to a store.
+    """
+    if request.step is not None:
+        prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
+    with paths.listing_cache(request.directory):
+        _check_directory(request)
+        _check_replaced(request)
+        if request.step is not None and not request.overwrite:
+            _check_overwrite(request)
+    if request.orbax_checkpointer and paths.is_url(request.path):
+        remedy = "leave it out: the format is the same"
+        raise StorageError(
+            f"{request.path}: an orbax_checkpointer cannot save to an object store; {remedy}", path=request.path
+        )
+
+
+def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
+    """Check again what other writers put there during the save, and give the checkpoint its final name.
+
+    Args:
+        request: the save.
+        rename: renames or uploads; its argument ``new`` forbids to replace what another writer saved meanwhile.
+
+    Raises:
+        InvalidCheckpointError: something has that name, and ``overwrite`` was not given.
+    """
+    # In a store this would be one more request.
+    if request.replace_only_checkpoints or not paths.is_url(request.directory):
+        with paths.listing_cache(request.directory):
+            _check_replaced(request)
+    try:
+        rename(new=not request.overwrite)
+    except StorageError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            check(request)  # raises an error that names what is there
+        raise
+
+
+def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
+    return InvalidCheckpointError(message, path=request.path, step=request.step)
+
+
+def _check_directory(request: SaveRequest) -> None:
+    """Raise if the directory is itself a checkpoint: no look-up would find another one inside.
+
+    A file that is no checkpoint fails later, when directories are made.
+    """
+    parent, own_name = os.path.split(request.directory)
+    is_step = steps.step_of(own_name, request.checkpoint_dir.prefix) is not None
+    if (is_step and paths.isfile(request.directory)) or _is_orbax(request.directory):
+        message = f"{request.directory} is itself a checkpoint; pass the directory that holds it, {parent}"
+        raise _invalid(request, f"{request.attempt}: {message}")
+
+
+def _check_replaced(request: SaveRequest) -> None:
+    """Raise if something is there that may not be replaced.
+
+    Only directories in a foreign format are kept from `save_checkpoint`; with ``replace_only_checkpoints``, all that
+    is not exactly one checkpoint.
+    """
+    path, strict = request.path, request.replace_only_checkpoints
+    if not strict:
+        format_name = _check_stable(path, detect.foreign_look)
+        if format_name is not None:
+            raise _invalid(
+                request,
+                f"cannot save to {path}: it is not a checkpoint of Flax or Orbax, but looks like {format_name}, and "
+                "only checkpoints are replaced; save under another name, or remove it yourself.",
+            )
+        return
+    if not paths.lexists(path) or paths.holds_nothing(path):
+        return
+    foreign = _check_stable(path, _foreign_reason)
+    if foreign:
+        hint = ", pass step= to save into this directory" if request.step is None and paths.isdir(path) else ""
+        remedy = f"save under another name{hint}, or remove it yourself"
+        raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
+    if not request.overwrite:
+        raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
+
+
+def _check_overwrite(request: SaveRequest) -> None:
+    """Raise, for a save without ``overwrite``, if its step exists or is older than the newest."""
+    path, checkpoint_dir = request.path, request.checkpoint_dir
+    if paths.lexists(path) and not paths.holds_nothing(path):
+        missing = listing.what_is_missing(path)
+        state = f"is there, incomplete ({missing})" if missing else "already exists"
+        raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
+    step = steps.step_of(request.name, checkpoint_dir.prefix)
+    if step is None:
+        return
+    last = listing.newest_step(checkpoint_dir, but=prefixes.saved_by_other_prefixes(checkpoint_dir))
+    newest = None if last is None else steps.step_of(last, checkpoint_dir.prefix)
+    if last is not None and newest is not None and step <= newest:
+        state = "is the same step" if step == newest else "is newer"
+        removed = "" if request.replace_only_checkpoints else " and remove what is not older"
+        raise _invalid(
+            request,
+            f"cannot save step {request.step}: {checkpoint_dir.path(last)} {state}; "
+            f"pass overwrite=True to save it anyway{removed}.",
+        )
+
+
+def _check_stable(path: str, find_reason: Callable[[str], str | None]) -> str | None:
+    """Return the reason found against a path, looked for again while other writers replace what is there."""
+    for _ in range(_ATTEMPTS):
+        before = _file_id(path)
+        if before is None and not paths.is_url(path):
+            return None  # another writer has just removed it
+        try:
+            reason = find_reason(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if _file_id(path) != before:
+                continue
+            raise
+        if reason is None or _file_id(path) == before:
+            return reason
+    return "other writers keep replacing it"
+
+
+def _file_id(path: str) -> tuple[int, ...] | None:
+    """Return an identifier of a local file or directory that changes when it is replaced; None if there is none."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        status = os.lstat(path)
+        return status.st_dev, status.st_ino, status.st_mode, status.st_ctime_ns  # inodes are used again
+    return None
+
+
+def _foreign_reason(path: str) -> str | None:
+    """Return why the path is not exactly one checkpoint, or None if it is."""
+    if paths.isdir(path):
+        if not _is_orbax(path):
+            return "nothing in that directory marks it as one checkpoint"
+        extra = _extra_files(path)
+        return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
+    if not paths.isfile(path):
+        return "it is no regular file"
+    try:
+        opening.open_item(detect.Item(Format.MSGPACK, path)).close()
+    except CheckpointError as error:
+        return f"it does not open as a checkpoint ({error})"
+    return None
+
+
+def _is_orbax(path: str) -> bool:
+    """Return whether a directory is certainly one Orbax checkpoint, by a marker that nothing else has."""
+    # The cheap check first: it does not read through a directory of many checkpoints.
+    return paths.isdir(path) and not detect.has_no_orbax_marker(path) and detect.is_orbax_directory(path)
+
+
+def _extra_files(path: str) -> list[str]:
+    """Return the names in an Orbax checkpoint that are no part of it."""
+    try:
+        items = detect.detect(path).items
+    except CheckpointError:
+        items = {}
+    found = []
+    for name in sorted(paths.listdir(path)):
+        child = os.path.join(path, name)
+        if name in _ORBAX_NAMES or commit.is_marker(name) or name.startswith(layout.PROCESS_PREFIX):
+            continue
+        if detect.is_array(child):
+            continue
+        if name not in items or not paths.isdir(child):
+            found.append(name)
+        else:
+            found += [os.path.join(name, inner) for inner in _extra_files(child)]
+    return found
