@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
-from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node
 
 from . import gda_write
@@ -39,39 +38,9 @@ class MsgpackBackend:
         write_tree(path, prepared)
 
     # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.
-
-    def begin_multiprocess(
-        self,
-        path: str,
-        prepared: SharedTree,
-        options: WriteOptions,  # noqa: ARG002
-        process: ProcessInfo,  # noqa: ARG002
-        upload: MultiprocessUpload | None = None,
-    ) -> None:
-        """Create the folder of arrays; see `Backend.begin_multiprocess`."""
-        gda_write.begin(path, prepared, upload)
-
-    def write_process_part(
-        self,
-        path: str,
-        prepared: SharedTree,
-        options: WriteOptions,  # noqa: ARG002
-        process: ProcessInfo,
-        upload: MultiprocessUpload | None = None,
-    ) -> None:
-        """Write this process's shards, and in process 0 the file ``path``; see `Backend.write_process_part`."""
-        gda_write.write_process_part(path, prepared, process, upload)
-
-    def finish_multiprocess(
-        self,
-        path: str,
-        prepared: SharedTree,
-        options: WriteOptions,  # noqa: ARG002
-        process: ProcessInfo,  # noqa: ARG002
-        upload: MultiprocessUpload | None = None,
-    ) -> None:
-        """Check that all chunks exist; see `Backend.finish_multiprocess`."""
-        gda_write.finish(path, prepared, upload)
+    begin_multiprocess = staticmethod(gda_write.begin)
+    write_process_part = staticmethod(gda_write.write_process_part)
+    finish_multiprocess = staticmethod(gda_write.finish)
 
     def open(self, path: str) -> Reader:
         """Open a msgpack checkpoint; read its structure and skip array data."""

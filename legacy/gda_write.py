@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import ProcessInfo
+from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.object_store import client, multiprocess
@@ -28,8 +28,14 @@ _THREADS = 16
 _IN_FLIGHT = 2**30
 
 
-def begin(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
-    """Create the folder of arrays and their metadata, if there are arrays."""
+def begin(
+    path: str,
+    prepared: SharedTree,
+    _options: WriteOptions,
+    _process: ProcessInfo,
+    upload: MultiprocessUpload | None = None,
+) -> None:
+    """Create the folder of arrays and their metadata, if there are arrays; see `Backend.begin_multiprocess`."""
     if not prepared.arrays:
         return
     if upload is not None:
@@ -54,7 +60,11 @@ def _base(path: str, upload: MultiprocessUpload | None) -> str:
 
 
 def write_process_part(
-    path: str, prepared: SharedTree, process: ProcessInfo, upload: MultiprocessUpload | None = None
+    path: str,
+    prepared: SharedTree,
+    _options: WriteOptions,
+    process: ProcessInfo,
+    upload: MultiprocessUpload | None = None,
 ) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
     base = _base(path, upload)
@@ -66,7 +76,13 @@ def write_process_part(
         write_tree(path, prepared.document(gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"))
 
 
-def finish(path: str, prepared: SharedTree, upload: MultiprocessUpload | None = None) -> None:
+def finish(
+    path: str,
+    prepared: SharedTree,
+    _options: WriteOptions,
+    _process: ProcessInfo,
+    upload: MultiprocessUpload | None = None,
+) -> None:
     """Check that all chunks exist, and sync the metadata of `begin` and all names.
 
     Raises:

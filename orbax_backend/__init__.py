@@ -5,7 +5,6 @@ from __future__ import annotations
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess
@@ -48,52 +47,9 @@ class OrbaxBackend:
         """
         write_plan(path, prepared, options)
 
-    def begin_multiprocess(
-        self,
-        path: str,
-        prepared: Plan,
-        options: WriteOptions,
-        process: ProcessInfo,  # noqa: ARG002
-        upload: MultiprocessUpload | None = None,  # noqa: ARG002
-    ) -> None:
-        """Create the directories of a multiprocess save.
-
-        Raises:
-            SettingError: before anything is written.
-            StorageError: the file system refused.
-        """
-        multiprocess.begin(path, prepared, options)
-
-    def write_process_part(
-        self,
-        path: str,
-        prepared: Plan,
-        options: WriteOptions,
-        process: ProcessInfo,
-        upload: MultiprocessUpload | None = None,
-    ) -> None:
-        """Write this process's shards to its own database and sync it to disk.
-
-        Raises:
-            StorageError: the file system refused, or the directory of process 0 is not visible here.
-        """
-        multiprocess.write(path, prepared, options, process, upload)
-
-    def finish_multiprocess(
-        self,
-        path: str,
-        prepared: Plan,
-        options: WriteOptions,  # noqa: ARG002
-        process: ProcessInfo,
-        upload: MultiprocessUpload | None = None,
-    ) -> None:
-        """Merge the databases of all processes, check that no chunk is missing and sync to disk.
-
-        Raises:
-            MultiprocessSaveError: a process wrote a different tree.
-            StorageError: a part is missing, or the file system refused.
-        """
-        multiprocess.end(path, prepared, process, upload)
+    begin_multiprocess = staticmethod(multiprocess.begin)
+    write_process_part = staticmethod(multiprocess.write)
+    finish_multiprocess = staticmethod(multiprocess.end)
 
     def open(self, path: str) -> Reader:
         """Open a directory of any Orbax release without reading array data.

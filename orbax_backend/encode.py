@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, normalize_index, show_path
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, shards_of, show_path
 
 from .sharding import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
@@ -66,7 +66,7 @@ class EncodedLeaf:
         """
         if self.write_shape == self.shape and not self.spans_processes:
             return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
-        return [Shard(shard.index, self._stored_form(shard.data)) for shard in host_shards(self.source)]
+        return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards_of(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if array.dtype == self.dtype:
@@ -76,17 +76,6 @@ class EncodedLeaf:
         if array.nbytes == 0:
             return np.empty(shape, self.dtype)
         return array.reshape(-1).view(self.dtype).reshape(shape)
-
-
-def host_shards(source: Any) -> tuple[Shard, ...]:
-    """Return the shards of a ``jax.Array`` or `HostCopy` with their first replica in this process, in host memory."""
-    if isinstance(source, HostCopy):
-        return source.shards
-    return tuple(
-        Shard(normalize_index(shard.index, source.shape), np.asarray(shard.data, order="C"))
-        for shard in source.addressable_shards
-        if shard.replica_id == 0
-    )
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:

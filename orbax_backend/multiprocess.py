@@ -34,7 +34,13 @@ from .zarr import parse_array_metadata
 _DONE_FILE = "ended"
 
 
-def begin(path: str, plan: Plan, options: WriteOptions) -> None:
+def begin(
+    path: str,
+    plan: Plan,
+    options: WriteOptions,
+    _process: ProcessInfo,
+    _upload: MultiprocessUpload | None = None,
+) -> None:
     """Create the directories, in process 0; see `flax_ckpt_compat._core.backend.Backend.begin_multiprocess`.
 
     Raises:
@@ -64,7 +70,7 @@ def write(
     """
     is_primary = process.index == 0
     if upload is not None and not is_primary:
-        begin(path, plan, options)
+        begin(path, plan, options, process)
     if not os.path.isdir(path):
         raise StorageError(
             f"process {process.index} does not find {path}, which process 0 made: all processes must save to one "
@@ -91,7 +97,9 @@ def write(
         multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, _DONE_FILE), path))
 
 
-def end(path: str, plan: Plan, process: ProcessInfo, upload: MultiprocessUpload | None = None) -> None:
+def end(
+    path: str, plan: Plan, _options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
+) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0.
 
     Args:

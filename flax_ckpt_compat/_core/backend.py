@@ -204,6 +204,7 @@ class Backend(Protocol):
         options: WriteOptions,
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
+        /,
     ) -> None:
         """Create what the others need before they write, such as directories; called in process 0.
 
@@ -224,6 +225,7 @@ class Backend(Protocol):
         options: WriteOptions,
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
+        /,
     ) -> None:
         """Write this process's shards, in process 0 also all that is not distributed, and sync them to disk.
 
@@ -238,6 +240,7 @@ class Backend(Protocol):
         options: WriteOptions,
         process: ProcessInfo,
         upload: MultiprocessUpload | None = None,
+        /,
     ) -> None:
         """Merge the parts of all processes into one checkpoint and sync it to disk; called in process 0."""
         ...

@@ -126,7 +126,7 @@ def shards_of(array: Any) -> Iterator[Shard]:
         return
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            yield Shard(normalize_index(shard.index, array.shape), np.asarray(shard.data))
+            yield Shard(normalize_index(shard.index, array.shape), np.asarray(shard.data, order="C"))
 
 
 def is_jax_array(leaf: object) -> bool:

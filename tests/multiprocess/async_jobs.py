@@ -161,17 +161,17 @@ def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
 def _writing(orbax: bool, first: Any) -> Iterator[None]:
     """Calls something before this process writes its share."""
     backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    kind, own = type(backend), type(backend).write_process_part
+    own = backend.write_process_part
 
     def write_process_part(*args: Any) -> None:
         first()
         own(*args)
 
-    kind.write_process_part = write_process_part
+    backend.write_process_part = write_process_part
     try:
         yield
     finally:
-        kind.write_process_part = own
+        backend.write_process_part = own
 
 
 def _remove(path: str) -> None:

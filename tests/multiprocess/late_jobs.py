@@ -75,8 +75,8 @@ def _error(job: Callable[..., Any], *args: Any) -> str:
 def save_without_descriptors(folder: str, orbax: bool, step: int) -> str:
     """Saves where process 0 has no file descriptor left once it has begun; the error."""
     use(orbax)
-    kind: Any = type(_routed(orbax))
-    own, limits = kind.begin_multiprocess, resource.getrlimit(resource.RLIMIT_NOFILE)
+    backend = _routed(orbax)
+    own, limits = backend.begin_multiprocess, resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def begin_multiprocess(*args: Any) -> None:
         free = os.dup(0)
@@ -84,11 +84,11 @@ def save_without_descriptors(folder: str, orbax: bool, step: int) -> str:
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         own(*args)
 
-    kind.begin_multiprocess = begin_multiprocess
+    backend.begin_multiprocess = begin_multiprocess
     try:
         return _error(save_small, folder, orbax, step, None, 5)
     finally:
-        kind.begin_multiprocess = own
+        backend.begin_multiprocess = own
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 

@@ -95,7 +95,7 @@ def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tu
     """
     use(orbax)
     backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
-    kind, own = type(backend), type(backend).finish_multiprocess
+    own = backend.finish_multiprocess
 
     def finish_multiprocess(*args: Any) -> None:
         own(*args)
@@ -104,12 +104,12 @@ def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tu
         while sum(name.startswith("other_") for name in names(folder)) < jobs and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    kind.finish_multiprocess = finish_multiprocess
+    backend.finish_multiprocess = finish_multiprocess
     error = ""
     try:
         checkpoints.save_checkpoint_multiprocess(folder, small(len(job)), 1)
     except Exception as raised:
         error = type(raised).__name__
     finally:
-        kind.finish_multiprocess = own
+        backend.finish_multiprocess = own
     return error, restore_small(folder)
