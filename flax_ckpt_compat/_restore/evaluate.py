@@ -14,7 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.folding import Row, one_line
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import Path, is_jax_array, show_path
+from flax_ckpt_compat._core.tree import KeyData, Path, is_jax_array, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, placement, scalar_kinds, target_shardings
 from flax_ckpt_compat._restore.matching import ShapeDifference
 from flax_ckpt_compat._restore.problems import Problems, no_cast
@@ -221,6 +221,9 @@ class LeafReader:
             return self._finalize(placing)
         assert isinstance(leaf, Derived)
         value = self._compute(leaf)
+        if isinstance(value, KeyData):
+            with placement.all_transfers_allowed():
+                return state_dict.join_key(value, target_shardings.of(placing.target))
         if isinstance(value, np.generic) and hasattr(placing.target, "shape"):
             value = np.array(value)
         if not isinstance(value, np.ndarray) and (not is_jax_array(value) or state_dict.is_prng_key(value)):

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.folding import Row, shown
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Path, show_path
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 
 PYTHON_NUMBERS = frozenset({LeafKind.BOOL, LeafKind.INT, LeafKind.FLOAT, LeafKind.COMPLEX})
 
@@ -114,7 +114,7 @@ def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
 
 def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
     if isinstance(stored, Derived):
-        return wanted in (TargetKind.ARRAY, TargetKind.NUMBER)
+        return wanted is TargetKind.KEY if is_key(stored) else wanted in (TargetKind.ARRAY, TargetKind.NUMBER)
     if not isinstance(stored, LeafHandle):
         return False
     kinds = {stored.kind, *stored.possible_kinds}
@@ -133,7 +133,7 @@ def _show_stored(stored: Any) -> str:
     if isinstance(stored, Branch):
         return f"a subtree of {len(stored.children)} entries" if stored.children else "an empty subtree"
     if isinstance(stored, Derived):
-        return f"an array {stored.shape} {stored.dtype}"
+        return "a typed PRNG key" if is_key(stored) else f"an array {stored.shape} {stored.dtype}"
     if stored.kind is LeafKind.ARRAY:
         return f"an array {stored.shape} {stored.dtype}"
     names = {LeafKind.STR: "text", LeafKind.BYTES: "bytes", LeafKind.PRNG_KEY: "a typed PRNG key"}

@@ -57,7 +57,7 @@ class Derived:
             or, for functions of the user, `FromCheckpoint`s, whose values are placed and cast as their targets say.
         function: takes the inputs' values in order and must not write to them.
         shape: of the result; None if only the function knows.
-        dtype: of the result; None if only the function knows.
+        dtype: of the result; None if only the function knows, or if the result is `KeyData` of that shape of keys.
         how: the operation in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
     """
 
@@ -89,6 +89,13 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, LeafHandle):
         return leaf.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and leaf.dtype is not None
     return isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is not None
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is a stored or derived PRNG key (array)."""
+    if isinstance(leaf, LeafHandle):
+        return leaf.kind is LeafKind.PRNG_KEY
+    return isinstance(leaf, Derived) and leaf.shape is not None and leaf.dtype is None
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...] | None, Any]:

@@ -29,7 +29,15 @@ def describe(node: Node) -> str:
         return f"a stored {node.kind.value}"
     if isinstance(node, Own):
         return "left to the target"
-    return "None" if node is None else "computed, of unknown shape"
+    if isinstance(node, Derived):
+        return "computed, of unknown shape" if node.shape is None else "a computed PRNG key"
+    return "None"
+
+
+def misfit(rule_name: str, path: Path, problem: str) -> TransformError:
+    """Return the error of a rule for the leaf at a path."""
+    shown = show_path(path)
+    return TransformError(f"{rule_name}: {shown} {problem}", leaf=shown)
 
 
 def require_array(leaf: Node, path: Path, rule_name: str) -> Array:
@@ -39,8 +47,7 @@ def require_array(leaf: Node, path: Path, rule_name: str) -> Array:
         TransformError: it is no array.
     """
     if not is_array(leaf):
-        text = f"{rule_name}: {show_path(path)} is {describe(leaf)}, expected an array; move it or drop it first"
-        raise TransformError(text, leaf=show_path(path))
+        raise misfit(rule_name, path, f"is {describe(leaf)}, expected an array; move it or drop it first")
     found: Array = leaf
     return found
 
@@ -52,8 +59,7 @@ def axis_of(axis: int, ndim: int, path: Path, rule_name: str) -> int:
         TransformError: an array of ``ndim`` axes has no such axis.
     """
     if not -ndim <= axis < ndim:
-        shown = show_path(path)
-        raise TransformError(f"{rule_name}: {shown} has {ndim} axes, so no axis {axis}", leaf=shown)
+        raise misfit(rule_name, path, f"has {ndim} axes, so no axis {axis}")
     return axis % ndim
 
 

@@ -1,19 +1,20 @@
-"""Change arrays one by one: dtype, length, order of axes, shape."""
+"""Change the values of leaves: dtype, padding, any function, PRNG keys."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, is_jax_array, show_path
-from flax_ckpt_compat.rules import _arrays
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, is_jax_array, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
+from flax_ckpt_compat.rules import _arrays, _trees
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -37,19 +38,19 @@ def cast(_rule_name: str, pattern: str, dtype: Any) -> Apply:
             the dtype's range, or an infinity or NaN that it lacks.
     """
     wanted = _dtype(dtype)
-    kind = _kind(wanted)
+    kind = kind_of(wanted)
     if kind is None:
         raise TransformError(f"{_rule_name}: expected a dtype of floats, ints or complex numbers")
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
         old = leaf.dtype
-        if old is None or _kind(old) != kind:
+        if old is None or kind_of(old) != kind:
             return None
         if old == wanted:
             return leaf
 
         def function(value: Any) -> Any:
-            return _cast(value, wanted, f"{_rule_name}: {show_path(path)}")
+            return checked_cast(value, wanted, f"{_rule_name}: {show_path(path)}")
 
         return _arrays.apply_to(leaf, function, f"{old.name} → {wanted.name}", dtype=wanted)
 
@@ -80,7 +81,7 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
         if old[at] == size:
             return leaf
         if old[at] > size:
-            raise _misfit(f"{_rule_name}: {show_path(path)} has length {old[at]} on axis {axis} already; see cut", path)
+            raise _arrays.misfit(_rule_name, path, f"has length {old[at]} on axis {axis} already; see cut")
         shape = (*old[:at], size, *old[at + 1 :])
         how = f"{old[at]} → {size} on axis {at}"
         if isinstance(value, str):
@@ -98,83 +99,83 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
 
 
 @rule
-def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
-    """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
+def apply(_rule_name: str, pattern: str, function: Callable[[Any], Any]) -> Apply:
+    """Compute leaves with a function: ``apply("batch_stats", lambda value: value.mean(axis=0))``.
 
     Args:
-        pattern: as in `rename`; matches the moments of the optimizer too.
-        size: new length on the axis; arrays that have it already stay as they are.
-        axis: the axis to cut; negative counts from the end.
+        pattern: as in `rename`; only arrays, numbers, text and bytes, not PRNG keys.
+        function: takes the stored value (an array as a read-only ``np.ndarray``), returns the new one. It is called
+            when the value is read, so that plans and later rules do not know shape and dtype of the result.
 
     Raises:
-        TransformError: when applied: it matches no array, or one is shorter.
+        TransformError: a bad pattern; when applied: it matches no such leaf.
     """
-    if size < 0:
-        raise TransformError(f"{_rule_name}: a length cannot be negative")
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        shape = leaf.shape or ()
-        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
-        if shape[at] == size:
-            return leaf
-        if shape[at] < size:
-            raise _misfit(f"{_rule_name}: {show_path(path)} has length {shape[at]} on axis {axis} only; see pad", path)
-        return _arrays.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
+    def changed(leaf: Any, path: Path, _: Node) -> Node:
+        is_value = isinstance(leaf, LeafHandle) and leaf.kind is not LeafKind.PRNG_KEY
+        if not is_value and not (isinstance(leaf, Derived) and not is_key(leaf)):
+            return None
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+        def computed(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                value = value.view()
+                value.flags.writeable = False
+            try:
+                return function(value)
+            except Exception as error:
+                error.add_note(f"raised by the function of rules.{_rule_name} for {show_path(path)}")
+                raise
+
+        return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
+
+    return _trees.each_leaf(pattern, _rule_name, changed)
 
 
 @rule
-def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
-    """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
+def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> Apply:
+    """Turn raw PRNG keys, arrays of uint32, into typed ones, as ``jax.random.wrap_key_data`` does.
 
     Args:
         pattern: as in `rename`.
-        axes: for each new axis the index of the old one; negative counts from the end.
+        impl: name of the implementation, such as ``"threefry2x32"``; jax's default if None.
 
     Raises:
-        TransformError: when applied: it matches no array, or one has other axes than these.
+        TransformError: a bad pattern; when applied: it matches no array of uint32, or one is no data of such keys.
     """
 
     def changed(leaf: Array, path: Path, _: Node) -> Node:
-        shape = leaf.shape or ()
-        order = tuple(_arrays.axis_of(axis, len(shape), path, _rule_name) for axis in axes)
-        if sorted(order) != list(range(len(shape))):
-            raise _misfit(f"{_rule_name}: {show_path(path)} has {len(shape)} axes, and each must be named once", path)
-        new = tuple(shape[axis] for axis in order)
-        return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
+        import jax
 
-    return _arrays.each_array(pattern, _rule_name, changed)
+        if leaf.dtype != np.uint32:
+            return None
+        name = impl or str(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+        data = jax.ShapeDtypeStruct(leaf.shape or (), np.uint32)
+        try:
+            keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
+        except (TypeError, ValueError) as error:
+            raise _arrays.misfit(_rule_name, path, f"is no data of keys of {name}: {error}") from error
+        return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
+
+    return _arrays.each_array(pattern, _rule_name, changed, "array of uint32")
 
 
 @rule
-def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
-    """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
+def key_data(_rule_name: str, pattern: str) -> Apply:
+    """Turn typed PRNG keys into raw ones, arrays of uint32, as ``jax.random.key_data`` does.
 
     Args:
         pattern: as in `rename`.
-        shape: the new shape; one length may be -1 and is then computed.
 
     Raises:
-        TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
+        TransformError: a bad pattern; when applied: it matches no stored PRNG key.
     """
-    known = math.prod(size for size in shape if size != -1)
-    if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
-        raise TransformError(f"{_rule_name}: at most one length may be -1, and none below")
 
-    def changed(leaf: Array, path: Path, _: Node) -> Node:
-        old = leaf.shape or ()
-        count = math.prod(old)
-        new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
-        if math.prod(new) != count:
-            raise _misfit(f"{_rule_name}: {show_path(path)} is {list(old)}, which has {count} values", path)
-        return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
+    def changed(leaf: Any, _: Path, __: Node) -> Node:
+        if not isinstance(leaf, LeafHandle) or not is_key(leaf):
+            return None
+        return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
-    return _arrays.each_array(pattern, _rule_name, changed)
-
-
-def _misfit(message: str, path: Path) -> TransformError:
-    return TransformError(message, leaf=show_path(path))
+    return _trees.each_leaf(pattern, _rule_name, changed, "PRNG key")
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
@@ -184,7 +185,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
         raise TransformError(f"cast: {dtype!r} is no dtype: {error}") from error
 
 
-def _kind(dtype: np.dtype[Any]) -> str | None:
+def kind_of(dtype: np.dtype[Any]) -> str | None:
     """Return the kind of number of a dtype; None for text, booleans and times."""
     if dtype.kind in "iu" or dtype.name in ("int2", "uint2", "int4", "uint4"):
         return "ints"
@@ -193,7 +194,7 @@ def _kind(dtype: np.dtype[Any]) -> str | None:
     return "complex numbers" if dtype.kind == "c" else None
 
 
-def _cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
+def checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
     """Cast an array; ``what`` names it in the message.
 
     Raises:
@@ -213,13 +214,13 @@ def _astype(value: Any, dtype: np.dtype[Any]) -> Any:
     try:
         return value.astype(dtype)
     except TypeError:  # numpy has no cast between some of the narrow dtypes
-        return value.astype(np.int64 if _kind(dtype) == "ints" else np.float64).astype(dtype)
+        return value.astype(np.int64 if kind_of(dtype) == "ints" else np.float64).astype(dtype)
 
 
 def _unheld(value: Any, result: Any) -> Any:
     """Return a mask of the numbers that a cast changed by more than rounding."""
     same = _astype(result, value.dtype)
-    if _kind(result.dtype) == "ints":
+    if kind_of(result.dtype) == "ints":
         return (same != value) | ((result < 0) != (value < 0))
     bad = np.isfinite(value) != np.isfinite(same)
     if result.dtype.kind == "V" and not np.isnan(np.float32(np.nan).astype(result.dtype)):
@@ -230,12 +231,12 @@ def _unheld(value: Any, result: Any) -> Any:
 
 def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
     """Return the fill value as a 0-d array of a dtype."""
-    kind = _kind(dtype)
+    kind = kind_of(dtype)
     try:
         # numpy has no dtype for large Python ints, but floats can hold them.
         given = np.asarray(float(value) if type(value) is int and kind == "floats" else value)
-        is_number = given.ndim == 0 and (given.dtype.kind == "b" or _kind(given.dtype) is not None)
-        if is_number and (_kind(given.dtype) != "complex numbers" or kind == "complex numbers"):
+        is_number = given.ndim == 0 and (given.dtype.kind == "b" or kind_of(given.dtype) is not None)
+        if is_number and (kind_of(given.dtype) != "complex numbers" or kind == "complex numbers"):
             with np.errstate(all="ignore"):
                 held = given.astype(dtype)
                 wide = given.astype(np.complex128 if kind == "complex numbers" else np.float64)
@@ -243,7 +244,7 @@ def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
                     return held
     except (TypeError, ValueError, OverflowError):
         pass
-    raise _misfit(f"{rule_name}: {value!r} does not fit {show_path(path)}, which is {dtype}", path)
+    raise _arrays.misfit(rule_name, path, f"is {dtype}, which {value!r} does not fit")
 
 
 def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, rule_name: str) -> Any:
@@ -251,15 +252,14 @@ def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, r
     node = target
     for name in path:
         node = node.children.get(name) if isinstance(node, Branch) else None
-    shown = show_path(path)
     remedy = "give a number as value, or rename the stored leaf to the target's name first"
     if not isinstance(node, np.ndarray) and not (is_jax_array(node) and node.is_fully_addressable):
         what = "is abstract" if hasattr(node, "shape") else "is no array"
-        raise _misfit(f"{rule_name}: the target's own {shown} {what}, so it has no values to fill with; {remedy}", path)
+        raise _arrays.misfit(rule_name, path, f"in the target {what}, so it has no values to fill with; {remedy}")
     if tuple(node.shape) != shape:
-        raise _misfit(f"{rule_name}: the target's own {shown} is {tuple(node.shape)}, expected {shape}", path)
-    if _kind(np.dtype(node.dtype)) != _kind(dtype) or (_kind(dtype) is None and node.dtype != dtype):
-        raise _misfit(f"{rule_name}: the target's own {shown} is {node.dtype}, which does not become {dtype}", path)
+        raise _arrays.misfit(rule_name, path, f"in the target is {tuple(node.shape)}, expected {shape}")
+    if kind_of(np.dtype(node.dtype)) != kind_of(dtype) or (kind_of(dtype) is None and node.dtype != dtype):
+        raise _arrays.misfit(rule_name, path, f"in the target is {node.dtype}, which does not become {dtype}")
     return node
 
 
@@ -271,7 +271,7 @@ def _filled(fill: Any, shape: tuple[int, ...], dtype: Any, what: str) -> Any:
         old = tuple(slice(0, size) for size in stored.shape)
         # Check only the padding: the target's values elsewhere are not used.
         new = tuple(slice(size if size < whole else 0, None) for size, whole in zip(stored.shape, shape, strict=True))
-        result[new] = _cast(np.asarray(fill)[new], dtype, what) if fill.ndim else fill
+        result[new] = checked_cast(np.asarray(fill)[new], dtype, what) if fill.ndim else fill
         result[old] = stored
         return result
 

@@ -1,0 +1,245 @@
+"""Change the shapes of arrays: slices, order of axes, interpolation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import KeyData, Node, Path, show_path
+from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
+from flax_ckpt_compat.rules import _arrays, _patterns, _trees
+from flax_ckpt_compat.rules._arrays import Array
+from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules.values import checked_cast, kind_of
+
+_METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
+
+
+@rule
+def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
+    """Keep the first values on an axis, and read only these: ``cut("embedding", 50257)``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        size: new length on the axis; arrays that have it already stay as they are.
+        axis: the axis to cut; negative counts from the end.
+
+    Raises:
+        TransformError: when applied: it matches no array, or one is shorter.
+    """
+    if size < 0:
+        raise TransformError(f"{_rule_name}: a length cannot be negative")
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        shape = leaf.shape or ()
+        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
+        if shape[at] == size:
+            return leaf
+        if shape[at] < size:
+            raise _arrays.misfit(_rule_name, path, f"has length {shape[at]} on axis {axis} only; see pad")
+        return _arrays.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
+
+    return _arrays.each_array(pattern, _rule_name, changed)
+
+
+@rule
+def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
+    """Permute the axes of arrays, as ``np.transpose`` does: ``transpose("conv/kernel", (2, 3, 1, 0))``.
+
+    Args:
+        pattern: as in `rename`.
+        axes: for each new axis the index of the old one; negative counts from the end.
+
+    Raises:
+        TransformError: when applied: it matches no array, or one has other axes than these.
+    """
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        shape = leaf.shape or ()
+        order = tuple(_arrays.axis_of(axis, len(shape), path, _rule_name) for axis in axes)
+        if sorted(order) != list(range(len(shape))):
+            raise _arrays.misfit(_rule_name, path, f"has {len(shape)} axes, and each must be named once")
+        new = tuple(shape[axis] for axis in order)
+        return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
+
+    return _arrays.each_array(pattern, _rule_name, changed)
+
+
+@rule
+def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
+    """Reshape arrays, with values in C order: ``reshape("query/kernel", (512, 8, 64))``.
+
+    Args:
+        pattern: as in `rename`.
+        shape: the new shape; one length may be -1 and is then computed.
+
+    Raises:
+        TransformError: two lengths of -1; when applied: it matches no array, or one has another number of values.
+    """
+    known = math.prod(size for size in shape if size != -1)
+    if sum(size < 0 for size in shape) > 1 or min(shape, default=0) < -1:
+        raise TransformError(f"{_rule_name}: at most one length may be -1, and none below")
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        old = leaf.shape or ()
+        count = math.prod(old)
+        new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
+        if math.prod(new) != count:
+            raise _arrays.misfit(_rule_name, path, f"is {list(old)}, which has {count} values")
+        return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
+
+    return _arrays.each_array(pattern, _rule_name, changed)
+
+
+@rule
+def index(_rule_name: str, pattern: str, number: int, axis: int = 0) -> Apply:
+    """Take one index of an axis, which goes, and read only that: ``index("ensemble", 0)``.
+
+    Args:
+        pattern: as in `rename`; matches the moments of the optimizer too.
+        number: the index; negative counts from the end.
+        axis: the axis; negative counts from the end.
+
+    Raises:
+        TransformError: a bad pattern; when applied: it matches no array, or one has no such axis or index.
+    """
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        shape = leaf.shape or ()
+        at = _arrays.axis_of(axis, len(shape), path, _rule_name)
+        if not -shape[at] <= number < shape[at]:
+            raise _arrays.misfit(_rule_name, path, f"has length {shape[at]} on axis {axis}, so no index {number}")
+        first = number % shape[at]
+        return _arrays.axis_slice(leaf, at, first, first + 1, f"index {first} of {shape[at]}", squeeze=True)
+
+    return _arrays.each_array(pattern, _rule_name, changed)
+
+
+@rule
+def unreplicate(_rule_name: str, pattern: str = ".*") -> Apply:
+    """Take the first replica of a state that was saved replicated for ``jax.pmap``, and read only that.
+
+    All matching arrays and typed PRNG keys lose their first axis, which must be equally long everywhere; numbers stay.
+    Replicas are not compared. Where they differ, as batch statistics do that were not synchronized, `apply` can take
+    their mean.
+
+    Args:
+        pattern: as in `rename`; matches all if not given.
+
+    Raises:
+        TransformError: a bad pattern; when applied: it matches no array, or they differ in the length of that axis.
+    """
+    _patterns.whole_names(pattern, _rule_name)
+
+    def apply(stored: Node, target: Node) -> Node:
+        lengths: dict[int, Path] = {}
+
+        def first(leaf: Any, path: Path, _: Node) -> Node:
+            if not is_array(leaf) and not is_key(leaf):
+                return None
+            shape = leaf.shape[:-1] if isinstance(leaf, LeafHandle) and is_key(leaf) else leaf.shape
+            count = shape[0] if shape else 0
+            lengths.setdefault(count, path)
+            if len(lengths) > 1 or not count:
+                other, like = next(iter(lengths.items()))
+                more = f", but {show_path(like)} {other}" if like != path else ""
+                problem = f"has {count or 'no'} replicas on its first axis{more}; match only what is replicated"
+                raise _arrays.misfit(_rule_name, path, problem)
+            how = f"replica 0 of {count}"
+            if is_array(leaf):
+                return _arrays.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
+            return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
+
+        return _trees.each_leaf(pattern, _rule_name, first, "array")(stored, target)
+
+    return apply
+
+
+@rule
+def resize(
+    _rule_name: str,
+    pattern: str,
+    shape: Sequence[int],
+    method: str = "linear",
+    axis: int | None = None,
+    skip: int = 0,
+    antialias: bool = True,
+) -> Apply:
+    """Interpolate arrays of floats, such as position embeddings: ``resize("pos_embedding", (24, 24), axis=1, skip=1)``.
+
+    The values are those of ``jax.image.resize``, computed in float32 (float64 for float64) and rounded once to the
+    stored dtype. torch's bicubic interpolation has another kernel.
+
+    Args:
+        pattern: as in `rename`. Moments of the optimizer match too; ``cubic`` and ``lanczos`` can make second moments
+            negative, so begin the pattern with ``^params/`` and let the target keep its moments there.
+        shape: the new shape; with ``axis`` that of the grid.
+        method: of ``jax.image.resize``: ``nearest``, ``linear``, ``cubic``, ``lanczos3`` or ``lanczos5``.
+        axis: the axis that holds a square grid of positions row by row, as in a ViT; None resizes the whole array.
+        skip: number of values before the grid on that axis, such as a class token, which stay.
+        antialias: smooth before an axis becomes shorter.
+
+    Raises:
+        TransformError: a bad pattern, shape or method; when applied: it matches no array of floats, or one has other
+            axes, or no such grid; when restored: a value out of the dtype's range.
+    """
+    new = tuple(shape)
+    if method not in _METHODS or not new or min(new) < 1 or skip < 0 or (skip and axis is None):
+        raise TransformError(
+            f"{_rule_name}: expected a shape of positive lengths, one of the methods {', '.join(_METHODS)}, and an "
+            "axis if there are values to skip"
+        )
+
+    def changed(leaf: Array, path: Path, _: Node) -> Node:
+        if leaf.dtype is None or kind_of(leaf.dtype) != "floats":
+            return None
+        old = leaf.shape or ()
+        if axis is None:
+            if len(old) != len(new):
+                raise _arrays.misfit(_rule_name, path, f"is {list(old)}, expected as many axes as in {list(new)}")
+            whole, before, after = new, old, new
+        else:
+            at = _arrays.axis_of(axis, len(old), path, _rule_name)
+            side = round(max(old[at] - skip, 0) ** (1 / len(new)))
+            if side ** len(new) != old[at] - skip or not side:
+                problem = f"has {old[at] - skip} positions on axis {axis}, which is no grid of equal sides; reshape it"
+                raise _arrays.misfit(_rule_name, path, problem)
+            whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
+            before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))
+        if before == after:
+            return leaf
+
+        def resized(value: Any) -> Any:
+            kept, grid = np.split(value, [skip], axis=axis) if axis is not None else (None, value)
+            result = _interpolated(grid.reshape(before), after, method, antialias)
+            result = checked_cast(result, value.dtype, f"{_rule_name}: {show_path(path)}")
+            if kept is None:
+                return result
+            parts = [kept, result.reshape(*whole[:at], -1, *whole[at + 1 :])]
+            return np.concatenate(parts, axis=at, out=memory.empty(whole, value.dtype))
+
+        return _arrays.apply_to(leaf, resized, f"{method} {before} → {after}", shape=whole)
+
+    return _arrays.each_array(pattern, _rule_name, changed, "array of floats")
+
+
+def _interpolated(value: Any, shape: tuple[int, ...], method: str, antialias: bool) -> Any:
+    """Return ``jax.image.resize`` of an array, computed on the host in float32, or in float64 for float64."""
+    import jax
+
+    is_double = value.dtype == np.float64
+    wide = value.astype(np.float64 if is_double else np.float32)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.transfer_guard("allow"))
+        enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+        stack.enter_context(enable_x64(is_double))
+        with contextlib.suppress(RuntimeError):  # jax may be set up without its CPU backend
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        return np.asarray(jax.image.resize(wide, shape, method, antialias))
