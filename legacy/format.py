@@ -1,6 +1,18 @@
-"""Define the names and limits of the msgpack format."""
+"""Define the msgpack format: extension codes, reserved names, limits, and the payloads of extension values."""
 
 from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import numpy as np
+
+from flax_ckpt_compat._core import dtypes
+from flax_ckpt_compat._core.backend import LeafKind
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
 # numpy scalar; such a file does not distinguish the two, and Flax too reads np.complex128.
@@ -25,3 +37,124 @@ PLACEHOLDER = "//GDAPlaceholder:"
 # Levels. msgpack's own packer stops near this depth, so no real file is deeper; a deeper one is hostile and would
 # exhaust the Python stack when the tree is walked.
 MAX_DEPTH = 512
+# Bytes, more than any header needs: 64 dimensions of nine bytes and a dtype name.
+MAX_HEADER = 2048
+MAX_DIMS = 64  # numpy's own limit
+
+# Raised while decoding a damaged extension value.
+DECODE_ERRORS = (ValueError, TypeError, IndexError, OverflowError, msgpack.UnpackException)
+
+_FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
+
+
+def map_header(count: int) -> bytes:
+    """Encode the header of a map of ``count`` pairs."""
+    return bytes((0x80 | count,)) if count < 16 else _sized(count, (None, 0xDE, 0xDF))
+
+
+def ext_header(code: int, length: int) -> bytes:
+    """Encode the header of an extension value of ``length`` bytes."""
+    return (_FIXEXT.get(length) or _sized(length, (0xC7, 0xC8, 0xC9))) + bytes((code,))
+
+
+def _sized(length: int, codes: tuple[int | None, int, int]) -> bytes:
+    """Encode a header with the shortest length field that fits, as msgpack's own packer does."""
+    one, two, four = codes
+    if one is not None and length < 2**8:
+        return struct.pack(">BB", one, length)
+    if length < 2**16:
+        return struct.pack(">BH", two, length)
+    return struct.pack(">BI", four, length)
+
+
+@functools.lru_cache(maxsize=4096)
+def array_header(code: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
+    """Encode all bytes of an array (`EXT_ARRAY`) or numpy scalar (`EXT_NUMPY_SCALAR`) before its data."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    pack = msgpack.Packer().pack
+    inner = b"\x93" + pack(shape) + pack(dtypes.stored_name(dtype)) + _sized(nbytes, (0xC4, 0xC5, 0xC6))
+    return ext_header(code, len(inner) + nbytes) + bytes(inner)
+
+
+@dataclasses.dataclass(slots=True)
+class ArrayHeader:
+    """Header of an array or numpy scalar.
+
+    Attributes:
+        text: bytes before the data, as far as the caller stores them.
+        kind, shape, dtype: of the value.
+        nbytes: size of the data, in bytes.
+    """
+
+    text: bytes
+    kind: LeafKind
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+
+
+def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
+    """Parse ``[shape, dtype name, data]`` up to the data.
+
+    Args:
+        code: extension code.
+        head: start of the payload, at least `MAX_HEADER` bytes of it or all.
+        length: length of the payload, in bytes.
+
+    Raises:
+        DECODE_ERRORS: it is no array.
+    """
+    unpacker = msgpack.Unpacker(raw=True, max_buffer_size=MAX_HEADER)
+    unpacker.feed(head[:MAX_HEADER])
+    if unpacker.read_array_header() != 3:
+        raise ValueError("not three fields")
+    shape, name = unpacker.unpack(), unpacker.unpack()
+    if type(shape) is not list or len(shape) > MAX_DIMS or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{shape!r} is not a shape")
+    if type(name) is not bytes:
+        raise ValueError(f"{name!r} is not a dtype name")
+    dtype = dtypes.dtype_from_name(name.decode("ascii"))
+    start, nbytes = _data_field(head, unpacker.tell())
+    _check_size(shape, dtype, nbytes)
+    if start + nbytes != length:
+        raise ValueError(f"{length} bytes of payload, but {start + nbytes} of header and data")
+    # Flax decodes a scalar's payload like an array's; only one without dimensions becomes a scalar.
+    kind = LeafKind.NUMPY_SCALAR if code == EXT_NUMPY_SCALAR and not shape else LeafKind.ARRAY
+    return ArrayHeader(head[:start], kind, tuple(shape), dtype, nbytes)
+
+
+def _data_field(head: bytes, at: int) -> tuple[int, int]:
+    """Return the start and length of the data. Accept text headers: msgpack before 2013 had no binary type."""
+    tag = head[at]
+    if 0xA0 <= tag <= 0xBF:
+        return at + 1, tag & 0x1F
+    width = {0xC4: 1, 0xD9: 1, 0xC5: 2, 0xDA: 2, 0xC6: 4, 0xDB: 4}.get(tag)
+    if width is None:
+        raise ValueError(f"data of msgpack type 0x{tag:02x}")
+    field = head[at + 1 : at + 1 + width]
+    if len(field) != width:
+        raise ValueError("the header is cut")
+    return at + 1 + width, int.from_bytes(field, "big")
+
+
+def _check_size(shape: list[int], dtype: np.dtype[Any], nbytes: int) -> None:
+    if dtype.itemsize == 0:
+        raise ValueError(f"dtype {dtype} without a size")
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != nbytes:
+        raise ValueError(f"shape {tuple(shape)} and dtype {dtype} need {needed} bytes, not {nbytes}")
+    if nbytes == 0:
+        np.empty(shape, dtype)  # numpy rejects some shapes even without elements
+
+
+def parse_complex(payload: bytes) -> complex:
+    """Parse ``[real, imaginary]``.
+
+    Raises:
+        DECODE_ERRORS: it is no complex number.
+    """
+    real, imaginary = msgpack.unpackb(payload)
+    for part in (real, imaginary):
+        if type(part) not in (int, float):
+            raise ValueError(f"{part!r} is not a number")
+    return complex(float(real), float(imaginary))

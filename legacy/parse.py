@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
+
+import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from . import format, gda_read
-from .headers import ArrayHeader, as_single_leaf, parse_array_header, parse_complex
+from .format import ArrayHeader
 from .window import Window
 
 _INTS = {
@@ -25,15 +28,15 @@ _INTS = {
 _FLOATS = {0xCA: struct.Struct(">f"), 0xCB: struct.Struct(">d")}
 _LENGTHS = (struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I"))
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
 # Bytes of a header that key the header cache: tag, length, code, and in short ones the start of the shape.
 _PREFIX = 6
-_EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
 
 
 class _Frame:
     """A map or list whose children are being read."""
 
-    __slots__ = ("branch", "in_list", "int_keys", "is_map", "name", "path", "remaining", "siblings")
+    __slots__ = ("branch", "in_list", "int_keys", "is_map", "path", "remaining")
 
     def __init__(self, branch: Branch, remaining: int, path: Path, is_map: bool, in_list: bool):
         self.branch = branch
@@ -41,10 +44,7 @@ class _Frame:
         self.path = path
         self.is_map = is_map
         self.in_list = in_list
-        self.int_keys: list[str] | None = None
-        # The dict that holds the branch, and its name there; set by the caller that read it.
-        self.siblings: dict[str, Node]
-        self.name: str
+        self.int_keys: list[str] = []
 
 
 def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
@@ -84,32 +84,28 @@ class _Parser:
     def document(self) -> Node:
         window, stack = self._window, self._stack
         window.refill()
-        root: dict[str, Node] = {}
-        root[""] = self._value((), False)
-        if stack:
-            stack[0].siblings, stack[0].name = root, ""
+        root = self._value((), False)
         while stack:
             frame = stack[-1]
             if frame.remaining:
                 self._fill(frame)
-            else:
-                self._close(stack.pop())
+                continue
+            stack.pop()
+            leaf = self._close(frame)
+            if leaf is not None and stack:
+                stack[-1].branch.children[frame.path[-1]] = leaf
+            elif leaf is not None:
+                root = leaf
         end = window.base + window.at
         if end != window.size:
             raise window.corrupt(f"{window.size - end} bytes behind the end of the document")
-        return root[""]
+        return root
 
     def _fill(self, frame: _Frame) -> None:
         """Read children until one of them is a container or none remain."""
         children, is_map, stack, window = frame.branch.children, frame.is_map, self._stack, self._window
         depth, parent, headers = len(stack), frame.path, self._headers
         while frame.remaining:
-            if window.at > window.fresh_until:
-                window.refill()
-            if is_map:
-                self._read_repeated(frame)
-                if not frame.remaining:
-                    return
             frame.remaining -= 1
             if window.at > window.fresh_until:
                 window.refill()
@@ -127,72 +123,44 @@ class _Parser:
                 continue
             children[name] = self._value(path, frame.in_list)
             if len(stack) != depth:
-                stack[-1].siblings, stack[-1].name = children, name
                 return
 
-    def _read_repeated(self, frame: _Frame) -> None:
-        """Read consecutive arrays with short names and headers that were seen before.
-
-        Most of a checkpoint is such arrays; this takes half the time of the general path.
-        """
-        window, headers, reader = self._window, self._headers, self._reader
-        data, at, base, size, fresh_until = window.data, window.at, window.base, window.size, window.fresh_until
-        children, parent, remaining = frame.branch.children, frame.path, frame.remaining
-        try:
-            while remaining and at <= fresh_until and 0xA0 <= data[at] <= 0xBF:
-                start = at + 1 + (data[at] & 0x1F)
-                header = headers.get(data[start : start + _PREFIX])
-                if header is None or not data.startswith(header.text, start):
-                    break
-                data_at = start + len(header.text)
-                name, nbytes = str(data[at + 1 : start], "utf-8"), header.nbytes
-                if base + data_at + nbytes > size or name in children:
-                    break
-                path = (*parent, name)
-                children[name] = LeafHandle(
-                    path, header.kind, header.shape, header.dtype, nbytes, "/".join(path), reader, base + data_at
-                )
-                at, remaining = data_at + nbytes, remaining - 1
-        finally:  # errors report the window's position
-            window.at, frame.remaining = at, remaining
-
-    def _close(self, frame: _Frame) -> None:
+    def _close(self, frame: _Frame) -> LeafHandle | None:
+        """Return the leaf that a complete map encodes, or None."""
         branch = frame.branch
         if frame.int_keys:
             branch.int_keys = frozenset(frame.int_keys)
         # Flax joins chunked arrays inside maps only, never inside msgpack lists.
-        if not frame.in_list and 2 <= len(branch.children) <= 3:
-            leaf = as_single_leaf(branch, frame.path, self._window)
-            if leaf is not None:
-                frame.siblings[frame.name] = leaf
+        if frame.in_list:
+            return None
+        if branch.children.keys() == format.KEY_KEYS:
+            return prng_key(branch, frame.path)
+        try:
+            return _chunked(branch, frame.path) if branch.children.keys() == format.CHUNK_KEYS else None
+        except ValueError as error:
+            raise self._window.corrupt(f"{error} in {show_path(frame.path)}") from None
 
     def _key(self, frame: _Frame) -> str:
         window = self._window
         start = window.at
         tag = window.data[start]
         if 0xA0 <= tag <= 0xBF:
-            window.at = end = start + 1 + (tag & 0x1F)
+            end = start + 1 + (tag & 0x1F)
             name = str(window.data[start + 1 : end], "utf-8")
+            window.at = end
+        elif 0xD9 <= tag <= 0xDB:
+            name = self._text(tag)
+        elif tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
+            name = str(self._int(tag))
+            frame.int_keys.append(name)
         else:
-            name = self._uncommon_key(tag, frame)
+            raise window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
         if name in frame.branch.children:
             raise window.corrupt(f"the key {name!r} twice in {show_path(frame.path)}")
         return name
 
-    def _uncommon_key(self, tag: int, frame: _Frame) -> str:
-        if 0xD9 <= tag <= 0xDB:
-            return self._text(tag)
-        if tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
-            name = str(self._int(tag))
-            if frame.int_keys is None:
-                frame.int_keys = []
-            frame.int_keys.append(name)
-            return name
-        raise self._window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
-
     def _value(self, path: Path, in_list: bool) -> Node:
-        window = self._window
-        tag = window.data[window.at]
+        tag = self._window.data[self._window.at]
         if 0x80 <= tag <= 0x9F or 0xDC <= tag <= 0xDF:
             return self._container(tag, path, in_list)
         if tag in _EXT_WIDTHS:
@@ -209,8 +177,11 @@ class _Parser:
         if code in (format.EXT_ARRAY, format.EXT_NUMPY_SCALAR):
             return self._array(at, code, length, path)
         if code == format.EXT_COMPLEX:
-            value = parse_complex(window, length)
-            return LeafHandle(path, LeafKind.COMPLEX, (), None, 16, "/".join(path), self._reader, value)
+            payload = window.take(length)
+            try:
+                return self._leaf(LeafKind.COMPLEX, format.parse_complex(payload), 16, path)
+            except format.DECODE_ERRORS as error:
+                raise window.corrupt(f"{length} bytes that are not a complex number: {error}") from error
         if code == format.EXT_TUPLE and self._of_orbax:
             return self._tuple(length, path, in_list)
         raise window.corrupt(f"extension code {code}, which no release of Flax writes, in {show_path(path)}")
@@ -226,9 +197,16 @@ class _Parser:
         return branch
 
     def _array(self, start: int, code: int, length: int, path: Path) -> LeafHandle:
+        """Parse an array whose extension header starts at ``start``."""
         window = self._window
         window.end_of(length)
-        header = parse_array_header(window, start, code, length, path)
+        head = window.data[window.at : window.at + min(length, format.MAX_HEADER)]
+        try:
+            header = format.parse_array_header(code, head, length)
+        except format.DECODE_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise window.corrupt(f"an array that does not decode in {show_path(path)}: {reason}") from error
+        header.text = window.data[start : window.at] + header.text
         self._headers[header.text[:_PREFIX]] = header
         return self._handle(header, start, path)
 
@@ -257,46 +235,41 @@ class _Parser:
         return branch
 
     def _native(self, tag: int, path: Path) -> LeafHandle | None:
+        window = self._window
         if 0xA0 <= tag <= 0xBF or 0xD9 <= tag <= 0xDB:
-            return self._string(tag, path)
-        if tag == 0xC0:
-            self._window.at += 1
-            return None
+            text = self._text(tag)
+            if text.startswith(format.PLACEHOLDER):
+                return self._reference(text.removeprefix(format.PLACEHOLDER), path)
+            return self._leaf(LeafKind.STR, text, len(text), path)
         if 0xC4 <= tag <= 0xC6:
-            return self._binary(tag, path)
-        if tag in (0xC2, 0xC3):
-            self._window.at += 1
-            return self._leaf(LeafKind.BOOL, tag == 0xC3, 1, path)
+            length = self._length(tag - 0xC4)
+            offset = window.base + window.at
+            window.at = window.end_of(length)
+            return self._leaf(LeafKind.BYTES, offset, length, path)
         if tag in _FLOATS:
             return self._leaf(LeafKind.FLOAT, self._number(_FLOATS[tag]), 8, path)
+        if tag not in (0xC0, 0xC1, 0xC2, 0xC3):
+            return self._leaf(LeafKind.INT, self._int(tag), 8, path)
         if tag == 0xC1:
-            raise self._window.corrupt("the byte 0xc1, which msgpack never uses")
-        return self._leaf(LeafKind.INT, self._int(tag), 8, path)
+            raise window.corrupt("the byte 0xc1, which msgpack never uses")
+        window.at += 1
+        return None if tag == 0xC0 else self._leaf(LeafKind.BOOL, tag == 0xC3, 1, path)
 
-    def _string(self, tag: int, path: Path) -> LeafHandle:
-        text = self._text(tag)
-        if text.startswith(format.PLACEHOLDER):
-            array = gda_read.locate(self._window.path, text[len(format.PLACEHOLDER) :], path)
-            handle = self._leaf(LeafKind.ARRAY, array, array.nbytes, path)
-            handle.shape, handle.dtype, handle.in_gda_folder = array.shape, array.dtype, True
-            return handle
-        return self._leaf(LeafKind.STR, text, len(text), path)
-
-    def _binary(self, tag: int, path: Path) -> LeafHandle:
-        length = self._length(tag - 0xC4)
-        window = self._window
-        offset = window.base + window.at
-        window.at = window.end_of(length)
-        return LeafHandle(path, LeafKind.BYTES, (), None, length, "/".join(path), self._reader, offset)
+    def _reference(self, subpath: str, path: Path) -> LeafHandle:
+        array = gda_read.locate(self._window.path, subpath, path)
+        handle = self._leaf(LeafKind.ARRAY, array, array.nbytes, path)
+        handle.shape, handle.dtype, handle.in_gda_folder = array.shape, array.dtype, True
+        return handle
 
     def _leaf(self, kind: LeafKind, value: Any, nbytes: int, path: Path) -> LeafHandle:
         return LeafHandle(path, kind, (), None, nbytes, "/".join(path), self._reader, value)
 
     def _text(self, tag: int) -> str:
+        window = self._window
         if tag <= 0xBF:
-            self._window.at += 1
-            return str(self._window.take(tag & 0x1F), "utf-8")
-        return str(self._window.take(self._length(tag - 0xD9)), "utf-8")
+            window.at += 1
+            return str(window.take(tag & 0x1F), "utf-8")
+        return str(window.take(self._length(tag - 0xD9)), "utf-8")
 
     def _int(self, tag: int) -> int:
         if tag in _INTS:
@@ -313,3 +286,56 @@ class _Parser:
     def _length(self, width: int) -> int:
         """Read a length field; ``width`` is 0, 1 or 2 for one, two or four bytes."""
         return int(self._number(_LENGTHS[width]))
+
+
+# Maps that encode one leaf. A map with keys or types that Flax does not write is the user's own and stays a map.
+
+
+def prng_key(branch: Branch, path: Path) -> LeafHandle | None:
+    """Return the PRNG key that a map with the names `format.KEY_KEYS` encodes, or None."""
+    impl, data = branch.children[format.KEY_IMPL], branch.children["data"]
+    if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
+        return None
+    name, locator = "/".join(path), (impl.locator, data)
+    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, name, impl.reader, locator)
+    handle.in_gda_folder = data.in_gda_folder
+    return handle
+
+
+def _chunked(branch: Branch, path: Path) -> LeafHandle | None:
+    """Return the chunked array that a map with the names `format.CHUNK_KEYS` encodes, or None.
+
+    Raises:
+        ValueError: the chunks do not add up.
+    """
+    flag = branch.children[format.CHUNK_FLAG]
+    sizes, chunks = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
+    if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not chunks:
+        return None
+    if not all(_is(size, LeafKind.INT) for size in sizes):
+        return None
+    if not all(_is(chunk, LeafKind.ARRAY) and type(chunk.locator) is int and len(chunk.shape) == 1 for chunk in chunks):
+        return None
+    shape = tuple(size.locator for size in sizes)
+    dtype = chunks[0].dtype
+    total = sum(chunk.nbytes for chunk in chunks)
+    assert dtype is not None
+    is_shape = min(shape, default=0) >= 0 and len(shape) <= format.MAX_DIMS
+    if not is_shape or math.prod(shape) * dtype.itemsize != total:
+        raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
+    if any(chunk.dtype != dtype for chunk in chunks):
+        raise ValueError("pieces of different dtypes for one array")
+    locator = tuple((chunk.locator, chunk.nbytes) for chunk in chunks)
+    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, "/".join(path), flag.reader, locator)
+
+
+def _numbered(node: Node) -> list[LeafHandle] | None:
+    """Return the children of a map with the keys '0', '1', …, in numeric order, or None for other maps."""
+    if not isinstance(node, Branch) or node.container is not Container.DICT or node.int_keys:
+        return None
+    names = [str(index) for index in range(len(node.children))]
+    return [node.children[name] for name in names] if node.children.keys() == set(names) else None
+
+
+def _is(node: Node, kind: LeafKind) -> bool:
+    return isinstance(node, LeafHandle) and node.kind is kind

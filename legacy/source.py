@@ -1,4 +1,7 @@
-"""Read bytes of a msgpack checkpoint from a local file or an object of a store."""
+"""Read bytes of a msgpack checkpoint from a local file or an object of a store.
+
+Both sources read one version of the checkpoint, even if it is replaced meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import bisect
 import os
 import stat
 import weakref
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client
@@ -32,45 +35,6 @@ class WindowSizes(NamedTuple):
     read_over: int
 
 
-class Source(Protocol):
-    """Random access to the bytes of one version of a checkpoint, even if it is replaced meanwhile.
-
-    Attributes:
-        path: path or URL.
-        size: size in bytes.
-        window_sizes: sizes of the window over the structure.
-        threads: number of concurrent reads.
-        is_local: a read has low latency.
-    """
-
-    path: str
-    size: int
-    window_sizes: WindowSizes
-    threads: int
-    is_local: bool
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether the source is closed."""
-        ...
-
-    def read(self, length: int, offset: int) -> bytes:
-        """Read bytes; fewer only at the end."""
-        ...
-
-    def read_into(self, target: memoryview, offset: int) -> int:
-        """Read into memory and return the number of bytes; 0 only at the end."""
-        ...
-
-    def is_cached(self, offset: int, length: int) -> bool:
-        """Return whether these bytes are cached in memory."""
-        ...
-
-    def close(self) -> None:
-        """Release the file and the cache."""
-        ...
-
-
 class File:
     """A local file, open as a descriptor."""
 
@@ -82,13 +46,18 @@ class File:
 
     def __init__(self, path: str):
         self.path = path
-        self._fd = _open(path)
-        self._closer = weakref.finalize(self, os.close, self._fd)
         try:
-            self.size = _size(self._fd, path)
-        except BaseException:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise _not_found(path) from error
+        except (OSError, ValueError) as error:
+            raise storage_error(path, error) from error
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or not self.size:
             self.close()
-            raise
+            raise _not_a_file(path) if not stat.S_ISREG(status.st_mode) else _empty(path)
 
     @property
     def is_closed(self) -> bool:
@@ -100,15 +69,19 @@ class File:
         return self._fd
 
     def read(self, length: int, offset: int) -> bytes:
-        """See `Source.read`."""
+        """Read bytes; fewer only at the end."""
         return os.pread(self._fd, length, offset)
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        """See `Source.read_into`."""
-        return os.preadv(self._fd, [target], offset)
+        """Fill memory and return the number of bytes; fewer only at the end."""
+        count = at = os.preadv(self._fd, [target], offset)
+        while count and at < len(target):
+            count = os.preadv(self._fd, [target[at:]], offset + at)
+            at += count
+        return at
 
     def is_cached(self, offset: int, length: int) -> bool:  # noqa: ARG002
-        """See `Source.is_cached`."""
+        """Return False; the system caches files."""
         return False
 
     def close(self) -> None:
@@ -142,7 +115,7 @@ class StoredObject:
         self._cache_left = _CACHE_LIMIT
 
     def read(self, length: int, offset: int) -> bytes:
-        """See `Source.read`."""
+        """Read bytes and cache them; fewer only at the end."""
         found = self._object.read(offset, offset + length)
         if len(found) <= self._cache_left and (not self._offsets or offset > self._offsets[-1]):
             self._offsets.append(offset)
@@ -151,7 +124,7 @@ class StoredObject:
         return found
 
     def is_cached(self, offset: int, length: int) -> bool:
-        """See `Source.is_cached`."""
+        """Return whether these bytes are cached in memory."""
         return self._cached(offset, length) is not None
 
     def _cached(self, offset: int, length: int) -> list[memoryview] | None:
@@ -168,7 +141,7 @@ class StoredObject:
         return parts
 
     def read_into(self, target: memoryview, offset: int) -> int:
-        """See `Source.read_into`."""
+        """Fill memory and return the number of bytes; fewer only at the end."""
         at = 0
         for part in self._cached(offset, len(target)) or [memoryview(self._object.read(offset, offset + len(target)))]:
             target[at : at + len(part)] = part
@@ -179,6 +152,9 @@ class StoredObject:
         """Drop the cache."""
         self.is_closed = True
         self._offsets, self._buffers = [], []
+
+
+Source = File | StoredObject
 
 
 def open_source(path: str) -> Source:
@@ -198,26 +174,12 @@ def storage_error(path: str, error: Exception) -> StorageError:
     return StorageError(f"{path}: reading failed: {error}; check the file system", path=path, errno=number)
 
 
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise _not_found(path) from error
-    except (OSError, ValueError) as error:
-        raise storage_error(path, error) from error
-
-
 def _not_found(path: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{path}: no such checkpoint; list the directory for others", path=path)
 
 
-def _size(fd: int, path: str) -> int:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is not a file", path=path)
-    if not status.st_size:
-        raise _empty(path)
-    return status.st_size
+def _not_a_file(path: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{path}: expected a msgpack file, found something that is not a file", path=path)
 
 
 def _empty(path: str) -> CorruptCheckpointError:

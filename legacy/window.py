@@ -7,8 +7,6 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from . import format
 from .source import Source
 
-# Bytes, more than any header needs: 64 dimensions of nine bytes and a dtype name.
-LOOKAHEAD = 2048
 _MIN_SKIP = 2 * 2**10
 _REMEDY = "restore another checkpoint, copy this one again, or check that it is a checkpoint"
 
@@ -20,8 +18,8 @@ class Window:
         data: bytes of the range; the next value starts at ``data[at]``.
         at: position in ``data``; beyond its end after a skip.
         base: offset of ``data`` in the file.
-        fresh_until: while ``at`` is not above this, ``data`` holds `LOOKAHEAD` more bytes, or the rest of the file,
-            or at least the whole next value up to an array's data.
+        fresh_until: while ``at`` is not above this, ``data`` holds `format.MAX_HEADER` more bytes, or the rest of the
+            file, or at least the whole next value up to an array's data.
         size: size of the file, in bytes.
         path: path of the file.
     """
@@ -64,7 +62,7 @@ class Window:
                 return
         self.data = self._pread(min(self._step, self.size - self.base), self.base)
         whole = self.base + len(self.data) == self.size
-        self.fresh_until = self.size if whole else len(self.data) - LOOKAHEAD
+        self.fresh_until = self.size if whole else len(self.data) - format.MAX_HEADER
 
     def take(self, length: int) -> bytes:
         """Read the next ``length`` bytes, also beyond the window."""

@@ -114,7 +114,7 @@ def _write_node(stream: _Stream, node: Node) -> None:
     if not isinstance(node, Branch):
         _write_leaf(stream, node)
         return
-    stream.put(encode.map_header(len(node.children)))
+    stream.put(format.map_header(len(node.children)))
     for name, child in node.children.items():
         stream.put(encode.scalar(name))
         if type(child) is np.ndarray:
@@ -131,10 +131,10 @@ def _write_leaf(stream: _Stream, leaf: Any) -> None:
         _write_array(stream, np.asarray(leaf))
     elif isinstance(leaf, np.generic):
         array = np.asarray(leaf)
-        stream.put(encode.array_header(format.EXT_NUMPY_SCALAR, (), array.dtype, array.nbytes))
+        stream.put(format.array_header(format.EXT_NUMPY_SCALAR, (), array.dtype))
         stream.put(array.tobytes())
     elif kind is KeyData:
-        stream.put(encode.map_header(2) + encode.scalar(format.KEY_IMPL) + encode.scalar(leaf.impl))
+        stream.put(format.map_header(2) + encode.scalar(format.KEY_IMPL) + encode.scalar(leaf.impl))
         stream.put(encode.scalar("data"))
         _write_leaf(stream, leaf.data if isinstance(leaf.data, Reference) else to_host(leaf.data))
     elif kind is Reference:
@@ -152,25 +152,25 @@ def _write_array(stream: _Stream, array: Any) -> None:
     if array.nbytes > format.MAX_CHUNK_SIZE:
         _write_chunked(stream, array, array.shape, array.dtype)
         return
-    stream.put(encode.array_header(format.EXT_ARRAY, array.shape, array.dtype, array.nbytes))
+    stream.put(format.array_header(format.EXT_ARRAY, array.shape, array.dtype))
     stream.put_array(array)
 
 
 def _write_chunked(stream: _Stream, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Write Flax's map for arrays over its limit: shape and flat chunks, both as maps of '0', '1', …"""
     step, size = max(1, format.MAX_CHUNK_SIZE // dtype.itemsize), math.prod(shape)
-    stream.put(encode.map_header(3) + encode.scalar(format.CHUNK_FLAG) + encode.scalar(True))
-    stream.put(encode.scalar("shape") + encode.map_header(len(shape)))
+    stream.put(format.map_header(3) + encode.scalar(format.CHUNK_FLAG) + encode.scalar(True))
+    stream.put(encode.scalar("shape") + format.map_header(len(shape)))
     for index, length in enumerate(shape):
         stream.put(encode.scalar(str(index)) + encode.scalar(length))
-    stream.put(encode.scalar("chunks") + encode.map_header(math.ceil(size / step)))
+    stream.put(encode.scalar("chunks") + format.map_header(math.ceil(size / step)))
     at = 0
     for piece in host_arrays.pieces(array):
         rest = piece.reshape(-1)
         while rest.size:
             if at % step == 0:
                 count = min(step, size - at)
-                header = encode.array_header(format.EXT_ARRAY, (count,), dtype, count * dtype.itemsize)
+                header = format.array_header(format.EXT_ARRAY, (count,), dtype)
                 stream.put(encode.scalar(str(at // step)) + header)
             part = rest[: step - at % step]
             stream.put_array(part)

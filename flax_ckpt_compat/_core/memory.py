@@ -12,6 +12,7 @@ import numpy as np
 
 # Bytes. jax on the CPU takes over host memory without a copy only if it is aligned like this.
 ALIGNMENT = 64
+_BLOCK = 256 * 2**10  # bytes of small arrays that share memory
 
 
 @contextmanager
@@ -45,20 +46,24 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 def pack(
     arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]],
 ) -> list[np.ndarray[Any, Any]]:
-    """Copy small arrays into one block of memory, each on a 64-byte boundary.
+    """Copy small arrays into blocks of memory, each array on a 64-byte boundary.
 
     Args:
         arrays: shape, dtype and bytes of each.
     """
-    nbytes = sum([len(data) for _, _, data in arrays]) + ALIGNMENT * len(arrays)
-    block = empty((nbytes,), np.dtype(np.uint8))
-    view, offset = block.data, 0
+    left = sum([len(data) for _, _, data in arrays]) + ALIGNMENT * len(arrays)
     packed = []
+    offset = end = 0
     for shape, dtype, data in arrays:
         size = len(data)
+        if offset + size >= end:
+            end = max(min(left, _BLOCK), size)
+            block = empty((end,), np.dtype(np.uint8))
+            view, offset = block.data, 0
         view[offset : offset + size] = data
         packed.append(np.ndarray(shape, dtype, block, offset))
         offset += size + -size % ALIGNMENT
+        left -= size + ALIGNMENT
     return packed
 
 

@@ -47,13 +47,13 @@ def _plain(node: Any) -> Any:
 
 
 def test_opening_a_file_of_large_arrays_reads_little(tmp_path: Path) -> None:
-    """The structure of 200 arrays of 10 kB each is known after reading less than a fortieth of the file."""
-    tree = {f"layer_{n}": {"kernel": np.ones(1500), "bias": np.ones(1000)} for n in range(100)}
+    """The structure of 600 arrays of 10 kB each is known after reading less than a fortieth of the file."""
+    tree = {f"layer_{n}": {"kernel": np.ones(1500), "bias": np.ones(1000)} for n in range(300)}
     path = tmp_path / "file"
     path.write_bytes(serialization.to_bytes(tree))
     before = _bytes_read()
     with open_checkpoint(path) as opened:
-        assert len(opened.leaves()) == 200
+        assert len(opened.leaves()) == 600
     assert _bytes_read() - before < path.stat().st_size / 40
 
 

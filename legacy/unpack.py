@@ -1,0 +1,119 @@
+"""Unpack a small local file of many small arrays at once, with the C unpacker of the msgpack library.
+
+It takes half the time of `parse`. Whatever is not plain, damage included, is left to `parse`, which gives every error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.tree import Branch, Path
+
+from . import format
+from .parse import prng_key
+from .source import Source
+
+# Bytes. The whole file is held in memory while the checkpoint is open.
+_MAX_SIZE = 32 * 2**20
+# A file with so many arrays in its first bytes is read whole; of others most bytes are skipped.
+_SAMPLE, _MIN_ARRAYS = 16 * 2**10, 16
+# A hostile file may announce more values than it has, and the unpacker allocates space for them.
+_LIMITS = {"max_array_len": 0, "max_map_len": 2**16}
+_ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
+_NUMBERS = {
+    bool: (LeafKind.BOOL, 1),
+    int: (LeafKind.INT, 8),
+    float: (LeafKind.FLOAT, 8),
+    complex: (LeafKind.COMPLEX, 16),
+}
+
+
+def unpack(source: Source, reader: Reader) -> Branch | None:
+    """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
+    if not source.is_local or source.size > _MAX_SIZE or not _is_dense(source.read(_SAMPLE, 0)):
+        return None
+    try:
+        document = msgpack.unpackb(
+            source.read(source.size, 0), ext_hook=_ExtHook(), object_pairs_hook=_unique, **_LIMITS
+        )
+        return _tree(document, reader)
+    except _ERRORS:
+        return None
+
+
+def _is_dense(head: bytes) -> bool:
+    arrays: list[int] = []
+    with contextlib.suppress(*_ERRORS):  # it ends in the middle of a value
+        msgpack.unpackb(head, ext_hook=lambda code, _: arrays.append(code), **_LIMITS)
+    return len(arrays) >= _MIN_ARRAYS
+
+
+class _ExtHook:
+    """Decode arrays to (header, data), and complex numbers."""
+
+    def __init__(self) -> None:
+        self._headers: dict[tuple[int, bytes], format.ArrayHeader] = {}
+
+    def __call__(self, code: int, payload: bytes) -> Any:
+        # Most arrays of a checkpoint share few headers.
+        key = code, payload[:12]
+        header = self._headers.get(key)
+        if header is None or not payload.startswith(header.text) or len(payload) != len(header.text) + header.nbytes:
+            if code == format.EXT_COMPLEX:
+                return format.parse_complex(payload)
+            if code not in (format.EXT_ARRAY, format.EXT_NUMPY_SCALAR):
+                raise ValueError(code)
+            header = self._headers[key] = format.parse_array_header(code, payload, len(payload))
+        return header, payload[len(header.text) :]
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _tree(document: Any, reader: Reader) -> Branch:
+    """Replace the unpacked values by handles, and the dicts by branches, in place."""
+    if type(document) is not dict or document.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
+        raise ValueError("no tree")
+    stack: list[tuple[Path, str, dict[str, Any]]] = [((), "", document)]
+    keys = []  # maps of PRNG keys
+    while stack:
+        parent, prefix, children = stack.pop()
+        for key, value in children.items():
+            path, name = (*parent, key), prefix + key  # raises TypeError if the key is not text
+            kind = type(value)
+            if kind is tuple:
+                header, data = value
+                children[key] = LeafHandle(
+                    path, header.kind, header.shape, header.dtype, header.nbytes, name, reader, data
+                )
+            elif kind is dict:
+                if len(path) >= format.MAX_DEPTH or value.keys() == format.CHUNK_KEYS:
+                    raise ValueError("too deep, or an array in chunks")
+                if value.keys() == format.KEY_KEYS:
+                    keys.append((children, path))
+                children[key] = Branch(value)
+                stack.append((path, f"{name}/", value))
+            elif value is not None:
+                children[key] = _leaf(value, path, name, reader)
+    for children, path in keys:
+        branch = children[path[-1]]
+        children[path[-1]] = prng_key(branch, path) or branch
+    return Branch(document)
+
+
+def _leaf(value: Any, path: Path, name: str, reader: Reader) -> LeafHandle:
+    if type(value) is str and not value.startswith(format.PLACEHOLDER):
+        kind, nbytes = LeafKind.STR, len(value)
+    elif type(value) is bytes:
+        kind, nbytes = LeafKind.BYTES, len(value)
+    else:
+        kind, nbytes = _NUMBERS[type(value)]
+    return LeafHandle(path, kind, (), None, nbytes, name, reader, value)

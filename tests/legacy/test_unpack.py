@@ -1,0 +1,159 @@
+"""The unpacker of small files and the parser of large ones agree, on damaged files too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import msgpack
+import numpy as np
+import pytest
+from flax_ckpt_compat.legacy import BACKEND, format, reader, unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat._core.backend import ArraySlice
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.tree import KeyData, iter_branches, iter_leaves
+from tests.legacy.test_hostile import _DOCUMENTS, _HOSTILE, _damaged
+from tests.support.profiles import examples
+from tests.support.trees import fingerprint, state_dicts
+
+
+@pytest.fixture(autouse=True)
+def any_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unpacker takes files with few arrays too."""
+    monkeypatch.setattr(unpack, "_MIN_ARRAYS", 0)
+
+
+def describe(opened: Any) -> Any:
+    """Everything that a reader tells of its tree, and all values."""
+    leaves = [leaf for _, leaf in iter_leaves(opened.tree) if hasattr(leaf, "locator")]
+    fields = [(leaf.path, leaf.name, leaf.kind, leaf.shape, leaf.dtype, leaf.nbytes) for leaf in leaves]
+    values = [fingerprint(value) for value in opened.read(leaves)]
+    branches = [(path, list(one.children), one.container, one.int_keys) for path, one in iter_branches(opened.tree)]
+    return fields, values, branches
+
+
+def agree(path: Path) -> bool:
+    """Return whether the unpacker took the file; assert that the parser then reads the same."""
+    opened = BACKEND.open(str(path))
+    taken = [leaf for _, leaf in iter_leaves(opened.tree) if type(getattr(leaf, "locator", None)) is bytes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "unpack", lambda *_: None)
+        assert describe(opened) == describe(BACKEND.open(str(path)))
+    return bool(taken)
+
+
+@pytest.mark.parametrize("small", [0, 40, 2**15])
+@given(tree=state_dicts())
+@settings(max_examples=examples(150), deadline=None)
+def test_files_of_flax(scratch: Any, small: int, tree: Any) -> None:
+    """Trees of all leaves, of arrays that share memory and of others that do not."""
+    path = scratch()
+    path.write_bytes(flax.serialization.to_bytes(tree))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_SMALL", small)
+        agree(path)
+    path.unlink()
+
+
+@given(document=st.one_of(_damaged(), st.binary(max_size=60), st.sampled_from([*_DOCUMENTS])))
+@settings(max_examples=examples(1500), deadline=None)
+def test_damaged_files(scratch: Any, document: bytes) -> None:
+    """Nothing that the parser refuses is unpacked."""
+    path = scratch()
+    path.write_bytes(document or b"\xc0")
+    try:
+        agree(path)
+    except CorruptCheckpointError:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CorruptCheckpointError):
+            patch.setattr(reader, "unpack", lambda *_: None)
+            BACKEND.open(str(path))
+    path.unlink()
+
+
+@pytest.mark.parametrize(("document", "message"), _HOSTILE.values(), ids=_HOSTILE.keys())
+def test_hostile_files(load_bytes: Any, document: bytes, message: str) -> None:
+    """Damage is named as in large files."""
+    with pytest.raises(CorruptCheckpointError, match=message):
+        load_bytes(document)
+
+
+ODD = {
+    "int keys": {1: np.ones(2), "b": 2},
+    "list": {"a": [np.ones(2)]},
+    "empty list": {"a": []},
+    "bytes": {"a": b"x" * 300, "e": b""},
+    "deep": None,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_flax_never_writes(scratch: Any, name: str) -> None:
+    """Lists, int keys and depth come out alike."""
+    tree: Any = ODD[name]
+    if name == "deep":
+        tree = 7
+        for _ in range(format.MAX_DEPTH):
+            tree = {"a": tree}
+    path = scratch()
+    path.write_bytes(msgpack.packb(tree, default=flax.serialization._msgpack_ext_pack))
+    agree(path)
+
+
+def test_same_length_of_another_header(scratch: Any) -> None:
+    """Arrays of the same size in other shapes, and scalars with the bytes of arrays, are told apart."""
+    shapes = [(2, 3), (3, 2), (6,), (1, 6), (6, 1)] * 5
+    tree = {f"a{n:02}": np.arange(6, dtype="f4").reshape(shape) + n for n, shape in enumerate(shapes)}
+    tree |= {"s": np.float32(1), "z": np.full((), 2, "f4"), "y": np.float32(3), "x": np.full((), 4, "f4")}
+    path = scratch()
+    path.write_bytes(flax.serialization.to_bytes(tree))
+    assert agree(path)
+
+
+def test_prng_keys(save: Any, load: Any) -> None:
+    """A PRNG key among arrays is a key."""
+    key = KeyData("threefry2x32", np.arange(2, dtype=np.uint32))
+    path = save({"a": {"k": key, "w": np.ones(3)}, "k": key})
+    assert agree(path)
+    assert fingerprint(load(path)["k"]) == fingerprint(key)
+
+
+@pytest.mark.parametrize(("size", "whole"), [(10, True), (2000, False)])
+def test_only_many_small_arrays_are_read_whole(
+    save: Any, monkeypatch: pytest.MonkeyPatch, size: int, whole: bool
+) -> None:
+    """A file of larger arrays, or a large file, is read in windows."""
+    monkeypatch.undo()
+    path = save({f"a{n:03}": np.zeros(size) for n in range(300)})
+    opened = BACKEND.open(str(path))
+    assert (type(next(iter(opened.tree.children.values())).locator) is bytes) == whole
+    monkeypatch.setattr(unpack, "_MAX_SIZE", 1000)
+    opened = BACKEND.open(str(path))
+    assert type(next(iter(opened.tree.children.values())).locator) is int
+
+
+@pytest.mark.parametrize("index", [(slice(1, 3), slice(0, 4)), (slice(0, 4), slice(2, 3)), (slice(2, 2), slice(0, 4))])
+def test_slices(save: Any, index: tuple[slice, ...]) -> None:
+    """Slices of unpacked arrays have the values that numpy's have."""
+    array = np.arange(16).reshape(4, 4)
+    opened = BACKEND.open(str(save({"a": array, "b": array})))
+    leaf = opened.tree.children["a"]
+    part, whole = opened.read([ArraySlice(leaf, index), leaf])
+    np.testing.assert_array_equal(part, array[index])
+    np.testing.assert_array_equal(whole, array)
+
+
+def test_values_stay_as_they_were_on_opening(save: Any) -> None:
+    """A file that is cut after it was opened is read whole, and a closed reader is an error."""
+    path = save({"a": {"w": np.ones(100)}})
+    opened = BACKEND.open(str(path))
+    os.truncate(path, 10)
+    leaf = opened.tree.children["a"].children["w"]
+    assert leaf.read().tolist() == [1] * 100
+    opened.close()
+    with pytest.raises(StorageError, match="closed"):
+        leaf.read()
