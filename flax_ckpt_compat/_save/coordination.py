@@ -1,4 +1,9 @@
-"""Coordinate the processes of a multi-process save: barriers with timeouts, and errors that every process raises."""
+"""Coordinate the processes of a multi-process save: barriers with timeouts, and errors that every process raises.
+
+They are built on jax's key-value store. jax's own ``wait_at_barrier`` needs an identifier that all processes agree on,
+which is what `Coordinator.join` finds out; it blocks signals for the whole timeout, and names only some of the missing
+processes.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,14 @@ import jax
 
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
-from flax_ckpt_compat._save.error_messages import decode_error, encode_error
-from flax_ckpt_compat._save.key_value_store import KeyValueStore, growing, read_timeouts
+from flax_ckpt_compat._save.key_value_store import KeyValueStore, decode_error, encode_error, growing
 from flax_ckpt_compat._save.tree_summary import TreeSummary
 
 _ROOT = "flax_ckpt_compat"
 _REGISTRATIONS, _RESULTS = f"{_ROOT}/registrations", f"{_ROOT}/results"
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0
+_FIRST_WAIT_SECONDS = 1.0
 # Keys of so many earlier saves are kept for late processes.
 _KEPT_SAVES = 8
 _Registrations = dict[int, tuple[str, Any]]  # process → registration id, content
@@ -72,23 +77,29 @@ class Coordinator:
             summary: of this process's tree; arrays spread over processes have to be the same.
             on_primary: as for `barrier`.
 
-        Returns, Raises:
-            As `barrier`.
+        Returns:
+            What ``on_primary`` returned in process 0, in every process.
+
+        Raises:
+            CheckpointError: see `barrier`.
         """
-        details = {} if summary is None else summary.details
         signature += f" and {summary.spread}" if summary is not None else ""
         if self.process.index == 0:
-            result = self._receive_all(signature, summary, failed, on_primary)
-        else:
-            content = {"path": self._path, "signature": signature, "tree": details, "error": encode_error(failed)}
-            try:
-                self._store.set(f"{_REGISTRATIONS}/{self._id}", content)
-                result = self._wait_registered(failed is not None)
-            except BaseException as error:
-                self._unregister(error)
-                raise
+            return self._answer_registrations(signature, summary, failed, on_primary)
+        details = {} if summary is None else summary.details
+        content = {"path": self._path, "signature": signature, "tree": details, "error": encode_error(failed)}
+        try:
+            self._store.set(f"{_REGISTRATIONS}/{self._id}", content)
+            result = self._wait_registered(failed is not None)
+        except BaseException as error:
+            self._unregister(error)
+            if failed is not None and isinstance(error, CheckpointError):
+                raise failed from error
+            raise
         self._prefix = result.get("prefix", self._prefix)
-        return self._unwrap(result, failed)
+        if failed is not None:
+            raise failed
+        return self._unwrap(result)
 
     def barrier(
         self, stage: str, *, failed: BaseException | None = None, on_primary: Callable[[], str] = lambda: ""
@@ -101,7 +112,7 @@ class Coordinator:
             on_primary: runs in process 0 once all have arrived and none has failed.
 
         Returns:
-            What ``on_primary`` returned, in process 0.
+            What ``on_primary`` returned in process 0, in every process.
 
         Raises:
             ProcessTimeoutError: processes did not arrive in time.
@@ -110,39 +121,52 @@ class Coordinator:
             BaseException: ``failed`` itself, in the process that gave it.
         """
         self._store.set(f"{self._prefix}/{stage}/{self.process.index}", {"error": encode_error(failed)})
-        if failed is not None and self.process.index:
-            # If process 0 has given up before, it has removed what this one was writing to.
-            earlier = self._store.read_folder(f"{self._prefix}/{stage}/").get("result")
-            if earlier is not None:
-                self.is_aborted = True
-                raise decode_error(earlier["error"], self._path) from failed
+        if self.process.index == 0:
+            return self._collect_and_run(stage, failed, on_primary)
+        if failed is None:
+            return self.receive(stage)
+        # If process 0 has given up before, it has removed what this one was writing to.
+        earlier = self._store.read_folder(f"{self._prefix}/{stage}/").get("result")
+        if earlier is None:
             raise failed
-        result = self._collect_and_run(stage, on_primary) if self.process.index == 0 else self._wait_result(stage)
-        return self._unwrap(result, failed)
+        self.is_aborted = True
+        raise decode_error(earlier["error"], self._path) from failed
 
-    def send(self, stage: str, failed: BaseException | None) -> None:
+    def send(self, stage: str, failed: BaseException | None, value: str = "") -> None:
         """Publish an outcome from process 0 without waiting; the others `receive` it."""
-        self._store.set(f"{self._prefix}/{stage}/result", {"value": "", "error": encode_error(failed)})
+        self._store.set(f"{self._prefix}/{stage}/result", {"value": value, "error": encode_error(failed)})
         self._delete_later(f"{self._prefix}/")
 
-    def receive(self, stage: str) -> None:
-        """Wait for the outcome that process 0 sends.
+    def receive(self, stage: str) -> str:
+        """Wait for the outcome of process 0, which may itself wait for the full timeout before it works.
 
         Raises:
             ProcessTimeoutError: it sent none in time.
             CheckpointError: the failure of process 0.
         """
-        self._unwrap(self._wait_result(stage), None)
+        result = self._store.wait_for(f"{self._prefix}/{stage}/result", 2 * self.timeout)
+        if result is None:
+            raise self._timeout_error(stage, [0])
+        return self._unwrap(result)
 
-    def _unwrap(self, result: Mapping[str, Any], failed: BaseException | None) -> str:
-        if failed is not None:
-            raise failed
-        if isinstance(result["error"], BaseException):
-            raise result["error"]
+    def _unwrap(self, result: Mapping[str, Any]) -> str:
         self.is_aborted = result["error"] is not None
-        if result["error"] is not None:
+        if self.is_aborted:
             raise decode_error(result["error"], self._path)
         return str(result["value"])
+
+    def _wait_registered(self, failed: bool) -> Mapping[str, Any]:
+        """Return the answer of process 0 to this registration, or its earlier failure if it does not try again."""
+        key, earlier = f"{_RESULTS}/{self._id}", None
+        # It may be about to try again: only then look for a failure.
+        result = self._store.wait_for(key, _FIRST_WAIT_SECONDS)
+        if result is None:
+            earlier = self._store.read_folder(self._failure_folder).get("result")
+            result = self._store.wait_for(key, self._short if failed or earlier else 2 * self.timeout)
+        self._store.delete(f"{_REGISTRATIONS}/{self._id}" if result is None else key)
+        if result is None and earlier is None:
+            raise self._timeout_error("begin", [0])
+        return dict(result or earlier or {})
 
     def _unregister(self, error: BaseException) -> None:
         """Delete the registration after an interruption, so that no later save waits for this process.
@@ -156,36 +180,34 @@ class Coordinator:
             if "prefix" in result and result["error"] is None:
                 self._store.set(f"{result['prefix']}/commit/{self.process.index}", {"error": encode_error(error)})
 
-    def _receive_all(
-        self,
-        signature: str,
-        summary: TreeSummary | None,
-        failed: BaseException | None,
-        on_primary: Callable[[], str],
-    ) -> Mapping[str, Any]:
+    def _answer_registrations(
+        self, signature: str, summary: TreeSummary | None, failed: BaseException | None, on_primary: Callable[[], str]
+    ) -> str:
         """Run the first barrier in process 0."""
         self._store.delete(self._failure_folder)
         here: _Registrations = {}
         others: _Registrations = {}
-        value, error = "", failed
+        value, error = "", None
         try:
             here, others = self._wait_for_registrations(failed is not None)
-            if failed is None:
-                self._validate("begin", {index: content for index, (_, content) in here.items()}, others)
-                self._compare(signature, summary, here)
-                value = on_primary()
+            self._validate("begin", {index: content for index, (_, content) in here.items()}, others, failed)
+            self._compare(signature, summary, here)
+            value = on_primary()
         except BaseException as raised:  # noqa: BLE001  (reported to the other processes)
             error = raised
         result = {"value": value, "error": encode_error(error), "prefix": self._prefix}
+        if error is not None and len(here) + len(others) < self.process.count - 1:
+            self._store.set(f"{self._failure_folder}result", result)
+            self._delete_later(self._failure_folder)
+            here |= self._registrations()[0]  # those that registered before they could see that key
         registered = [name for name, _ in (*here.values(), *others.values())]
         for name in registered:  # before any deletion, because they wait
             self._store.set(f"{_RESULTS}/{name}", result)
         for name in registered:
             self._store.delete(f"{_REGISTRATIONS}/{name}")
-        if error is not None and len(here) + len(others) < self.process.count - 1:
-            self._store.set(f"{self._failure_folder}result", result)
-            self._delete_later(self._failure_folder)
-        return {**result, "error": error}
+        if error is not None:
+            raise error
+        return value
 
     def _wait_for_registrations(self, failed: bool) -> tuple[_Registrations, _Registrations]:
         """Wait for the other processes, for a shorter time once the save has failed.
@@ -217,11 +239,36 @@ class Coordinator:
             group[index] = name, content
         return here, {index: entry for index, entry in others.items() if index not in here}
 
-    def _validate(self, stage: str, reports: Mapping[int, Any], others: _Registrations | None = None) -> None:
-        """Raise if a process has failed, saves something else, or is missing."""
+    def _collect_and_run(self, stage: str, failed: BaseException | None, on_primary: Callable[[], str]) -> str:
+        """Run a later barrier in process 0; after a failure wait briefly, until the others have stopped writing."""
+        start, value = time.monotonic(), ""
+        try:
+            for pause in growing(0.005, min(0.5, self.timeout / 20)):
+                found = self._store.read_folder(f"{self._prefix}/{stage}/")
+                reports = {int(name): report for name, report in found.items() if name.isdecimal()}
+                bound = self._short if any(report["error"] for report in reports.values()) else self.timeout
+                if len(reports) == self.process.count or time.monotonic() > start + bound:
+                    break
+                time.sleep(pause)
+            self._validate(stage, reports, failed=failed)
+            value = on_primary()
+        except BaseException as error:
+            self.send(stage, error)
+            raise
+        self.send(stage, None, value)
+        return value
+
+    def _validate(
+        self,
+        stage: str,
+        reports: Mapping[int, Any],
+        others: _Registrations | None = None,
+        failed: BaseException | None = None,
+    ) -> None:
+        """Raise if a process has failed, this one first, or saves something else, or is missing."""
+        if failed is not None:
+            raise failed
         for index, report in sorted(reports.items()):
-            if report["error"] is not None and index == 0:
-                raise decode_error(report["error"], self._path)
             if report["error"] is not None:
                 raise MultiprocessSaveError(
                     f"{self._path}: process {index} failed at {stage!r}, so nothing was saved: "
@@ -233,45 +280,6 @@ class Coordinator:
         missing = [index for index in range(1, self.process.count) if index not in reports]
         if missing:
             raise self._timeout_error(stage, missing)
-
-    def _wait_registered(self, failed: bool) -> Mapping[str, Any]:
-        """Return the answer of process 0 to this registration, or its earlier failure if it does not try again."""
-        start, earlier, timeouts = time.monotonic(), None, read_timeouts()
-        bound = self._short if failed else 2 * self.timeout
-        while (left := start + bound - time.monotonic()) > 0:
-            result = self._store.wait_for(f"{_RESULTS}/{self._id}", min(next(timeouts), left))
-            if result is not None:
-                self._store.delete(f"{_RESULTS}/{self._id}")
-                return dict(result)
-            if earlier is None:
-                earlier = self._store.read_folder(self._failure_folder).get("result")
-                if earlier is not None:
-                    bound = time.monotonic() - start + self._short
-        self._store.delete(f"{_REGISTRATIONS}/{self._id}")
-        return {"error": self._timeout_error("begin", [0])} if earlier is None else dict(earlier)
-
-    def _collect_and_run(self, stage: str, on_primary: Callable[[], str]) -> Mapping[str, Any]:
-        value, error = "", None
-        try:
-            self._collect(stage)
-            value = on_primary()
-        except BaseException as raised:  # noqa: BLE001  (reported to the other processes)
-            error = raised
-        self._store.set(f"{self._prefix}/{stage}/result", {"value": value, "error": encode_error(error)})
-        self._delete_later(f"{self._prefix}/")
-        return {"value": value, "error": error}
-
-    def _collect(self, stage: str) -> None:
-        """Wait for all reports; after a failure only briefly, until the others have stopped writing."""
-        start = time.monotonic()
-        for pause in growing(0.005, min(0.5, self.timeout / 20)):
-            found = self._store.read_folder(f"{self._prefix}/{stage}/")
-            reports = {int(name): report for name, report in found.items() if name.isdecimal()}
-            bound = self._short if any(report["error"] for report in reports.values()) else self.timeout
-            if len(reports) == self.process.count or time.monotonic() > start + bound:
-                self._validate(stage, reports)
-                return
-            time.sleep(pause)
 
     def _compare(self, signature: str, summary: TreeSummary | None, here: _Registrations) -> None:
         for index, (_, content) in sorted(here.items()):
@@ -301,15 +309,6 @@ class Coordinator:
             path=self._path,
             absent=tuple(missing),
         )
-
-    def _wait_result(self, stage: str) -> Mapping[str, Any]:
-        """Wait for the result of process 0, which may itself wait for the full timeout before it works."""
-        deadline, timeouts = time.monotonic() + 2 * self.timeout, read_timeouts()
-        while (left := deadline - time.monotonic()) > 0:
-            result = self._store.wait_for(f"{self._prefix}/{stage}/result", min(next(timeouts), left))
-            if result is not None:
-                return dict(result)
-        raise self._timeout_error(stage, [0])
 
     def _delete_later(self, key: str) -> None:
         """Delete the keys of old saves, and keep this one for the next few."""

@@ -1,15 +1,23 @@
-"""Key-value store of ``jax.distributed``, which every job of several processes has; no device takes part."""
+"""Key-value store of ``jax.distributed``, which every job of several processes has, and errors as its values."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from flax_ckpt_compat._core.errors import MultiprocessSaveError, ProcessTimeoutError
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError, ProcessTimeoutError
 
+# Errors that other processes raise as they are; their constructors take a message and a path.
+_SENT_ERRORS = (
+    errors.CleanupError, errors.DepthError, errors.MultiprocessSaveError, errors.NameCollisionError,
+    errors.ProcessTimeoutError, errors.SettingError, errors.StepError, errors.StorageError,
+    errors.UnsupportedLeafError,
+)  # fmt: skip
 # The first and the longest blocking read, in seconds; Python handles no signal meanwhile.
 _READ_SECONDS = (1.0, 4.0)
 
@@ -21,11 +29,7 @@ class KeyValueStore:
     """
 
     def __init__(self, path: str):
-        """Connect to the store of this job.
-
-        Args:
-            path: the checkpoint's, for error messages.
-        """
+        """Connect to the store of this job; ``path`` is the checkpoint's, for error messages."""
         self._path, self._client = path, _client()
 
     def set(self, key: str, value: Mapping[str, Any]) -> None:
@@ -40,14 +44,18 @@ class KeyValueStore:
         found = self._call(lambda: self._client.key_value_dir_get(folder))
         return {key.rpartition("/")[2]: json.loads(text) for key, text in sorted(found)}
 
-    def wait_for(self, key: str, seconds: float) -> Any:
+    def wait_for(self, key: str, seconds: float) -> dict[str, Any] | None:
         """Wait for a value; return None if there is none in time."""
-        try:
-            return json.loads(self._client.blocking_key_value_get(key, max(1, int(seconds * 1000))))
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise self._unreachable(error) from error
+        deadline, pauses = time.monotonic() + seconds, growing(*_READ_SECONDS)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                text = self._client.blocking_key_value_get(key, max(1, int(min(next(pauses), left) * 1000)))
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self._unreachable(error) from error
+            else:
+                return dict(json.loads(text))
+        return None
 
     def delete(self, key: str) -> None:
         """Delete a key, or, if it ends in a slash, all keys below it."""
@@ -65,11 +73,6 @@ class KeyValueStore:
             path=self._path,
             absent=(0,),
         )
-
-
-def read_timeouts() -> Iterator[float]:
-    """Yield timeouts for successive `KeyValueStore.wait_for` calls, in seconds."""
-    return growing(*_READ_SECONDS)
 
 
 def growing(seconds: float, most: float) -> Iterator[float]:
@@ -90,3 +93,29 @@ def _client() -> Any:
             "jax.distributed.initialize() in all of them first"
         )
     return client
+
+
+def encode_error(error: BaseException | None) -> dict[str, Any] | None:
+    """Return a JSON-serializable form of an error; None for None."""
+    if error is None:
+        return None
+    return {
+        "kind": type(error).__name__,
+        "message": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
+        **{name: getattr(error, name, None) for name in ("path", "leaf", "absent")},
+    }
+
+
+def decode_error(encoded: Mapping[str, Any], path: str) -> CheckpointError:
+    """Return the error of `encode_error`, as a MultiprocessSaveError if its class is not one of ours."""
+    kind, message, error_path = encoded["kind"], encoded["message"], encoded["path"] or path
+    if kind == "InvalidCheckpointError":
+        return errors.InvalidCheckpointError(message, path=error_path, step=None)
+    for own in _SENT_ERRORS:
+        if own.__name__ == kind:
+            error = own(message, path=error_path)
+            error.leaf = encoded["leaf"]
+            if isinstance(error, ProcessTimeoutError):
+                error.absent = tuple(encoded["absent"])
+            return error
+    return MultiprocessSaveError(f"{path}: {message}", path=error_path)
