@@ -7,22 +7,19 @@ Each leaf is its value or a placeholder text. As in real Orbax, what follows the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import UnrecognizedFormatError
-from flax_ckpt_compat._core.orbax_layout import MSGPACK_FILE
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
+from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE_KEY
+from flax_ckpt_compat._core.tree import Branch, Node, Path
 
-from .metadata import DICT_KEY, SEQUENCE_KEY
+from .plan import EMPTY_MARKERS
 
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
-_EMPTY = {Container.DICT: "Dict", Container.LIST: "List", Container.TUPLE: "Tuple"}
-
-Keys = tuple[tuple[str, int], ...]
+Kinds = tuple[int, ...]  # Orbax's key type of each name of a path
 OpenMsgpack = Callable[[str], Reader]
 
 
@@ -30,41 +27,29 @@ class Aggregate:
     """An open msgpack file.
 
     Attributes:
-        file: path.
-        leaves: keys → leaf, in stored order: a handle of the msgpack file, None for a placeholder, or Orbax's name
+        reader: reader of the file.
+        leaves: path, key types and leaf, in stored order: a handle of the file, None for a placeholder, or Orbax's name
             of an empty node.
+        values: path → handle of each leaf with its value in the file.
     """
 
-    def __init__(self, file: str, reader: Reader) -> None:
-        self.file = file
-        self._reader = reader
-        self.leaves: dict[Keys, LeafHandle | str | None] = {}
-        self._collect(reader.tree, ())
-        self._values = {_names(keys): leaf for keys, leaf in self.leaves.items() if isinstance(leaf, LeafHandle)}
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.leaves: list[tuple[Path, Kinds, LeafHandle | str | None]] = []
+        self._collect(reader.tree, (), ())
+        self.values = {path: leaf for path, _, leaf in self.leaves if isinstance(leaf, LeafHandle)}
 
-    def value(self, path: Path) -> LeafHandle | None:
-        """Return the handle of a leaf, or None if its value is not in the file."""
-        return self._values.get(path)
-
-    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
-        """Return the values of handles and slices."""
-        return self._reader.read(handles, mapped=mapped)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
-
-    def _collect(self, node: Node, keys: Keys) -> None:
+    def _collect(self, node: Node, path: Path, kinds: Kinds) -> None:
         if isinstance(node, Branch) and node.children:
-            kind = SEQUENCE_KEY if node.container.is_sequence else DICT_KEY
+            below = (*kinds, SEQUENCE_KEY if node.container.is_sequence else DICT_KEY)
             for name, child in node.children.items():
-                self._collect(child, (*keys, (name, kind)))
+                self._collect(child, (*path, name), below)
         elif isinstance(node, Branch):
-            self.leaves[keys] = _EMPTY.get(node.container, "Dict")
+            self.leaves.append((path, kinds, EMPTY_MARKERS[node.container]))
         elif node is None:
-            self.leaves[keys] = "None"
+            self.leaves.append((path, kinds, "None"))
         else:
-            self.leaves[keys] = None if _is_placeholder(node) else node
+            self.leaves.append((path, kinds, None if _is_placeholder(node) else node))
 
 
 def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | None:
@@ -82,12 +67,8 @@ def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | N
             f"open it with flax_ckpt_compat.checkpoints.restore_checkpoint",
             path=file,
         )
-    return Aggregate(file, open_msgpack(file))
+    return Aggregate(open_msgpack(file))
 
 
 def _is_placeholder(leaf: LeafHandle) -> bool:
     return leaf.kind is LeafKind.STR and str(leaf.read()).startswith(_PLACEHOLDERS)
-
-
-def _names(keys: Keys) -> Path:
-    return tuple(name for name, _ in keys)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
 
-from flax_ckpt_compat._core.orbax_layout import TREE_METADATA
-from flax_ckpt_compat._core.tree import Branch, Container, Path, show_path
+from flax_ckpt_compat._core.orbax_layout import SEQUENCE_KEY, TREE_METADATA
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
-from .aggregate import Keys
-from .json_files import corrupt
-from .metadata import SEQUENCE_KEY
-from .structure import LeafEntry, Structure
-from .type_annotations import TypeAnnotations
+from .aggregate import Kinds
+from .files import corrupt
+from .structure import Structure
+from .type_annotations import ContainerType
 
 
-def build_tree(structure: Structure, leaves: list[Any]) -> Any:
+def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
     """Return the tree of branches and leaves.
 
     Args:
@@ -25,64 +24,68 @@ def build_tree(structure: Structure, leaves: list[Any]) -> Any:
     Raises:
         CorruptCheckpointError: the entries do not form a tree.
     """
-    file = os.path.join(structure.path, TREE_METADATA)
     if structure.is_single_array:
         return leaves[0]
-    if len(leaves) == 1 and not structure.entries[0].keys:
-        return _annotate(leaves[0], (), structure.annotations)
-    root = Branch({})
-    kinds: dict[int, int] = {}
-    # Leaves of one branch mostly follow one another.
-    above: Keys | None = None
-    branch = root
+    containers = structure.annotations.containers if structure.annotations is not None else {}
+    if len(leaves) == 1 and not structure.entries[0].path:
+        return _annotated(leaves[0], containers.get(()))
+    builder = _Builder(os.path.join(structure.path, TREE_METADATA))
     for entry, leaf in zip(structure.entries, leaves, strict=True):
-        keys = entry.keys
-        if keys and keys[:-1] == above and keys[-1][0] not in branch.children and keys[-1][1] == kinds[id(branch)]:
-            branch.children[keys[-1][0]] = leaf
-        else:
-            branch, above = _insert(root, entry, leaf, kinds, file), keys[:-1]
-    _finish(root, (), kinds, structure.annotations, file)
-    return root
+        builder.put(entry.path, entry.kinds, leaf)
+    builder.order_sequences()
+    for path, annotation in containers.items():
+        builder.annotate(path, annotation)
+    return builder.branches[()][0] if leaves else _annotated(Branch({}), containers.get(()))
 
 
-def _insert(root: Branch, entry: LeafEntry, leaf: Any, kinds: dict[int, int], file: str) -> Branch:
-    """Insert a leaf and its missing branches; return its parent."""
-    node: Any = root
-    keystr = show_path(entry.path)
-    for depth, (name, kind) in enumerate(entry.keys):
-        if not isinstance(node, Branch) or kinds.setdefault(id(node), kind) != kind:
-            raise corrupt(file, f"the leaf {keystr!r} contradicts the entries before it")
-        if depth + 1 == len(entry.keys):
-            if name in node.children:
-                raise corrupt(file, f"the leaf {keystr!r} is listed twice, or as both a leaf and a branch")
-            node.children[name] = leaf
-            return node
-        node = node.children.setdefault(name, Branch({}))
-    raise corrupt(file, "it lists the whole tree as one leaf and other leaves besides")
+class _Builder:
+    def __init__(self, file: str) -> None:
+        self._file = file
+        # Path of each branch → the branch, and Orbax's key types on the way to its children.
+        self.branches: dict[Path, tuple[Branch, Kinds]] = {}
+
+    def put(self, path: Path, kinds: Kinds, node: Node) -> None:
+        """Put a node into its branch, which is made if it is not there yet."""
+        if not path:
+            raise corrupt(self._file, "it lists the whole tree as one leaf and other leaves besides")
+        parent, name = path[:-1], path[-1]
+        known = self.branches.get(parent)
+        if known is None:
+            branch = Branch({}, Container.LIST if kinds[-1] == SEQUENCE_KEY else Container.DICT)
+            known = self.branches[parent] = branch, kinds
+            if parent:
+                self.put(parent, kinds[:-1], branch)
+        branch, expected = known
+        if kinds != expected:
+            raise corrupt(self._file, f"the leaf {show_path(path)!r} contradicts the entries before it")
+        if name in branch.children:
+            raise corrupt(self._file, f"the leaf {show_path(path)!r} is listed twice, or as both a leaf and a branch")
+        branch.children[name] = node
+
+    def order_sequences(self) -> None:
+        """Order the children of sequences by index."""
+        for path, (branch, _) in self.branches.items():
+            if branch.container is Container.LIST:
+                expected = [str(index) for index in range(len(branch.children))]
+                if branch.children.keys() != set(expected):
+                    raise corrupt(
+                        self._file,
+                        f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}, "
+                        f"expected 0 to {len(expected) - 1}",
+                    )
+                branch.children = {index: branch.children[index] for index in expected}
+
+    def annotate(self, path: Path, annotation: ContainerType) -> None:
+        """Apply an annotation to a branch, or to a node without values."""
+        if path in self.branches:
+            _annotated(self.branches[path][0], annotation)
+        elif path and path[:-1] in self.branches:
+            children = self.branches[path[:-1]][0].children
+            if path[-1] in children:
+                children[path[-1]] = _annotated(children[path[-1]], annotation)
 
 
-def _finish(branch: Branch, path: Path, kinds: dict[int, int], annotations: TypeAnnotations | None, file: str) -> None:
-    """Order sequences and apply the type annotations."""
-    if kinds.get(id(branch)) == SEQUENCE_KEY:
-        expected = [str(index) for index in range(len(branch.children))]
-        if set(branch.children) != set(expected):
-            raise corrupt(
-                file,
-                f"the sequence {show_path(path)!r} has the indices {sorted(branch.children)[:8]}, "
-                f"expected 0 to {len(expected) - 1}",
-            )
-        branch.children = {index: branch.children[index] for index in expected}
-        branch.container = Container.LIST
-    for name, child in branch.children.items():
-        if isinstance(child, Branch) and child.children:
-            _finish(child, (*path, name), kinds, annotations, file)
-        elif child is None or isinstance(child, Branch):  # besides parents, only nodes without values are annotated
-            branch.children[name] = _annotate(child, (*path, name), annotations)
-    _annotate(branch, path, annotations)
-
-
-def _annotate(node: Any, path: Path, annotations: TypeAnnotations | None) -> Any:
-    annotation = annotations.containers.get(path) if annotations else None
+def _annotated(node: Node, annotation: ContainerType | None) -> Node:
     if annotation is None:
         return node
     if node is None and annotation.container is Container.NAMEDTUPLE:

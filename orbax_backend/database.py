@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, 
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import EncodedLeaf
-from .sources import wait
+from .files import wait
 from .stored_names import key_prefix
 from .zarr import dump_zarray
 

@@ -1,25 +1,18 @@
-"""Decode stored arrays to leaves."""
+"""Describe and decode leaves that are stored as arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
-from . import grid
-from .array_reads import Job
-from .encode import NP_ARRAY, SCALAR
-from .grid import Box
-from .stored_names import key_prefix
-from .stored_values import Index
 from .structure import UNKNOWN
 from .type_annotations import LeafType
 from .zarr import ArrayInfo
@@ -27,32 +20,49 @@ from .zarr import ArrayInfo
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
 _FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
 _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
+# Arrays up to this size that are inline in the database share memory.
+_SMALL_BYTES = 4096
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decoder:
-    """Decodes the stored array of a leaf.
+@dataclasses.dataclass(slots=True, eq=False)
+class StoredLeaf:
+    """How leaves of one type are stored as arrays; the locator of their handles.
 
     Attributes:
+        info: metadata of the array.
         kind: type of the leaf.
-        shape, dtype: those of the leaf; they differ from the stored ones for dtypes that zarr lacks.
+        shape, dtype: those of the decoded array; they differ from the stored ones for dtypes that zarr lacks.
         text: ``str`` or ``bytes`` for a numpy text scalar.
         impl: implementation of a PRNG key.
+        possible_kinds: see `LeafHandle`.
+        described: kind, shape, dtype and size of the `LeafHandle`.
+        is_plain: whether the array is the leaf.
+        inline_key: chunk key, below the array's prefix, of a small array in one raw chunk; None for other arrays.
     """
 
+    info: ArrayInfo
     kind: LeafKind
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     text: str | None = None
     impl: str | None = None
+    possible_kinds: frozenset[LeafKind] = frozenset()
+    described: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int] = dataclasses.field(init=False)
+    is_plain: bool = dataclasses.field(init=False)
+    inline_key: str | None = dataclasses.field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the leaf in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
+        dtype = self.dtype if self.text is None else np.dtype(self.text)
+        has_dtype = has_shape or self.kind is LeafKind.NUMPY_SCALAR
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
+        self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
+        is_small = self.info.is_one_raw_chunk and self.info.nbytes <= _SMALL_BYTES
+        self.inline_key = self.info.chunk_key((0,) * len(self.info.shape)) if is_small else None
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
-        """Return the leaf.
+        """Return the leaf, or a box of it.
 
         Raises:
             ValueError: the bytes are not UTF-8.
@@ -71,30 +81,33 @@ class Decoder:
         return typed[()] if self.kind is LeafKind.NUMPY_SCALAR else typed
 
     def _retyped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        # The array may be a box of the leaf only.
         shape = array.shape if len(self.shape) == array.ndim else array.shape[:-1]
         if array.size == 0:
             return np.empty(shape, self.dtype)
         return array.reshape(-1).view(self.dtype).reshape(shape)
 
 
-def make_decoder(value_type: str, info: ArrayInfo, annotation: LeafType, key_impl: str | None) -> Decoder:
-    """Return the decoder of a leaf.
+def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None, key_impl: str | None) -> StoredLeaf:
+    """Return how a leaf is stored.
 
     Args:
-        value_type: Orbax's name of its type.
+        value_type: Orbax's name of its type, or `UNKNOWN`.
         info: its stored array.
-        annotation: our type annotation; empty where Orbax's format says enough.
+        annotation: our type annotation, empty where Orbax's format says enough; None in a checkpoint of another writer.
         key_impl: PRNG implementation from ``array_metadatas``.
 
     Raises:
         ValueError: the annotation and the stored array contradict each other.
     """
+    possible_kinds = frozenset[LeafKind]()
+    if annotation is None:
+        kind, possible_kinds = _kinds_of(value_type, info)
+        annotation = LeafType(None if kind is LeafKind.ARRAY else kind)
     impl = annotation.impl or key_impl
     if impl is not None:
-        return Decoder(LeafKind.PRNG_KEY, info.shape, info.dtype, impl=impl)
+        return StoredLeaf(info, LeafKind.PRNG_KEY, info.shape, info.dtype, None, impl, possible_kinds)
     if annotation.dtype in _TEXTS or annotation.kind in (LeafKind.BYTES, LeafKind.STR):
-        return _text_decoder(info, annotation)
+        return _describe_text(info, annotation)
     shape, dtype = _annotated_type(info, annotation.dtype) if annotation.dtype else (info.shape, info.dtype)
     kind = annotation.kind or _kind(value_type, info)
     if annotation.kind is LeafKind.PRNG_KEY:
@@ -103,13 +116,13 @@ def make_decoder(value_type: str, info: ArrayInfo, annotation: LeafType, key_imp
         raise ValueError(f"the type annotation says {kind.value}, but {dtype.name}{list(shape)} is stored")
     if annotation.kind in _FROM_SCALAR and kind is not _SCALAR_KINDS.get(dtype.kind, LeafKind.FLOAT):
         raise ValueError(f"the type annotation says {kind.value}, but {dtype.name} is stored")
-    return Decoder(kind, shape, dtype)
+    return StoredLeaf(info, kind, shape, dtype, possible_kinds=possible_kinds)
 
 
-def _text_decoder(info: ArrayInfo, annotation: LeafType) -> Decoder:
+def _describe_text(info: ArrayInfo, annotation: LeafType) -> StoredLeaf:
     if len(info.shape) != 1 or info.dtype != np.uint8:
         raise ValueError(f"the type annotation says text or bytes, but {info.dtype.name}{list(info.shape)} is stored")
-    return Decoder(annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, text=annotation.dtype)
+    return StoredLeaf(info, annotation.kind or LeafKind.NUMPY_SCALAR, info.shape, info.dtype, annotation.dtype)
 
 
 def _annotated_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -122,15 +135,11 @@ def _annotated_type(info: ArrayInfo, name: str) -> tuple[tuple[int, ...], np.dty
     raise ValueError(f"the type annotation says {dtype.name}, but {info.dtype.name}{list(info.shape)} is stored")
 
 
-def kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[LeafKind]]:
+def _kinds_of(value_type: str, info: ArrayInfo) -> tuple[LeafKind, frozenset[LeafKind]]:
     """Return the kind of a leaf without a type annotation, and the other kinds it may have been.
 
     Orbax stores Python numbers and numpy scalars alike as 0-d arrays, and until 0.4.2 0-d arrays in the same way.
     Python's numbers are stored with 64 bits, bools with one byte (0.1.8 to 0.12.8, measured).
-
-    Args:
-        value_type: Orbax's name of its type, or `UNKNOWN`.
-        info: its stored array.
     """
     if value_type not in (SCALAR, NP_ARRAY, UNKNOWN) or info.shape != ():
         return LeafKind.ARRAY, frozenset()
@@ -154,72 +163,3 @@ def _kind(value_type: str, info: ArrayInfo) -> LeafKind:
 
 def _utf8(array: np.ndarray[Any, Any]) -> str:
     return array.tobytes().decode("utf-8", "surrogatepass")
-
-
-# Small arrays share memory, which is freed with the last of them.
-_SMALL_BYTES = 4096
-_LEAVES_PER_BLOCK = 64
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayLocator:
-    """The locator of leaves that are stored as arrays of one type.
-
-    Attributes:
-        info: metadata of the array.
-        decoder: decodes the array.
-        is_plain: whether the array is the leaf.
-        handle: kind, shape, dtype, size and possible kinds of the `LeafHandle`.
-        inline_key: see the function `inline_key`.
-    """
-
-    info: ArrayInfo
-    decoder: Decoder
-    is_plain: bool
-    handle: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int, frozenset[LeafKind]]
-    inline_key: str | None
-
-    def job(self, handle: LeafHandle, index: Box | None) -> Job:
-        """Return the job that reads a leaf, or a box of it."""
-        if index is not None:
-            # A dtype that zarr lacks is stored with one more axis.
-            index = (*index, *grid.full_box(self.info.shape[len(index) :]))
-        return Job(handle.name, self.info, handle.path, index)
-
-
-def inline_key(info: ArrayInfo) -> str | None:
-    """Return the chunk key, below the array's prefix, of a small array in one raw chunk; None for other arrays."""
-    is_candidate = info.is_one_raw_chunk and info.nbytes <= _SMALL_BYTES
-    return info.chunk_key((0,) * len(info.shape)) if is_candidate else None
-
-
-def take_inline(
-    index: Index | None, wanted: Sequence[LeafHandle | ArraySlice], values: list[Any]
-) -> tuple[list[int], list[tuple[LeafHandle, int]]]:
-    """Copy small whole arrays that are inline in the index.
-
-    Args:
-        index: index of the checkpoint; None if it has no arrays.
-        wanted: handles and slices to read.
-        values: output, one place per handle.
-
-    Returns:
-        The numbers of the handles that are left; and the leaves that must still be decoded, with their numbers.
-    """
-    if index is None:
-        return list(range(len(wanted))), []
-    rest: list[int] = []
-    found: list[tuple[int, LeafHandle, bytes]] = []
-    for number, one in enumerate(wanted):
-        if isinstance(one, LeafHandle) and isinstance(one.locator, ArrayLocator) and one.locator.inline_key is not None:
-            value = index.find(key_prefix(one.name) + one.locator.inline_key)
-            if type(value) is bytes and len(value) == one.locator.info.nbytes:
-                found.append((number, one, value))
-                continue
-        rest.append(number)
-    for start in range(0, len(found), _LEAVES_PER_BLOCK):
-        block = found[start : start + _LEAVES_PER_BLOCK]
-        packed = memory.pack([(one.locator.info.shape, one.locator.info.dtype, value) for _, one, value in block])
-        for (number, _, _), array in zip(block, packed, strict=True):
-            values[number] = array
-    return rest, [(one, number) for number, one, _ in found if not one.locator.is_plain]

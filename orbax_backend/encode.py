@@ -13,13 +13,13 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
 from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
 from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, shards_of, show_path
 
-from .sharding import replicated_sharding, shard_shape, spans_processes
+from .shardings import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
 from .zarr import typestr
 
-JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
 # Default of write_shape: derive it from the sharding, which takes time.

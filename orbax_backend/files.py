@@ -1,18 +1,51 @@
-"""Write small files and directories, synced to disk; raise `StorageError` for OSErrors."""
+"""Access a checkpoint's files, in a local directory or an object store; raise `StorageError` for OSErrors."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import json
 import os
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core.errors import StorageError
+import tensorstore as ts
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.object_store import client, specs, store_errors
+from flax_ckpt_compat._core.object_store.threads import in_parallel
 
-_WRITES_AT_ONCE = 4
+# TensorStore retries by itself for this long, beside the time for the bytes.
+_TIMEOUT = 60.0  # seconds
+_SLOWEST_RATE = 2**20  # bytes/s
+
+
+class ByteRange(NamedTuple):
+    """A range of bytes in a file of the checkpoint.
+
+    Attributes:
+        file: relative to the checkpoint's directory.
+        offset, length: in bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+def stays_inside(relative: str) -> bool:
+    """Return whether a relative path stays below its directory."""
+    return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
+
+
+def refuse_escape(relative: str, path: str) -> None:
+    """Raise if a relative path leads outside the checkpoint's directory."""
+    if not stays_inside(relative):
+        raise CorruptCheckpointError(
+            f"{path}: it refers to {relative!r}, which lies outside its directory; it was tampered with: do not use it",
+            path=path,
+        )
 
 
 @contextlib.contextmanager
@@ -36,6 +69,12 @@ def make_directory(path: str) -> None:
         os.mkdir(path)
 
 
+def sync_directory(path: str) -> None:
+    """Sync the entries of a directory."""
+    with storage_errors(path, "synced"):
+        atomic.sync_directory(path)
+
+
 def write_file(path: str, data: bytes) -> None:
     """Write and sync a new file."""
     with storage_errors(path, "written"), open(path, "xb") as file:
@@ -44,25 +83,93 @@ def write_file(path: str, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-class ConcurrentWrites:
-    """Writes and syncs new files concurrently; leaving the block waits for them."""
-
-    def __enter__(self) -> Self:
-        self._pool = Pool(_WRITES_AT_ONCE, thread_name_prefix="flax-ckpt-write")
-        self._pending: list[concurrent.futures.Future[None]] = []
-        return self
-
-    def add(self, path: str, data: bytes) -> None:
-        """Start to write a file."""
-        self._pending.append(self._pool.submit(write_file, path, data))
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._pool.shutdown()
-        for write in self._pending if kind is None else ():
-            write.result()
+def write_files(contents: Mapping[str, bytes]) -> None:
+    """Write and sync new files at once; the file system may sync them together."""
+    in_parallel(lambda path: write_file(path, contents[path]), contents)
 
 
-def sync_directory(path: str) -> None:
-    """Sync the entries of a directory."""
-    with storage_errors(path, "synced"):
-        atomic.sync_directory(path)
+def read_json(path: str, name: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file of the directory ``path``, or None if there is no file.
+
+    Raises:
+        CorruptCheckpointError: it does not decode.
+        StorageError: the file system refused.
+    """
+    file = os.path.join(path, name)
+    if not paths.isfile(file):
+        return None
+    with storage_errors(file, "read"):
+        text = paths.read(file)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(file, f"it is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise corrupt(file, f"it holds a {type(value).__name__} where an object was expected")
+    return value
+
+
+def read_ahead(path: str, names: Collection[str]) -> None:
+    """Prefetch files of a store for `read_json`; do nothing on a local disk."""
+    if paths.is_url(path):
+        files = [os.path.join(path, name) for name in names]
+        with storage_errors(path, "read"):
+            client.prefetch_contents([file for file in files if paths.isfile(file)])
+
+
+def corrupt(file: str, what: str) -> CorruptCheckpointError:
+    """Return the error for a file that does not decode."""
+    return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)
+
+
+def read_range(file: str, start: int, stop: int) -> bytes:
+    """Read a range of a file; return fewer bytes if it ends before ``stop``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError, StorageError: the system, or the store, refused.
+    """
+    if paths.is_url(file):
+        return client.read_range(file, start, stop)
+    with open(file, "rb") as opened:
+        opened.seek(start)
+        return opened.read(stop - start)
+
+
+def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
+    """Return file → its size, or the error; query stores concurrently."""
+    sizes: dict[str, int | OSError] = {}
+
+    def look(file: str) -> None:
+        try:
+            sizes[file] = paths.getsize(file)
+        except OSError as error:
+            sizes[file] = error
+
+    local = [file for file in files if not paths.is_url(file)]
+    for file in local:
+        look(file)
+    in_parallel(look, [file for file in files if paths.is_url(file)])
+    return sizes
+
+
+def tensorstore_context(path: str, cache_bytes: int) -> Any:
+    """Return a TensorStore context with its own cache: nodes are cached by path, and paths are reused."""
+    parent = specs.context() if paths.is_url(path) else None
+    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=parent)
+
+
+def wait(path: str, future: Any, nbytes: int = 0) -> Any:
+    """Return the result of a TensorStore future about ``path``; if it is in a store, wait a limited time.
+
+    Raises:
+        StorageError: the store refused, or did not answer in time; all other errors are TensorStore's.
+    """
+    if not paths.is_url(path):
+        return future.result()
+    try:
+        return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)
+    except (ValueError, OSError, TimeoutError) as error:
+        if isinstance(error, TimeoutError) or store_errors.is_store_error(error):
+            raise store_errors.translate_error(path, "read", error) from error
+        raise

@@ -26,6 +26,11 @@ def overlap(one: Box, other: Box) -> Box:
     return tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
 
 
+def overlaps(one: Box, other: Box) -> bool:
+    """Return whether two boxes intersect."""
+    return all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True))
+
+
 def bounding_box(boxes: Sequence[Box]) -> Box:
     """Return the smallest box around others."""
     return tuple(slice(min(s.start for s in sides), max(s.stop for s in sides)) for sides in zip(*boxes, strict=True))

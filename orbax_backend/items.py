@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     STEP_METADATA,
 )
 
-from .json_files import corrupt, read_json
+from .files import corrupt, read_json
 
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 

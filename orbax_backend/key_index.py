@@ -1,10 +1,10 @@
-"""Locate the values of a checkpoint's keys in an OCDBT database, or in files."""
+"""Locate the values of a checkpoint's keys: in an OCDBT database, or in files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import tensorstore as ts
 
@@ -16,46 +16,89 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
 )
 from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES, MANIFEST, PROCESS_PREFIX, SINGLE_ARRAY
+from flax_ckpt_compat._core.object_store.threads import in_parallel
+from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATA_FILES,
+    MANIFEST,
+    MSGPACK_FILE,
+    PROCESS_PREFIX,
+    SINGLE_ARRAY,
+    TREE_METADATA,
+)
 
-from .codecs import UndecodableError
-from .ocdbt_btree import BTree
-from .sources import directory_spec, new_context, read_range, wait
-from .stored_values import ByteRange, Index, OpaqueValue, StoredValue, refuse_escape
+from .files import ByteRange, read_range, refuse_escape, stays_inside, tensorstore_context, wait
+from .ocdbt import Entries, read_entries
+from .ocdbt_encoding import UndecodableError
 
 _MAX_METADATA_BYTES = 1 << 20
 
 
-def open_index(path: str, use_ocdbt: bool, locate: Callable[[str], str] | None = None) -> Index:
+class OpaqueValue:
+    """A value that only TensorStore can locate."""
+
+
+StoredValue = bytes | ByteRange | OpaqueValue
+
+
+class Index(Protocol):
+    """The values of a checkpoint by key."""
+
+    def find(self, key: str) -> StoredValue | None:
+        """Return the value, its byte range, or None if the key is absent."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """Read a small value; return None if the key is absent."""
+        ...
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """Return TensorStore's spec of the keys below ``prefix``."""
+        ...
+
+
+def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
     """Open the index of a checkpoint's directory.
 
     Args:
         path: directory of the checkpoint.
+        names: stored names of its arrays.
         use_ocdbt: whether it has a database.
-        locate: see `BTree`; for databases with files elsewhere.
 
     Raises:
         CorruptCheckpointError: the database does not decode.
     """
     if not use_ocdbt:
-        return ObjectIndex(path) if paths.is_url(path) else FileIndex(path)
-    if locate is None and not paths.isfile(os.path.join(path, MANIFEST)):
-        raise _missing_manifest(path)
+        return _StoreIndex(path) if paths.is_url(path) else _FileIndex(path)
+    index = open_database(path, _unmerged_database(path, names))
+    return _NestedIndex(path, index) if any("/" in name for name in names) else index
+
+
+def open_database(path: str, folder: str = "", locate: Callable[[str], str] | None = None) -> Index:
+    """Open the index of an OCDBT database.
+
+    Args:
+        path: directory of the checkpoint.
+        folder: subdirectory of the database.
+        locate: see `read_entries`; for databases with files elsewhere.
+    """
+    full = os.path.join(path, folder) if folder else path
+    if locate is None and not paths.isfile(os.path.join(full, MANIFEST)):
+        raise _missing_manifest(full)
     try:
-        return _BTreeIndex(path, BTree(path, locate).entries())
+        return _DatabaseIndex(path, full, read_entries(path, f"{folder}/" if folder else "", locate))
     except UndecodableError as error:
         if locate is not None:
-            raise _undecodable(path, error) from error
-        return _DriverIndex(path)
+            raise _undecodable(full, error) from error
+        return _DriverIndex(full)
     except (CorruptCheckpointError, StorageError):
         raise
     except OSError as error:
-        raise _undecodable(path, error) from error
+        raise _undecodable(full, error) from error
 
 
 def holds_array(path: str) -> bool:
     """Return whether the database in ``path`` has an array ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
-    index = open_index(path, use_ocdbt=True)
+    index = open_database(path)
     return any(index.find(f"{SINGLE_ARRAY}/{name}") is not None for name in ARRAY_METADATA_FILES)
 
 
@@ -63,6 +106,22 @@ def process_databases(path: str) -> list[str]:
     """Return the names of process databases, which a save merges at its end."""
     names = paths.listdir(path) if paths.isdir(path) else []
     return [name for name in names if name.startswith(PROCESS_PREFIX)]
+
+
+def _unmerged_database(path: str, names: Sequence[str]) -> str:
+    """Return the name of the process database of a finished checkpoint that never merged it, or "".
+
+    Releases 0.4.3 to 0.4.7 with ``use_ocdbt=False`` still wrote the process database, never merged it, and made an
+    empty directory for every array; they could not read that back themselves (0.4.4, measured).
+    """
+    if paths.isfile(os.path.join(path, MANIFEST)):
+        return ""
+    processes = process_databases(path)
+    finished = all(paths.isfile(os.path.join(path, file)) for file in (MSGPACK_FILE, TREE_METADATA))
+    if len(processes) != 1 or not finished:
+        return ""
+    folders = any(name and stays_inside(name) and paths.isdir(os.path.join(path, name)) for name in names)
+    return processes[0] if folders else ""
 
 
 def _missing_manifest(path: str) -> CheckpointError:
@@ -78,17 +137,22 @@ def _missing_manifest(path: str) -> CheckpointError:
     )
 
 
-def ocdbt_spec(path: str, prefix: str) -> dict[str, Any]:
-    """Return TensorStore's spec of the keys below ``prefix`` in the database in ``path``."""
-    return {"driver": "ocdbt", "base": directory_spec(path), "path": prefix}
+def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: its array database ({MANIFEST} and d/) does not decode: {error}; restore the files from a copy",
+        path=path,
+    )
 
 
-class _BTreeIndex:
+def _database_spec(path: str, prefix: str) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": paths.tensorstore_folder(path), "path": prefix}
+
+
+class _DatabaseIndex:
     """The index of an OCDBT database whose B-tree we decoded."""
 
-    def __init__(self, path: str, entries: dict[bytes, bytes | ByteRange]) -> None:
-        self._path = path
-        self._entries = entries
+    def __init__(self, path: str, database: str, entries: Entries) -> None:
+        self._path, self._database, self._entries = path, database, entries
 
     def find(self, key: str) -> StoredValue | None:
         return self._entries.get(key.encode())
@@ -98,36 +162,7 @@ class _BTreeIndex:
         return _read_small(self._path, value) if isinstance(value, ByteRange) else value
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        return ocdbt_spec(self._path, prefix)
-
-
-class _DriverIndex:
-    """The index of an OCDBT database that only TensorStore's driver reads; it does not expose byte ranges."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._store = wait(path, ts.KvStore.open(ocdbt_spec(path, ""), context=new_context(path, 0)))
-            self._keys = frozenset(wait(path, self._store.list()))
-        except StorageError:
-            raise
-        except (ValueError, OSError) as error:
-            raise _undecodable(path, error) from error
-
-    def find(self, key: str) -> StoredValue | None:
-        return OpaqueValue() if key.encode() in self._keys else None
-
-    def get(self, key: str) -> bytes | None:
-        try:
-            there = key.encode() in self._keys
-            return bytes(wait(self._path, self._store.read(key)).value) if there else None
-        except StorageError:
-            raise
-        except (ValueError, OSError) as error:
-            raise _undecodable(self._path, error) from error
-
-    def kvstore(self, prefix: str) -> dict[str, Any]:
-        return ocdbt_spec(self._path, prefix)
+        return _database_spec(self._database, prefix)
 
 
 def _read_small(path: str, extent: ByteRange) -> bytes:
@@ -148,26 +183,89 @@ def _read_small(path: str, extent: ByteRange) -> bytes:
     return data
 
 
-def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path}: its array database ({MANIFEST} and d/) does not decode: {error}; restore the files from a copy",
-        path=path,
-    )
+class _DriverIndex:
+    """The index of an OCDBT database that only TensorStore's driver reads; it does not expose byte ranges."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._store = wait(path, ts.KvStore.open(_database_spec(path, ""), context=tensorstore_context(path, 0)))
+            self._keys = frozenset(wait(path, self._store.list()))
+        except StorageError:
+            raise
+        except (ValueError, OSError) as error:
+            raise _undecodable(path, error) from error
+
+    def find(self, key: str) -> StoredValue | None:
+        return OpaqueValue() if key.encode() in self._keys else None
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            there = key.encode() in self._keys
+            return bytes(wait(self._path, self._store.read(key)).value) if there else None
+        except StorageError:
+            raise
+        except (ValueError, OSError) as error:
+            raise _undecodable(self._path, error) from error
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        return _database_spec(self._path, prefix)
 
 
-class FileIndex:
+class _NestedIndex:
+    """The index of a database and of databases in subdirectories.
+
+    Releases 0.1 to 0.4.1 took the name of an array for a path, so that the array ``a/b`` is the array ``b`` of a
+    database in the directory ``a`` (measured).
+    """
+
+    def __init__(self, path: str, top: Index) -> None:
+        self._path, self._top = path, top
+        self._below: dict[str, Index | None] = {}
+
+    def find(self, key: str) -> StoredValue | None:
+        index, rest = self._owner(key)
+        return index.find(rest)
+
+    def get(self, key: str) -> bytes | None:
+        index, rest = self._owner(key)
+        return index.get(rest)
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        there = (name for name in ARRAY_METADATA_FILES if self._top.find(prefix + name) is not None)
+        name = next(there, ARRAY_METADATA_FILES[0])
+        index, rest = self._owner(prefix + name)
+        return index.kvstore(rest.removesuffix(name))
+
+    def _owner(self, key: str) -> tuple[Index, str]:
+        """Return the index with a key, which may be the one of the deepest database on its path, and its key there."""
+        if self._top.find(key) is None:
+            parts = key.split("/")
+            for depth in range(len(parts) - 1, 0, -1):
+                index = self._open("/".join(parts[:depth]))
+                if index is not None:
+                    return index, "/".join(parts[depth:])
+        return self._top, key
+
+    def _open(self, folder: str) -> Index | None:
+        if folder not in self._below:
+            manifest = os.path.join(self._path, folder, MANIFEST)
+            there = bool(folder) and stays_inside(folder) and paths.isfile(manifest)
+            self._below[folder] = open_database(self._path, folder) if there else None
+        return self._below[folder]
+
+
+class _FileIndex:
     """The index of a local directory of files."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def find(self, key: str) -> StoredValue | None:
-        """See `Index.find`."""
         file = self._file(key)
         return ByteRange(key, 0, os.path.getsize(file)) if os.path.isfile(file) else None
 
     def get(self, key: str) -> bytes | None:
-        """See `Index.get`."""
         try:
             with open(self._file(key), "rb") as file:
                 return file.read()
@@ -175,38 +273,35 @@ class FileIndex:
             return None
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        """See `Index.kvstore`."""
-        return paths.local_kvstore(self._file(prefix))
+        return paths.tensorstore_folder(self._file(prefix))
 
     def _file(self, key: str) -> str:
         refuse_escape(key, self._path)
         return os.path.join(self._path, key)
 
 
-class ObjectIndex:
+class _StoreIndex:
     """The index of a folder in a store, listed once; prefetches the metadata of all arrays."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._keys = frozenset(client.keys(url))
         self._metadata: dict[str, bytes] = {}
-        client.in_parallel(self._keep, [key for key in self._keys if key.rpartition("/")[2] in ARRAY_METADATA_FILES])
+        in_parallel(self._prefetch, [key for key in self._keys if key.rpartition("/")[2] in ARRAY_METADATA_FILES])
 
-    def _keep(self, key: str) -> None:
+    def _prefetch(self, key: str) -> None:
         self._metadata[key] = client.read(f"{self._url}/{key}")
 
     def find(self, key: str) -> StoredValue | None:
-        """See `Index.find`; byte ranges would cost one request for each object."""
+        # Byte ranges would cost one request for each object.
         refuse_escape(key, self._url)
         return OpaqueValue() if key in self._keys else None
 
     def get(self, key: str) -> bytes | None:
-        """See `Index.get`."""
         if key in self._metadata:
             return self._metadata[key]
         return client.read(f"{self._url}/{key}") if self.find(key) is not None else None
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        """See `Index.kvstore`."""
         refuse_escape(prefix, self._url)
-        return directory_spec(f"{self._url}/{prefix}")
+        return paths.tensorstore_folder(f"{self._url}/{prefix}")

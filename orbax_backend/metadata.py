@@ -8,13 +8,13 @@ import time
 from typing import Any
 
 from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY, STRING
 
-from .encode import JAX_ARRAY, STRING, EncodedLeaf
+from .encode import EncodedLeaf
 from .plan import Plan
-from .sharding import ShardingEncoder
+from .shardings import ShardingEncoder
 from .zarr import chunk_shape
 
-SEQUENCE_KEY, DICT_KEY = 1, 2
 # A text as JSON.
 _text = json.JSONEncoder().encode
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"

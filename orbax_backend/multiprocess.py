@@ -12,22 +12,19 @@ from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.object_store import client, multiprocess, uploads
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCESS_PREFIX, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCESS_PREFIX, STRING, ZARR2_METADATA
 from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata
-from .array_reads import Job
 from .database import Database, file_locator, tensorstore_errors
-from .encode import STRING, EncodedLeaf
-from .files import make_directory, storage_errors, sync_directory, write_file
-from .grid import Shape
-from .key_index import open_index
+from .encode import EncodedLeaf
+from .files import ByteRange, make_directory, sizes_of, storage_errors, sync_directory, write_file, write_files
+from .grid import Shape, cells, full_box
+from .key_index import Index, open_database
 from .plan import Plan
-from .sharding import ShardingEncoder
-from .sources import sizes_of
+from .shardings import ShardingEncoder
 from .stored_names import key_prefix
-from .stored_values import ByteRange, Index
-from .writer import commit, compressor, finish_arrays, start_arrays, sync_database, write_array_metadatas, write_tree
+from .writer import array_metadatas, commit, compressor, finish_arrays, start_arrays, sync_database, tree_files
 from .zarr import parse_array_metadata
 
 # The last file of a process, with the digest of its plan; removed at the end.
@@ -84,10 +81,10 @@ def write(
     try:
         # All processes would upload the same list.
         if metadata.has_jax_arrays(plan) and (is_primary or upload is None):
-            write_array_metadatas(path, plan, codec is not None, process.index)
+            write_files(array_metadatas(path, plan, codec is not None, process.index))
             sync_directory(os.path.join(path, ARRAY_METADATAS))
         if is_primary:
-            write_tree(path, plan)
+            write_files(tree_files(path, plan))
     finally:
         finish_arrays(own, database)
     write_file(os.path.join(own, _DONE_FILE), _digest(plan).encode())
@@ -143,14 +140,18 @@ def _manifests(databases: list[str], upload: MultiprocessUpload | None) -> set[s
 
 def _check(path: str, plan: Plan, upload: MultiprocessUpload | None) -> None:
     if upload is None:
-        index, known = open_index(path, use_ocdbt=True), dict[str, int]()
+        index, known = open_database(path), dict[str, int]()
         check_complete(path, plan, index, lambda file: _size(path, file, known))
         return
-    index = open_index(upload.url, use_ocdbt=True, locate=file_locator(path, upload.folder))
+    index = open_database(upload.url, locate=file_locator(path, upload.folder))
     files = [key for key in upload.written() if not key.endswith((MANIFEST, _DONE_FILE))]
-    found = sizes_of([f"{upload.folder}/{key}" for key in files])
-    sizes = {key: size for key, size in zip(files, found, strict=True) if isinstance(size, int)}
-    check_complete(upload.url, plan, index, lambda file: sizes.get(file, -1))
+    sizes = sizes_of([f"{upload.folder}/{key}" for key in files])
+
+    def size(file: str) -> int:
+        found = sizes.get(f"{upload.folder}/{file}")
+        return found if isinstance(found, int) else -1
+
+    check_complete(upload.url, plan, index, size)
 
 
 def _size(path: str, file: str, sizes: dict[str, int]) -> int:
@@ -241,7 +242,7 @@ def _check_array(path: str, index: Index, name: str, stored: EncodedLeaf, leaf: 
     if text is None:
         raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
     info = parse_array_metadata(text, zarr3=False)
-    for cell, _ in Job(name, info, ()).cells():
+    for cell, _ in cells(full_box(info.shape), info.chunks):
         value = index.find(prefix + info.chunk_key(cell))
         if value is None:
             raise _incomplete(path, leaf, f"{_chunk_owner(stored, cell, info.chunks)} is missing")

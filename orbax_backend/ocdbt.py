@@ -1,6 +1,7 @@
-"""Decode manifests and B-tree nodes of OCDBT databases, format version 0, as TensorStore documents them.
+"""Read the keys of an OCDBT database: its manifest, then its B-tree, level by level.
 
-We decode them because TensorStore's own ``ocdbt.dump`` leaks every object that it returns (0.1.86, measured).
+We decode format version 0 ourselves, as TensorStore documents it: TensorStore's own ``ocdbt.dump`` leaks every object
+that it returns (0.1.86, measured), and its key-value store does not tell where values lie.
 """
 
 from __future__ import annotations
@@ -8,10 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import os
+from collections.abc import Callable
 
-from .codecs import check_crc32c, decompress_zstd
-from .ocdbt_columns import Columns
-from .stored_values import ByteRange
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.object_store.threads import in_parallel
+from flax_ckpt_compat._core.orbax_layout import MANIFEST
+
+from .files import ByteRange, read_range, refuse_escape, sizes_of
+from .ocdbt_encoding import MAX_DECODED_BYTES, Columns, UndecodableError, check_crc32c, decompress_zstd
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _VERSION = 0
@@ -21,10 +29,13 @@ _INLINE, _INDIRECT = 0, 1
 _NOWHERE = 2**64 - 1
 # Magic, length, version (1 byte), compression (1 byte) and checksum.
 _SHORTEST = 18
+# Manifests list at most a few hundred versions.
+_MAX_MANIFEST_BYTES = 64 << 20
+Entries = dict[bytes, bytes | ByteRange]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NodeRef:
+class _NodeRef:
     """A reference to a B-tree node.
 
     Attributes:
@@ -40,27 +51,117 @@ class NodeRef:
     height: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Config:
-    """The settings of a manifest that a reader needs.
+def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None = None) -> Entries:
+    """Return every key of the newest version of a database, with its value or byte range.
 
-    Attributes:
-        numbered: whether the versions are in files of their own.
-        columns: the rest of the manifest.
-    """
-
-    numbered: bool
-    columns: Columns
-
-
-def open_manifest(data: bytes) -> Config:
-    """Check and decode the first part of a manifest.
+    Args:
+        path: directory of the checkpoint.
+        base: directory of the database in it, with its slash; file names are relative to the checkpoint.
+        locate: returns the full path of a file by its name, if not all are in ``path``.
 
     Raises:
-        ValueError: it does not decode.
-        UndecodableError: see `decompress_zstd`.
+        CorruptCheckpointError: the manifest or a node does not decode, or refers to a file outside the directory.
+        UndecodableError: only TensorStore's own driver can read the database.
+        OSError, StorageError: the system, or the store, refused.
     """
-    columns = _body(data, MANIFEST_MAGIC)
+    return _Database(path, base, locate).entries()
+
+
+class _Database:
+    def __init__(self, path: str, base: str, locate: Callable[[str], str] | None) -> None:
+        self._path, self._base = path, base
+        self._locate = locate or (lambda file: os.path.join(path, file))
+        self._seen: set[ByteRange] = set()
+
+    def entries(self) -> Entries:
+        found: Entries = {}
+        level = self._roots()
+        while level:
+            below: list[_NodeRef] = []
+            for node, data in zip(level, self._read(level), strict=True):
+                try:
+                    children, entries = _decode_node(data, node)
+                except ValueError as error:
+                    raise self._corrupt_node(node, error) from error
+                below += children
+                found |= entries
+            level = below
+        for file in {value.file for value in found.values() if type(value) is ByteRange}:
+            refuse_escape(file, self._path)
+        return found
+
+    def _roots(self) -> list[_NodeRef]:
+        name = self._base + MANIFEST
+        file = self._locate(name)
+        data = client.read(file) if paths.is_url(file) else read_range(file, 0, _MAX_MANIFEST_BYTES)
+        try:
+            root = _newest_root(data, self._base)
+        except ValueError as error:
+            raise self._corrupt(name, "", error) from error
+        return [] if root is None else [root]
+
+    def _read(self, nodes: list[_NodeRef]) -> list[bytes]:
+        """Read the nodes of one level, concurrently from a store."""
+        for node in nodes:
+            refuse_escape(node.extent.file, self._path)
+            if node.extent in self._seen:
+                # Forty levels of shared nodes would make a tree of 2**40 keys.
+                raise self._corrupt_node(node, ValueError("one parent of the B-tree node was expected, found two"))
+            self._seen.add(node.extent)
+        self._check_lengths(nodes)
+        found: dict[int, bytes] = {}
+
+        def read(number: int) -> None:
+            found[number] = self._read_one(nodes[number])
+
+        if paths.is_url(self._path):
+            in_parallel(read, range(len(nodes)))
+        else:
+            for number in range(len(nodes)):
+                read(number)
+        return [found[number] for number in range(len(nodes))]
+
+    def _check_lengths(self, nodes: list[_NodeRef]) -> None:
+        """Check that local files contain the nodes, before memory is allocated."""
+        files = {node.extent.file: self._locate(node.extent.file) for node in nodes}
+        sizes = sizes_of([full for full in files.values() if not paths.is_url(full)])
+        for node in nodes:
+            file, offset, length = node.extent
+            size = sizes.get(files[file])
+            if length > MAX_DECODED_BYTES:
+                problem = f"at most {MAX_DECODED_BYTES} bytes were expected, found {length}"
+                raise self._corrupt_node(node, ValueError(problem))
+            if isinstance(size, int) and offset + length > size:
+                problem = f"a file of at least {offset + length} bytes was expected, found one of {size}"
+                raise self._corrupt_node(node, ValueError(problem))
+
+    def _read_one(self, node: _NodeRef) -> bytes:
+        file = self._locate(node.extent.file)
+        _, offset, length = node.extent
+        try:
+            data = read_range(file, offset, offset + length)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"{file}: the file is missing, which is a part of the array database; restore it from a copy",
+                path=file,
+            ) from error
+        if len(data) != length:
+            raise self._corrupt_node(node, ValueError(f"{length} bytes were expected, found {len(data)}"))
+        return data
+
+    def _corrupt_node(self, node: _NodeRef, error: ValueError) -> CorruptCheckpointError:
+        return self._corrupt(node.extent.file, f" at byte {node.extent.offset}", error)
+
+    def _corrupt(self, file: str, at: str, error: ValueError) -> CorruptCheckpointError:
+        full = self._locate(file)
+        return CorruptCheckpointError(
+            f"{full}: the array database does not decode{at}: {error}; restore the files from a copy", path=full
+        )
+
+
+def _newest_root(manifest: bytes, base: str) -> _NodeRef | None:
+    """Return the root of the newest version; None where that has no keys."""
+    columns = _body(manifest, MANIFEST_MAGIC)
     columns.take(16)  # the database's own identifier
     kind = columns.varint()
     if kind not in (_SINGLE, _NUMBERED):
@@ -72,46 +173,26 @@ def open_manifest(data: bytes) -> Config:
         columns.take(4)  # its level
     elif compression != _PLAIN:
         raise ValueError(f"the compression {_PLAIN} or {_ZSTD} was expected in the settings, found {compression}")
-    return Config(kind == _NUMBERED, columns)
-
-
-def newest_root(config: Config) -> NodeRef | None:
-    """Return the root of the newest version; None where that has no keys."""
-    columns = config.columns
-    files = _Files(columns, "")
+    if kind == _NUMBERED:
+        raise UndecodableError("its versions are in files of their own")
+    files = _Files(columns, base)
     count = columns.varint()
     if not count:
         raise ValueError("at least one version was expected, found none")
     columns.varints(count)  # generation numbers, in ascending order
     height = columns.take(count)[-1]
     file, offset, length = (columns.varints(count)[-1] for _ in range(3))
-    if offset == length == _NOWHERE:
-        return None
-    return files.node(file, offset, length, b"", height)
+    return None if offset == length == _NOWHERE else files.node(file, offset, length, b"", height)
 
 
-def decode_node(data: bytes, node: NodeRef) -> tuple[list[NodeRef], dict[bytes, bytes | ByteRange]]:
-    """Decode a B-tree node.
-
-    Args:
-        data: the node's bytes.
-        node: the reference that led to it.
-
-    Returns:
-        The nodes below an inner one; or the keys of a leaf node, each with its value or byte range.
-
-    Raises:
-        ValueError: it does not decode.
-        UndecodableError: see `decompress_zstd`.
-    """
+def _decode_node(data: bytes, node: _NodeRef) -> tuple[list[_NodeRef], Entries]:
+    """Return the nodes below an inner node; or the keys of a leaf node, each with its value or byte range."""
     columns = _body(data, NODE_MAGIC)
     height = columns.byte()
     if height != node.height:
         raise ValueError(f"a node of height {node.height} was expected, found one of height {height}")
     files = _Files(columns, node.base)
-    if height:
-        return _inner(columns, files, node), {}
-    return [], _leaf(columns, files, node.prefix)
+    return (_inner(columns, files, node), {}) if height else ([], _leaf(columns, files, node.prefix))
 
 
 def _body(data: bytes, magic: int) -> Columns:
@@ -146,20 +227,22 @@ class _Files:
         self._names = [base + _text(name) for name in names]
         self._bases = [base + _text(name[:length]) for length, name in zip(bases, names, strict=True)]
 
-    def extent(self, file: int, offset: int, length: int) -> ByteRange:
-        if file >= len(self._names):
-            raise ValueError(f"one of {len(self._names)} files was expected, found number {file}")
-        return ByteRange(self._names[file], offset, length)
+    def extents(self, numbers: list[int], offsets: list[int], lengths: list[int]) -> list[ByteRange]:
+        names = self._names
+        if max(numbers, default=-1) >= len(names):
+            raise ValueError(f"one of {len(names)} files was expected, found number {max(numbers)}")
+        return [ByteRange(names[n], at, length) for n, at, length in zip(numbers, offsets, lengths, strict=True)]
 
-    def node(self, file: int, offset: int, length: int, prefix: bytes, height: int) -> NodeRef:
-        return NodeRef(self.extent(file, offset, length), self._bases[file], prefix, height)
+    def node(self, file: int, offset: int, length: int, prefix: bytes, height: int) -> _NodeRef:
+        (extent,) = self.extents([file], [offset], [length])
+        return _NodeRef(extent, self._bases[file], prefix, height)
 
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _inner(columns: Columns, files: _Files, node: NodeRef) -> list[NodeRef]:
+def _inner(columns: Columns, files: _Files, node: _NodeRef) -> list[_NodeRef]:
     count = columns.varint()
     shared, own = columns.name_lengths(count)
     common = columns.varints(count)
@@ -174,7 +257,7 @@ def _inner(columns: Columns, files: _Files, node: NodeRef) -> list[NodeRef]:
     return [files.node(*place, prefix, node.height - 1) for place, prefix in zip(places, prefixes, strict=True)]
 
 
-def _leaf(columns: Columns, files: _Files, prefix: bytes) -> dict[bytes, bytes | ByteRange]:
+def _leaf(columns: Columns, files: _Files, prefix: bytes) -> Entries:
     count = columns.varint()
     keys = _ascending(columns.names(*columns.name_lengths(count)))
     lengths, kinds = columns.varints(count), columns.varints(count)
@@ -182,11 +265,10 @@ def _leaf(columns: Columns, files: _Files, prefix: bytes) -> dict[bytes, bytes |
         raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")
     indirect = sum(kinds)
     numbers, offsets = columns.varints(indirect), columns.varints(indirect)
-    sizes = list(itertools.compress(lengths, kinds))
-    places = iter([files.extent(*place) for place in zip(numbers, offsets, sizes, strict=True)])
+    ranges = iter(files.extents(numbers, offsets, list(itertools.compress(lengths, kinds))))
     inline = iter(columns.slices([length for length, kind in zip(lengths, kinds, strict=True) if kind == _INLINE]))
     columns.finish()
-    values = [next(places) if kind else next(inline) for kind in kinds]
+    values = [next(ranges) if kind else next(inline) for kind in kinds]
     return dict(zip([prefix + key for key in keys] if prefix else keys, values, strict=True))
 
 

@@ -7,13 +7,15 @@ import time
 from typing import Any
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.orbax_layout import STRING
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 
-from .encode import STRING, EncodedLeaf, Encoder, encode_text_as_bytes
+from .encode import EncodedLeaf, Encoder, encode_text_as_bytes
 from .stored_names import NameRegistry, pointer_tokens, stored_name
 from .type_annotations import TypeAnnotations
 
-_EMPTY_MARKERS = {
+# Orbax's names of empty nodes.
+EMPTY_MARKERS = {
     Container.DICT: "Dict",
     Container.LIST: "List",
     Container.TUPLE: "Tuple",
@@ -95,7 +97,7 @@ class _Planner:
         plan = self._plan
         if node is None or isinstance(node, Branch):
             self._names.check(path)
-            marker = _EMPTY_MARKERS[node.container] if isinstance(node, Branch) else "None"
+            marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else "None"
             plan.entries.append(Entry(keys, stored_name(path), marker=marker))
             return
         name = self._names.add(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle
@@ -19,47 +19,48 @@ from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
     DATA_DIRECTORY,
     DATA_FILE_PATTERN,
+    DICT_KEY,
+    JAX_ARRAY,
     MANIFEST,
     MSGPACK_FILE,
+    SEQUENCE_KEY,
     SHARDING,
     SINGLE_ARRAY,
     STEP_METADATA,
+    STRING,
     STRINGS,
     TREE_METADATA,
 )
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from .aggregate import Aggregate, Keys
-from .encode import JAX_ARRAY, STRING
+from .aggregate import Aggregate, Kinds
+from .files import corrupt, read_ahead, read_json, stays_inside
 from .items import holds_array_folder, is_single_array, is_typed_key
-from .json_files import corrupt, read_ahead, read_json
 from .key_index import holds_array, process_databases
-from .metadata import DICT_KEY, SEQUENCE_KEY
-from .saved_shardings import read_shardings
+from .shardings import read_shardings
 from .stored_names import pointer_tokens, stored_name
-from .stored_values import stays_inside
 from .type_annotations import TypeAnnotations, parse_annotations
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
 _DATABASE_FILE = re.compile(DATA_FILE_PATTERN)
+_KINDS = frozenset([SEQUENCE_KEY, DICT_KEY])
 
 
-@dataclasses.dataclass(slots=True)  # not frozen, which makes it thrice as slow to make
-class LeafEntry:
+class LeafEntry(NamedTuple):
     """One leaf or empty node of the stored tree, from ``_METADATA`` or, without one, from the msgpack file.
 
     Attributes:
-        keys: key path, each name with Orbax's key type.
         path: key path.
+        kinds: Orbax's key type of each name of the path.
         name: stored name.
         value_type: Orbax's name of its type.
         skipped: whether it has no array: an empty node, or a value in the msgpack file of old releases.
         has_write_shape: whether its release also wrote ``array_metadatas``.
     """
 
-    keys: Keys
     path: Path
+    kinds: Kinds
     name: str
     value_type: str
     skipped: bool
@@ -145,7 +146,7 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         use_ocdbt = _holds_database(path)
     entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(path, aggregate, use_ocdbt)
     annotations = parse_annotations((metadata or {}).get("custom_metadata"), file)
-    has_array = [entry.keys for entry in entries] == [((SINGLE_ARRAY, DICT_KEY),)] and aggregate is None
+    has_array = len(entries) == 1 and entries[0][:2] == ((SINGLE_ARRAY,), (DICT_KEY,)) and aggregate is None
     return Structure(
         path=path,
         entries=entries,
@@ -174,25 +175,37 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
     tree = metadata.get("tree_metadata")
     if not isinstance(tree, dict):
         raise corrupt(file, "it has no object tree_metadata")
-    return [_parse_entry(file, key, value) for key, value in tree.items()]
+    entries = []
+    for key, entry in tree.items():
+        try:
+            parts, value = entry["key_metadata"], entry["value_metadata"]
+            path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
+            known = _KINDS.issuperset(kinds) and type(value["value_type"]) is str
+            skipped, has_write_shape = bool(value.get("skip_deserialize")), value.get("write_shape") is not None
+            found = LeafEntry(path, kinds, stored_name(path), value["value_type"], skipped, has_write_shape)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
+        if not known:
+            raise corrupt(file, f"the entry {key} has unknown keys or types")
+        entries.append(found)
+    return entries
 
 
 def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> list[LeafEntry]:
     """Return the entries of a directory without ``_METADATA``: from the msgpack file, or of a single array."""
     if aggregate is not None:
-        return [_entry(keys, leaf) for keys, leaf in aggregate.leaves.items()]
+        return [_untyped_entry(*leaf) for leaf in aggregate.leaves]
     try:
         if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
-            return [_entry(((SINGLE_ARRAY, DICT_KEY),), None)]
+            return [_untyped_entry((SINGLE_ARRAY,), (DICT_KEY,), None)]
     except CorruptCheckpointError as error:
         raise _missing_structure(path) from error
     raise _missing_structure(path)
 
 
-def _entry(keys: Keys, leaf: LeafHandle | str | None) -> LeafEntry:
-    """Return the entry of a leaf of the msgpack file."""
-    path = tuple(name for name, _ in keys)
-    return LeafEntry(keys, path, stored_name(path), leaf if isinstance(leaf, str) else UNKNOWN, leaf is not None, False)
+def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None) -> LeafEntry:
+    value_type = leaf if isinstance(leaf, str) else UNKNOWN
+    return LeafEntry(path, kinds, stored_name(path), value_type, leaf is not None, False)
 
 
 def _missing_structure(path: str) -> Exception:
@@ -212,23 +225,6 @@ def _missing_structure(path: str) -> Exception:
         f"restore it from a copy",
         path=path,
     )
-
-
-def _parse_entry(file: str, key: str, entry: Any) -> LeafEntry:
-    try:
-        keys = tuple([(part["key"], part["key_type"]) for part in entry["key_metadata"]])
-        value = entry["value_metadata"]
-        value_type, skipped = value["value_type"], value.get("skip_deserialize", False)
-        has_write_shape = value.get("write_shape") is not None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
-    for name, kind in keys:
-        if type(name) is not str or kind not in (SEQUENCE_KEY, DICT_KEY):
-            raise corrupt(file, f"the entry {key} has unknown keys or types")
-    if type(value_type) is not str:
-        raise corrupt(file, f"the entry {key} has unknown keys or types")
-    path = tuple([name for name, _ in keys])
-    return LeafEntry(keys, path, stored_name(path), value_type, bool(skipped), has_write_shape)
 
 
 def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None]:

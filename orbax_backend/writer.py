@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -15,6 +14,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
     COMMIT_FILE,
     DATA_DIRECTORY,
+    JAX_ARRAY,
     SHARDING,
     STEP_METADATA,
     STRINGS,
@@ -23,11 +23,10 @@ from flax_ckpt_compat._core.orbax_layout import (
 
 from . import metadata
 from .database import Database, tensorstore_errors
-from .encode import JAX_ARRAY, EncodedLeaf
-from .files import ConcurrentWrites, make_directory, sync_directory, write_file
+from .encode import EncodedLeaf
+from .files import make_directory, sync_directory, write_file, write_files
 from .plan import Plan
 
-Write = Callable[[str, bytes], None]
 _COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"id": "zstd", "level": 1},  # what Orbax 0.12.8 writes
     "gzip": {"id": "gzip", "level": 1},
@@ -49,10 +48,8 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
     try:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
-        with ConcurrentWrites() as writes:
-            if lists_arrays:
-                write_array_metadatas(path, plan, codec is not None, 0, writes.add)
-            write_tree(path, plan, writes.add)
+        listed = array_metadatas(path, plan, codec is not None, 0) if lists_arrays else {}
+        write_files({**listed, **tree_files(path, plan)})
         if lists_arrays:
             sync_directory(os.path.join(path, ARRAY_METADATAS))
     finally:
@@ -73,25 +70,20 @@ def compressor(name: str | None) -> dict[str, Any] | None:
     return _COMPRESSORS[name]
 
 
-def write_array_metadatas(path: str, plan: Plan, compressed: bool, process: int, write: Write = write_file) -> None:
-    """Write a process's list of all jax arrays; its directory exists."""
+def array_metadatas(path: str, plan: Plan, compressed: bool, process: int) -> dict[str, bytes]:
+    """Return the file with a process's list of all jax arrays: its path and content."""
     content = metadata.array_metadatas(plan, compressed)
-    write(os.path.join(path, ARRAY_METADATAS, f"process_{process}"), content.encode())
+    return {os.path.join(path, ARRAY_METADATAS, f"process_{process}"): content.encode()}
 
 
-def write_tree(path: str, plan: Plan, write: Write = write_file) -> None:
-    """Write the JSON files of the primary process.
-
-    Args:
-        path: directory of the checkpoint.
-        plan: plan of the save.
-        write: function that writes a new file.
-    """
-    write(os.path.join(path, TREE_METADATA), metadata.tree_metadata(plan).encode())
+def tree_files(path: str, plan: Plan) -> dict[str, bytes]:
+    """Return path → content of the JSON files of the primary process."""
+    files = {TREE_METADATA: metadata.tree_metadata(plan)}
     if metadata.has_jax_arrays(plan):
-        write(os.path.join(path, SHARDING), metadata.shardings(plan).encode())
+        files[SHARDING] = metadata.shardings(plan)
     if plan.strings:
-        write(os.path.join(path, STRINGS), json.dumps(plan.strings).encode())
+        files[STRINGS] = json.dumps(plan.strings)
+    return {os.path.join(path, name): content.encode() for name, content in files.items()}
 
 
 def start_arrays(

@@ -1,4 +1,4 @@
-"""File and marker names of Orbax's on-disk format."""
+"""File names, markers and words of Orbax's on-disk format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ MSGPACK_FILE = "checkpoint"  # of releases until 0.5.15; other tools give text f
 SHARDING = "_sharding"
 STRINGS = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
+
+# Words of TREE_METADATA: types of keys and of leaves.
+SEQUENCE_KEY, DICT_KEY = 1, 2
+JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 
 # The OCDBT database of its arrays.
 MANIFEST = "manifest.ocdbt"

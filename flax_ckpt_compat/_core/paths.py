@@ -230,7 +230,7 @@ def prepare_directory(path: str) -> None:
 
 def tensorstore_folder(path: str) -> dict[str, Any]:
     """Return the TensorStore kvstore spec of a directory, as the base of an array or a database."""
-    return client.spec(path) if is_url(path) else local_kvstore(os.path.abspath(path))
+    return client.spec(path) if is_url(path) else local_kvstore(os.path.join(os.path.abspath(path), ""))
 
 
 def local_kvstore(path: str) -> dict[str, Any]:

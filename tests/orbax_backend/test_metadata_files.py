@@ -14,6 +14,7 @@ from flax_ckpt_compat.orbax_backend.plan import make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.tree import map_leaves
 from flax_ckpt_compat._trees import state_dict
 
@@ -37,7 +38,7 @@ def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
     assert list(entries) == [str(tuple(name for name, _ in entry.keys)) for entry in plan.entries]
     arrays = {}
     for entry, found in zip(plan.entries, entries.values(), strict=True):
-        kinds = [(part["key"], part["key_type"] == metadata.SEQUENCE_KEY) for part in found["key_metadata"]]
+        kinds = [(part["key"], part["key_type"] == orbax_layout.SEQUENCE_KEY) for part in found["key_metadata"]]
         assert kinds == list(entry.keys)
         value = found["value_metadata"]
         assert value["value_type"] == (entry.marker if entry.stored is None else entry.stored.value_type)

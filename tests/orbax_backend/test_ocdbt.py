@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import codecs, key_index, ocdbt_btree
-from flax_ckpt_compat.orbax_backend.ocdbt_btree import BTree
-from flax_ckpt_compat.orbax_backend.stored_values import ByteRange
+from flax_ckpt_compat.orbax_backend import key_index, ocdbt_encoding
+from flax_ckpt_compat.orbax_backend.files import ByteRange
+from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from tests.support import ocdbt_files as made
@@ -34,7 +34,7 @@ def _database(path: Path, values: dict[bytes, bytes], **config: Any) -> Any:
 
 def _values(path: Path) -> dict[bytes, bytes]:
     """Every value, also those outside the nodes."""
-    found = BTree(str(path)).entries()
+    found = read_entries(str(path))
     return {
         key: value
         if isinstance(value, bytes)
@@ -60,7 +60,7 @@ def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_byt
         values.pop(next(iter(values)))
         values[f"late {number}".encode()] = b"x" * number
     assert _values(tmp_path) == values
-    found = BTree(str(tmp_path)).entries()
+    found = read_entries(str(tmp_path))
     assert any(isinstance(value, ByteRange) for value in found.values())
 
 
@@ -78,7 +78,7 @@ def test_finds_nothing_in_an_empty_database(tmp_path: Path) -> None:
     """A version without a root has no keys."""
     store = _database(tmp_path, {b"a": b"1"})
     del store[b"a"]
-    assert BTree(str(tmp_path)).entries() == {}
+    assert read_entries(str(tmp_path)) == {}
 
 
 def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_what_the_test_writes_is_the_format(tmp_path: Path) -> None:
 
 def test_the_checksum_is_crc32c() -> None:
     """The check of RFC 3720, B.4: 32 bytes of zeros, and of ones."""
-    codecs.check_crc32c(bytes(32) + bytes.fromhex("aa36918a"))
-    codecs.check_crc32c(b"\xff" * 32 + bytes.fromhex("43aba862"))
+    ocdbt_encoding.check_crc32c(bytes(32) + bytes.fromhex("aa36918a"))
+    ocdbt_encoding.check_crc32c(b"\xff" * 32 + bytes.fromhex("43aba862"))
     with pytest.raises(ValueError, match="8a9136aa"):
-        codecs.check_crc32c(bytes(32) + bytes(4))
+        ocdbt_encoding.check_crc32c(bytes(32) + bytes(4))
 
 
 BODIES = {
@@ -125,7 +125,7 @@ def test_nodes_that_lie_are_refused(tmp_path: Path, case: str) -> None:
     body, told = BODIES[case]
     path = made.write(tmp_path, [made.envelope(made.NODE, body)])
     with pytest.raises(CorruptCheckpointError, match=told) as caught:
-        BTree(str(path)).entries()
+        read_entries(str(path))
     assert str(path / "d" / "x") in str(caught.value)
     assert caught.value.path == str(path / "d" / "x")
 
@@ -156,7 +156,7 @@ def test_what_is_no_node_or_manifest_is_refused(tmp_path: Path, case: str, where
         told = "0x0cdb3a2a was expected, found 0x0cdb20de" if case == "a manifest" else told
         path, file = made.write(tmp_path, [made.envelope(made.NODE, ROOT)], first=data), "manifest.ocdbt"
     with pytest.raises(CorruptCheckpointError, match=told) as caught:
-        BTree(str(path)).entries()
+        read_entries(str(path))
     assert str(path / file) in str(caught.value)
 
 
@@ -166,7 +166,7 @@ def test_bombs_are_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
     bomb = bytes.fromhex("28b52ffd0038") + run * 10_000 + b"\1\0\0"
     path = made.write(tmp_path, [made.envelope(made.NODE, bomb, compression=1)])
     with pytest.raises(CorruptCheckpointError, match=f"at most {1 << 30} decompressed bytes"):
-        BTree(str(path)).entries()
+        read_entries(str(path))
 
 
 @pytest.mark.parametrize("place", [(0, 2**62), (2**62, 40), (0, 41)], ids=str)
@@ -175,7 +175,7 @@ def test_nodes_beyond_the_end_of_the_file_are_refused(tmp_path: Path, place: tup
     node = made.envelope(made.NODE, made.leaf({}))
     path = made.write(tmp_path, [node], first=made.manifest(*place))
     with pytest.raises(CorruptCheckpointError, match="expected"):
-        BTree(str(path)).entries()
+        read_entries(str(path))
 
 
 def test_nodes_with_two_parents_are_refused(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_nodes_with_two_parents_are_refused(tmp_path: Path) -> None:
     both = made.inner({b"a": (0, len(node)), b"b": (0, len(node))}, 1)
     path = made.write(tmp_path, [node, made.envelope(made.NODE, both)], height=1)
     with pytest.raises(CorruptCheckpointError, match="two"):
-        BTree(str(path)).entries()
+        read_entries(str(path))
 
 
 @pytest.mark.parametrize("name", [b"../secret", b"d/../../secret", b"/etc/passwd", b"d/\0x"])
@@ -200,13 +200,13 @@ def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, wher
         body = made.inner({b"a": (0, 40)}, 1, [name])
         path = made.write(tmp_path, [made.envelope(made.NODE, body)], height=1)
     with pytest.raises(CorruptCheckpointError, match="outside"):
-        BTree(str(path)).entries()
+        read_entries(str(path))
 
 
 def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) -> None:
     """Its driver reads what only it can: the values are found, not where they lie."""
     _database(tmp_path, VALUES, manifest_kind="numbered")
-    found = key_index.open_index(str(tmp_path), use_ocdbt=True)
+    found = key_index.open_database(str(tmp_path))
     assert {key: found.get(key.decode()) for key in VALUES} == VALUES
     assert found.get("absent") is None
 
@@ -216,7 +216,7 @@ def test_another_text_of_tensorstore_leaves_the_index_to_it(tmp_path: Path, monk
     tree = {f"{number:04}": np.arange(50.0) + number for number in range(400)}
     path = save(tmp_path / "c", tree)
     seen = []
-    decode = codecs._decode
+    decode = ocdbt_encoding._decode
 
     def reworded(data: bytes, codec: str, length: int) -> bytes:
         try:
@@ -225,7 +225,7 @@ def test_another_text_of_tensorstore_leaves_the_index_to_it(tmp_path: Path, monk
             seen.append(str(error))
             raise ValueError("Not enough data, in other words") from error
 
-    monkeypatch.setattr(codecs, "_decode", reworded)
+    monkeypatch.setattr(ocdbt_encoding, "_decode", reworded)
     assert fingerprint(load(path)) == fingerprint(tree)
     assert seen
 
@@ -256,5 +256,5 @@ def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path)
         asked.append(file)
         return os.path.join(path, file)
 
-    assert ocdbt_btree.BTree("s3://bucket/absent", locate).entries() == VALUES
+    assert read_entries("s3://bucket/absent", locate=locate) == VALUES
     assert set(asked) == {"manifest.ocdbt", "d/x"}

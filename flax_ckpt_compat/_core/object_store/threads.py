@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 from flax_ckpt_compat._core.thread_pools import Pool
 
 _AT_ONCE = 16
+_Item = TypeVar("_Item")
 
 
-def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
-    """Call ``work`` for each name, on several threads; after a failure, start no more, and raise it."""
-    if len(names) < 2:
-        for name in names:
-            work(name)
+def in_parallel(work: Callable[[_Item], Any], items: Collection[_Item], at_once: int = _AT_ONCE) -> None:
+    """Call ``work`` for each item, on several threads; after a failure, start no more, and raise it."""
+    if len(items) < 2:
+        for item in items:
+            work(item)
         return
-    pending = collections.deque(names)
-    n_threads = min(_AT_ONCE, len(names)) - 1
+    pending = collections.deque(items)
+    n_threads = min(at_once, len(items)) - 1
     with Pool(n_threads, thread_name_prefix="flax-ckpt-store") as pool:
         futures = [pool.submit(_drain, work, pending) for _ in range(n_threads)]
         _drain(work, pending)
@@ -26,14 +27,14 @@ def in_parallel(work: Callable[[str], Any], names: Collection[str]) -> None:
             future.result()
 
 
-def _drain(work: Callable[[str], Any], pending: collections.deque[str]) -> None:
+def _drain(work: Callable[[_Item], Any], pending: collections.deque[_Item]) -> None:
     while pending:
         try:
-            name = pending.popleft()
+            item = pending.popleft()
         except IndexError:
             return  # another thread took the last one
         try:
-            work(name)
+            work(item)
         except BaseException:
             pending.clear()
             raise

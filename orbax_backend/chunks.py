@@ -1,0 +1,228 @@
+"""Plan how arrays are read: the chunks that they need, the byte ranges of raw chunks, and the copies out of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.tree import Path, show_path
+
+from . import grid
+from .files import ByteRange
+from .grid import Box, Shape
+from .key_index import OpaqueValue, StoredValue
+from .zarr import ArrayInfo
+
+_Array = np.ndarray[Any, Any]
+PIECE_BYTES = 16 << 20
+# A separate read costs about as much as reading over a page.
+_SHORT_RUN_BYTES = 4096
+_LONG_RUN_BYTES = 256 << 10
+# A request to a store takes about as long as reading 1 MiB, so small gaps between ranges are read with them.
+_GAP_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy from a box of a chunk to a box of an array.
+
+    Attributes:
+        source: box in the chunk.
+        array: array in C order.
+        target: box in the array.
+    """
+
+    source: Box
+    array: _Array
+    target: Box
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ArrayRead:
+    """An array, or a box of it, to read.
+
+    Attributes:
+        name: stored name.
+        info: metadata of the array.
+        path: key path, for messages.
+        box: box to read; None for the whole array.
+        chunks: stored value and box of each chunk that it intersects, once located.
+        complete: whether all of them are stored.
+        array: the result, with the stored dtype; None until its memory is there.
+    """
+
+    name: str
+    info: ArrayInfo
+    path: Path
+    box: Box | None
+    chunks: list[tuple[StoredValue, Box]] = dataclasses.field(default_factory=list)
+    complete: bool = True
+    array: Any = None
+
+    @property
+    def is_one_raw_chunk(self) -> bool:
+        """Return whether it is exactly the bytes of one chunk, as almost all arrays are."""
+        return self.box is None and self.info.is_one_raw_chunk
+
+    @property
+    def is_raw(self) -> bool:
+        """Return whether all chunks are raw and their byte ranges are known."""
+        return self.info.raw and self.complete and not any(type(value) is OpaqueValue for value, _ in self.chunks)
+
+    @property
+    def region(self) -> Box:
+        """Return the box to read."""
+        return grid.full_box(self.info.shape) if self.box is None else self.box
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the box to read."""
+        return self.info.shape if self.box is None else grid.shape_of(self.box)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the result in bytes."""
+        return math.prod(self.shape) * self.info.dtype.itemsize
+
+    def cells(self) -> Iterator[tuple[Shape, Box]]:
+        """Yield index and box of every chunk that it intersects."""
+        if self.is_one_raw_chunk:
+            return iter([((0,) * len(self.info.shape), grid.full_box(self.info.shape))])
+        return grid.cells(self.region, self.info.chunks)
+
+    def copy(self, chunk: Box) -> Copy:
+        """Return the copy of a chunk's elements into the array."""
+        part = grid.overlap(chunk, self.region)
+        return Copy(grid.relative_to(part, chunk), self.array, grid.relative_to(part, self.region))
+
+    def __str__(self) -> str:
+        return f"{self.info.dtype.name}{list(self.shape)}"
+
+    @property
+    def keystr(self) -> str:
+        """Return the key path as text."""
+        return show_path(self.path)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A byte range to read.
+
+    Attributes:
+        read: a read that needs it, for errors.
+        extent: the range.
+        target: memory for the bytes, or None.
+        shape, copies: without a target: shape of the array in the range, and the copies out of it.
+    """
+
+    read: ArrayRead
+    extent: ByteRange
+    target: _Array | None
+    shape: Shape = ()
+    copies: Sequence[Copy] = ()
+
+    def buffer(self) -> _Array:
+        """Return the memory to read into."""
+        return memory.empty(self.shape, self.read.info.dtype) if self.target is None else self.target
+
+
+def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
+    """Copy boxes of a chunk to their arrays."""
+    for copy in copies:
+        copy.array[copy.target] = chunk[copy.source]
+
+
+def by_chunk(group: Sequence[ArrayRead]) -> dict[Shape, tuple[Any, list[Copy]]]:
+    """Return start of each chunk → its stored value and the copies of all reads of one array."""
+    wanted: dict[Shape, tuple[Any, list[Copy]]] = {}
+    for read in group:
+        for value, chunk in read.chunks:
+            start = tuple(side.start for side in chunk)
+            wanted.setdefault(start, (value, []))[1].append(read.copy(chunk))
+    return wanted
+
+
+def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
+    """Return the ranges to read for boxes of one array of raw chunks; copy chunks that are inline at once."""
+    read = group[0]
+    if len(group) == 1 and read.is_one_raw_chunk:
+        ((value, _),) = read.chunks
+        target = read.array.reshape(-1).view(np.uint8)
+        if isinstance(value, ByteRange):
+            return list(_split(read, value, target))
+        target.data[:] = value
+        return []
+    return [piece for value, copies in by_chunk(group).values() for piece in _plan_chunk(read, value, copies)]
+
+
+def _split(read: ArrayRead, extent: ByteRange, target: _Array) -> Iterator[Piece]:
+    """Yield the pieces of a range, for several threads."""
+    file, offset, length = extent
+    for start in range(0, length, PIECE_BYTES):
+        count = min(PIECE_BYTES, length - start)
+        yield Piece(read, ByteRange(file, offset + start, count), target[start : start + count])
+
+
+def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
+    chunk, size = read.info.chunks, read.info.dtype.itemsize
+    if not isinstance(value, ByteRange):
+        scatter(np.frombuffer(value, np.uint8).view(read.info.dtype).reshape(chunk), copies)
+        return []
+    pieces: list[Piece] = []
+    dense = 2 * sum(math.prod(grid.shape_of(copy.source)) for copy in copies) > math.prod(chunk)
+    scattered = []
+    for copy in copies:
+        count, offsets = grid.runs(chunk, copy.source, copy.array.shape, copy.target)
+        length = count * size
+        in_one = count == math.prod(grid.shape_of(copy.source))
+        if not (in_one or length >= _LONG_RUN_BYTES or (length >= _SHORT_RUN_BYTES and not dense)):
+            scattered.append(copy)
+            continue
+        target = copy.array.reshape(-1).view(np.uint8)
+        for source_at, target_at in offsets:
+            extent = ByteRange(value.file, value.offset + source_at * size, length)
+            pieces += _split(read, extent, target[target_at * size : target_at * size + length])
+    return pieces + (_plan_bands(read, value, scattered) if scattered else [])
+
+
+def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> list[Piece]:
+    """Return ranges of whole rows to read into a buffer, from which columns are copied."""
+    chunk, size = read.info.chunks, read.info.dtype.itemsize
+    pieces = []
+    for band in grid.bands(grid.bounding_box([copy.source for copy in copies]), chunk, max(1, PIECE_BYTES // size)):
+        shape = grid.shape_of(band)
+        found = ByteRange(extent.file, extent.offset + grid.offset(chunk, band) * size, math.prod(shape) * size)
+        inside = [_inside(copy, band) for copy in copies if grid.overlaps(copy.source, band)]
+        if inside:
+            pieces.append(Piece(read, found, None, shape, inside))
+    return pieces
+
+
+def _inside(copy: Copy, band: Box) -> Copy:
+    """Return the part of a copy inside a band, relative to the band."""
+    part = grid.overlap(copy.source, band)
+    target = tuple(
+        slice(side.start - was.start + to.start, side.stop - was.start + to.start)
+        for side, was, to in zip(part, copy.source, copy.target, strict=True)
+    )
+    return Copy(grid.relative_to(part, band), copy.array, target)
+
+
+def group_neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Group pieces, sorted by file and offset, into runs that one request reads."""
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        file, offset, length = piece.extent
+        if found:
+            first, last = found[-1][0].extent, found[-1][-1].extent
+            near = file == last.file and offset <= last.offset + last.length + _GAP_BYTES
+            if near and offset + length - first.offset <= PIECE_BYTES:
+                found[-1].append(piece)
+                continue
+        found.append([piece])
+    return found
