@@ -54,8 +54,9 @@ def restore(
         step: the step in the directory: a number, a 0-d array, or text such as ``"best"``; None takes the latest
             complete one.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
-        transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), or a pytree
-            of `flax_ckpt_compat.transforms.Transform` by key path of the target, or regular expression.
+        transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), a mapping of
+            the target's key paths to stored ones (``{"params/encoder": "params/Dense_0"}``), or a pytree of
+            `flax_ckpt_compat.transforms.Transform` by key path of the target, or regular expression. Lists may mix them.
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Does not apply to rules.
         missing_leaves: for a target leaf that neither the checkpoint nor a transform has, ``"error"`` raises;

@@ -183,8 +183,9 @@ def restore_checkpoint(
         allow_partial_mpa_restoration: accepted as in Flax; arrays without a sharding in the target become numpy arrays.
         orbax_checkpointer: an Orbax checkpointer to read Orbax directories with.
         orbax_transforms: mapping of stored leaves to the target's, for every format: a list of rules (see
-            `flax_ckpt_compat.rules`), or a pytree of `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted)
-            by key path of the target, or regular expression. Unlike rules, transforms, ``{}`` included, keep the
+            `flax_ckpt_compat.rules`), a mapping of the target's key paths to stored ones, or a pytree of
+            `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted) by key path of the target, or regular
+            expression. Unlike rules, transforms, ``{}`` included, keep the
             target's values for leaves that the checkpoint lacks, and its None.
 
     Returns:

@@ -66,7 +66,8 @@ def restore(
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return restored
 
-    return locating.read_found(ckpt_dir, step, prefix, read, otherwise=lambda: target)
+    with closing(spec):
+        return locating.read_found(ckpt_dir, step, prefix, read, otherwise=lambda: target)
 
 
 def _read(path: str, target: Any, transforms: TransformSpec) -> Any:

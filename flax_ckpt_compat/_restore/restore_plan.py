@@ -118,6 +118,8 @@ def _plan_node(
     reader: Any, tree: Node, target: state_dict.TargetTree | None, transforms: TransformSpec, path: str
 ) -> TreePlan:
     """Plan a tree whose rules have been applied."""
+    if transforms.other_readers and not isinstance(reader, _ReaderOfSeveral):
+        reader = _ReaderOfSeveral(reader, path, transforms.other_readers)
     if target is None:
         match = matching.Match(sources=map_leaves(lambda _, leaf: FromCheckpoint(leaf, None), tree))
         return TreePlan(path, reader, target, tree, match, frozenset(), transforms)
@@ -208,20 +210,29 @@ def _items(opened: opening.Opened, targets: Mapping[str, Any], transforms: Trans
             plans[name] = plan_tree(reader, reader.tree, None, TransformSpec(None), path)
             continue
         tree = trees.children.get(name, Branch({})) if isinstance(trees, Branch) else Branch({})
-        item_reader = _MultiItemReader(reader, path) if transforms.rules else reader
+        item_reader = _ReaderOfSeveral(reader, path) if transforms.rules else reader
         plans[name] = _plan_node(item_reader, tree, target_trees.get(name), transforms, path)
     return plans
 
 
-class _MultiItemReader:
-    """Reader of the leaves of all items: a rule may move leaves from one item to another."""
+class _ReaderOfSeveral:
+    """Reader of leaves of several items or checkpoints, as rules may put them into one tree."""
 
-    def __init__(self, reader: Any, path: str):
-        self.format, self.path = reader.format, path
+    def __init__(self, reader: Any, path: str, others: Sequence[Any] | None = None):
+        """Combine readers.
+
+        Args:
+            reader: of all leaves that are not of ``others``.
+            path: for messages.
+            others: readers of their own leaves; all if None.
+        """
+        self.format, self.path, self._reader, self._others = reader.format, path, reader, others
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """See `flax_ckpt_compat._core.backend.Reader.read`."""
         owners = [(one.handle if isinstance(one, ArraySlice) else one).reader for one in handles]
+        if self._others is not None:
+            owners = [owner if owner in self._others else self._reader for owner in owners]
         values: dict[int, Any] = {}
         for owner in dict.fromkeys(owners):
             mine = [number for number, one in enumerate(owners) if one is owner]

@@ -179,7 +179,7 @@ def plan_restore(
         locating.check_same(found, before)
         return plan
 
-    with config.defaults(config.STRICT), config.override(**given):
+    with config.defaults(config.STRICT), config.override(**given), closing(spec):
         restore_pipeline.wait_for_pending_saves(ckpt_dir, prefix)
         return locating.read_found(ckpt_dir, step, prefix, plan_one, lambda: _nothing(paths.absolute(ckpt_dir), target))
 
