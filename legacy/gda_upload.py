@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from flax_ckpt_compat._core.object_store import client, specs
+from flax_ckpt_compat._core.object_store import client, requests
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.object_store.store_errors import retry
+from flax_ckpt_compat._core.object_store.requests import retry
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import Shard
@@ -72,7 +72,7 @@ def _open(folder: str, array: DistributedArray) -> Any:
     import tensorstore
 
     # Shards are whole chunks, so a cache gains nothing.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=specs.context())
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}}, parent=requests.context())
     spec = {"driver": "zarr", "kvstore": client.spec(folder)}
     store = retry(folder, "opened", lambda: tensorstore.open(spec, open=True, context=context))
     array.check_matches(folder, tuple(store.shape), store.dtype.numpy_dtype)

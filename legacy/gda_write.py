@@ -6,16 +6,15 @@ import collections
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
-from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.object_store import client, multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 
 from . import gda_upload
 from .gda_tree import DistributedArray, SharedTree
@@ -40,9 +39,7 @@ def begin(
         return
     if upload is not None:
         base, metadata = _base(path, upload), {array.subpath: array.metadata for array in prepared.arrays}
-        client.in_parallel(
-            lambda subpath: client.write(os.path.join(base, subpath, _METADATA), metadata[subpath]), metadata
-        )
+        in_parallel(lambda subpath: client.write(os.path.join(base, subpath, _METADATA), metadata[subpath]), metadata)
         return
     base = os.path.join(gda_folder.folder_of(path), gda_folder.begin(path))
     for array in prepared.arrays:
@@ -157,7 +154,7 @@ class _Write(NamedTuple):
 
     def finish(self) -> str:
         """Wait for the write and return the path of its file."""
-        with _translated(self.base, self.array):
+        with translated(os.path.join(self.base, self.array.subpath), "written", TENSORSTORE_ERRORS):
             self.future.result()
         return os.path.join(self.base, self.array.subpath, self.name)
 
@@ -167,27 +164,14 @@ def _begin_writes(tensorstore: Any, base: str, array: DistributedArray, context:
     for shard in array.shards():
         if not math.prod(shard.data.shape):
             continue
-        with _translated(base, array):
+        with translated(os.path.join(base, array.subpath), "written", TENSORSTORE_ERRORS):
             store = store or _open(tensorstore, os.path.join(base, array.subpath), array, context)
             future = store[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
         yield _Write(base, array, future, shard.data.nbytes, array.name_of(shard))
 
 
-@contextmanager
-def _translated(base: str, array: DistributedArray) -> Iterator[None]:
-    """Translate TensorStore's errors into StorageError."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (ValueError, RuntimeError, OSError) as error:
-        folder, name = os.path.join(base, array.subpath), array.subpath or "the array"
-        message = f"{folder}: writing {name} failed: {error}"
-        raise StorageError(message, path=folder, errno=getattr(error, "errno", None)) from error
-
-
 def _open(tensorstore: Any, folder: str, array: DistributedArray, context: Any) -> Any:
-    spec = {"driver": "zarr", "kvstore": paths.local_kvstore(folder)}
+    spec = {"driver": "zarr", "kvstore": paths.storage_of(folder).kvstore(folder)}
     store = tensorstore.open(spec, open=True, context=context).result()
     array.check_matches(folder, tuple(store.shape), store.dtype.numpy_dtype)
     return store

@@ -16,12 +16,13 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import KeyData, Node, show_path
 
 from . import gda_read
 from .parse import parse
-from .source import File, Source, open_source, storage_error
+from .source import File, Source, open_source
 from .unpack import unpack
 from .window import Window
 
@@ -69,7 +70,7 @@ class MsgpackReader:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                raise storage_error(path, error) from error
+                raise storage_error(path, error, "read") from error
             raise
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class MsgpackReader:
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise storage_error(self.path, error) from error
+            raise storage_error(self.path, error, "read") from error
         folders.finish()
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])

@@ -68,9 +68,8 @@ def begin(path: str, *, in_gda_folder: bool) -> Staging:
     Raises:
         StorageError: the store refused.
     """
-    if not paths.is_url(path):
-        return Staging(atomic.temporary_path(path))
-    return Staging(commit.staging_path(path), multiprocess.begin(path, in_gda_folder=in_gda_folder))
+    upload = multiprocess.begin(path, in_gda_folder=in_gda_folder) if paths.is_url(path) else None
+    return Staging(paths.storage_of(path).temporary_path(path), upload)
 
 
 def from_json(text: str, is_primary: bool) -> Staging:

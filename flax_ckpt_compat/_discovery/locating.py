@@ -206,13 +206,7 @@ def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callabl
 
 def identity(path: str) -> tuple[int, int] | None:
     """Return device and inode of a local path; None in stores, or if it does not exist."""
-    if paths.is_url(path):
-        return None
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    return paths.storage_of(path).identity(path)
 
 
 def check_same(path: str, before: tuple[int, int] | None) -> None:

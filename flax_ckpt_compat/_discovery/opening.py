@@ -11,7 +11,7 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import detect, file_types
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -95,7 +95,7 @@ class JsonReader:
     def __init__(self, path: str):
         self.path = path
         try:
-            with atomic.translated(path):
+            with translated(path):
                 self.tree: Node = self._node(json.loads(paths.read(path).decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(

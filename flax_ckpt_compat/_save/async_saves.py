@@ -178,7 +178,7 @@ def raise_failures(directory: str) -> None:
 
 
 def _key(directory: str) -> str:
-    return directory if paths.is_url(directory) else os.path.realpath(directory)
+    return paths.storage_of(directory).resolve(directory)
 
 
 def _saves_into(directory: str) -> list[_BackgroundSave]:

@@ -7,7 +7,6 @@ of the other. Other processes cannot know, so a save warns.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 from flax_ckpt_compat._core import paths, steps
@@ -70,8 +69,4 @@ def _is_step(name: str, prefix: str) -> bool:
 
 
 def _key(checkpoint_dir: CheckpointDir) -> str:
-    return (
-        checkpoint_dir.directory
-        if paths.is_url(checkpoint_dir.directory)
-        else os.path.realpath(checkpoint_dir.directory)
-    )
+    return paths.storage_of(checkpoint_dir.directory).resolve(checkpoint_dir.directory)

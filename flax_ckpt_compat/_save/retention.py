@@ -96,7 +96,7 @@ def _remove(checkpoint_dir: CheckpointDir, name: str) -> None:
 
 def _remove_path(path: str) -> None:
     try:
-        paths.discard(path)
+        paths.storage_of(path).discard(path)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError):  # another process cleans the same directory
             raise

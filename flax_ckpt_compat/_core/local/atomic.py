@@ -12,8 +12,8 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
@@ -24,6 +24,7 @@ from flax_ckpt_compat._core.local.temporaries import GONE, abandon, is_alive, pa
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
+from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
 _log = logging.getLogger("flax_ckpt_compat")
@@ -189,18 +190,6 @@ def make_directory(path: str) -> None:
         os.makedirs(path, exist_ok=True)
         for new in missing:
             sync_directory(os.path.dirname(new))
-
-
-@contextmanager
-def translated(path: str) -> Iterator[None]:
-    """Translate OSError into StorageError."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"{path}: {reason}", path=path, errno=error.errno) from error
 
 
 def _delete(path: str) -> None:

@@ -31,6 +31,7 @@ from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
 from flax_ckpt_compat._core.object_store.views import LIST_FILE
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.storage_errors import translated
 
 _CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 _log = logging.getLogger("flax_ckpt_compat")
@@ -53,7 +54,7 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
     there = set(names)
     if is_unfinished(there):
         return f"{COMMIT_FILE} is missing: its upload never ended, or it is being removed"
-    if url.startswith("gs://") and COMMIT_FILE not in there:
+    if client.scheme_of(url).needs_commit_file and COMMIT_FILE not in there:
         return (
             f"{COMMIT_FILE} is missing, which Orbax writes last in this store; if all of it was copied here, add an "
             "empty object of that name"
@@ -64,7 +65,7 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
 def staging_path(url: str) -> str:
     """Return a local path for a checkpoint before its upload, and remove local files of dead writers."""
     folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
-    with atomic.translated(folder):
+    with translated(folder):
         os.makedirs(folder, mode=0o700, exist_ok=True)
         status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import client, specs
-from flax_ckpt_compat._core.object_store.store_errors import retry
-from flax_ckpt_compat._core.object_store.threads import in_parallel
+from flax_ckpt_compat._core.object_store import client, requests
+from flax_ckpt_compat._core.object_store.requests import key_of, retry, split
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
 # S3's limit for one request; an object from a single request appears whole or not at all.
 MAX_OBJECT = 5 * 2**30
@@ -157,10 +157,10 @@ def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
     Raises:
         StorageError: the store refused.
     """
-    key = specs.split(url)[2]
+    key = key_of(url)
 
     def request() -> Any:
-        return specs.bucket_store(url).write(key, data, if_equal=version)
+        return client.bucket_store(url).write(key, data, if_equal=version)
 
     return _write_conditionally(url, np.frombuffer(data, np.uint8), request, new=version == client.NO_OBJECT)
 
@@ -212,7 +212,7 @@ def _memory_map(path: str) -> np.ndarray[Any, Any]:
 
 def _start_write(url: str, content: np.ndarray[Any, Any]) -> Any:
     if not content.nbytes:
-        return specs.bucket_store(url).write(specs.split(url)[2], b"")
+        return client.bucket_store(url).write(key_of(url), b"")
     return _as_array(url, content.nbytes).write(content, can_reference_source_data_indefinitely=True).commit
 
 
@@ -242,8 +242,8 @@ def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
     """Open the object as an array of bytes in one chunk, without a request."""
     import tensorstore as ts
 
-    scheme, bucket, key = specs.split(url)
-    base = {**specs.bucket_spec(scheme, bucket), "path": key}
+    _, bucket, key = split(url)
+    base = {**client.scheme_of(url).bucket_spec(bucket), "path": key}
     layer = {"base": base, "exact": _CHUNK, "strip_prefix": len(_CHUNK)}
     metadata = {
         "zarr_format": 2,
@@ -264,4 +264,4 @@ def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    return ts.open(spec, context=specs.context(), transaction=transaction).result()
+    return ts.open(spec, context=requests.context(), transaction=transaction).result()
