@@ -48,7 +48,7 @@ class _PlainArrays:
     def accepts(self, leaf: Any) -> bool:
         """Return whether a leaf is valid; False if it needs the full check."""
         kind = type(leaf)
-        if kind is np.ndarray:
+        if kind is np.ndarray or kind is HostCopy:
             return self._dtypes[leaf.dtype]
         if kind not in self._jax:
             self._jax[kind] = is_jax_array(leaf)

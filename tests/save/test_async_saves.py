@@ -90,6 +90,29 @@ def test_values_are_those_of_the_call(flag: bool, tmp_path: Path, manager: Any, 
     np.testing.assert_array_equal(jax.random.key_data(found["k"]), jax.random.key_data(jax.random.key(7)))
 
 
+class Later:
+    """A user's own manager, which runs a save only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], Any]] = []
+
+    def wait_previous_save(self) -> None:
+        while self.tasks:
+            self.tasks.pop()()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        self.tasks.append(task)
+
+
+def test_a_read_only_view_of_what_is_changed_later(flag: bool, tmp_path: Path) -> None:
+    """A broadcast array cannot be written to, but what it shows can."""
+    value, manager = np.zeros(1), Later()
+    ours.save_checkpoint(tmp_path, {"view": np.broadcast_to(value, (3,))}, 1, async_manager=manager)
+    value[0] = 7
+    manager.wait_previous_save()
+    np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["view"], np.zeros(3))
+
+
 def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
     """Until it is complete, a background save is no checkpoint, and it evicts nothing."""
     gate.open.set()
