@@ -87,7 +87,7 @@ def open_item(item: detect.Item) -> Reader:
         ) from None  # the advice for damaged msgpack files would mislead
 
 
-class JsonReader:
+class JsonReader(Reader):
     """Reader of a JSON item of an Orbax directory; its values are read on opening."""
 
     format = Format.ORBAX
@@ -116,14 +116,7 @@ class JsonReader:
         """Return the values of handles; there are no arrays, so no slices."""
         return [handle.locator for handle in handles if isinstance(handle, LeafHandle)]
 
-    def sharding_of(self, name: str) -> None:  # noqa: ARG002  (nothing is an array)
-        """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
-        return
 
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-
-def gives_lists(reader: Any) -> bool:
+def gives_lists(reader: Reader) -> bool:
     """Return whether stored lists stay lists: Flax writes none in msgpack, so they are the caller's own."""
     return reader.format is Format.MSGPACK or isinstance(reader, JsonReader)

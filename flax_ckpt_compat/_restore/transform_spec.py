@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,8 +19,7 @@ from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.absence import Absence
-from flax_ckpt_compat._restore.matching import Choose
-from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, FromTarget, Own
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, PlacedInput
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, sources
 from flax_ckpt_compat.transforms import restore_args
@@ -35,6 +34,9 @@ from flax_ckpt_compat.transforms._resolve import (
 
 _log = logging.getLogger("flax_ckpt_compat")
 
+# Key path and leaf of the target → its source; None for the checkpoint's leaf of the same path.
+Choose = Callable[[Path, Any], LeafHandle | Derived | Own | None]
+
 
 class TransformSpec:
     """The ``transforms`` of one call.
@@ -48,7 +50,7 @@ class TransformSpec:
             strict.
     """
 
-    def __init__(self, given: Any, *, default_to_original: bool = True, strict: bool = False):
+    def __init__(self, given: Any = None, *, default_to_original: bool = True, strict: bool = False):
         """Parse the argument.
 
         Args:
@@ -187,7 +189,7 @@ def _step(given: Any) -> Rule:
         leaves = dict(iter_leaves(tree))
         for path, leaf in wanted.items():
             if source := choose(path, leaf):
-                leaves[path] = source.node if isinstance(source, FromCheckpoint) else Own.TARGET
+                leaves[path] = source
         return from_leaves(leaves, like=tree)
 
     return Rule(repr(given), apply)
@@ -204,24 +206,25 @@ class _Chooser:
         self._paths: dict[str, list[Path]] = {}
         for path in self._leaves:
             self._paths.setdefault("/".join(path), []).append(path)
-        self._inputs: dict[int, dict[Path, FromCheckpoint]] = {}
+        # Inputs of a multi_value_fn, by its transform's key: leaves that share a transform share them.
+        self._inputs: dict[str, dict[Path, Derived | PlacedInput]] = {}
 
-    def __call__(self, path: Path, leaf: Any) -> FromCheckpoint | FromTarget | None:
+    def __call__(self, path: Path, leaf: Any) -> LeafHandle | Derived | Own | None:
         key = "/".join(path)
         outcome = self._resolve(key)
         if isinstance(outcome, Call):
-            return FromCheckpoint(self._derive(key, outcome.transform, leaf), leaf)
+            return self._derive(key, outcome, leaf)
         if isinstance(outcome, Keep):
             # A leaf known to neither is recorded by the match.
-            return FromTarget(leaf, "as the transforms say") if outcome.known else None
+            return Own.TARGET if outcome.known else None
         if outcome.transform is None and outcome.source == key:
             return None
         stored = self._leaf(outcome.source)
         if outcome.transform is None or outcome.transform.value_fn is None:
-            return FromCheckpoint(stored, leaf)
+            return stored
         function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
-        one = stored if isinstance(stored, Derived) else FromCheckpoint(stored, _input_target(leaf, stored))
-        return FromCheckpoint(Derived((one,), function, None, None, "value_fn"), leaf)
+        one = stored if isinstance(stored, Derived) else PlacedInput(stored, _input_target(leaf, stored))
+        return Derived((one,), function, None, None, "value_fn")
 
     def _resolve(self, key: str) -> Any:
         try:
@@ -249,12 +252,12 @@ class _Chooser:
             )
         return self._leaves[paths[0]]
 
-    def _derive(self, key: str, transform: Any, leaf: Any) -> Derived:
+    def _derive(self, key: str, outcome: Call, leaf: Any) -> Derived:
         """Return the derived leaf of a multi_value_fn, with its declared inputs."""
-        if id(transform) not in self._inputs:
-            self._inputs[id(transform)] = self._inputs_of(key, transform)
-        inputs = self._inputs[id(transform)]
-        args = restore_args(leaf)
+        transform, args = outcome.transform, restore_args(leaf)
+        if outcome.key not in self._inputs:
+            self._inputs[outcome.key] = self._inputs_of(key, transform)
+        inputs = self._inputs[outcome.key]
 
         def function(*values: Any) -> Any:
             tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
@@ -263,7 +266,7 @@ class _Chooser:
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
 
-    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Any]:
+    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Derived | PlacedInput]:
         wanted = getattr(transform, "multi_value_fn_input_args", None)
         if wanted is None:
             raise TransformError(
@@ -271,7 +274,7 @@ class _Chooser:
                 "multi_value_fn_input_args, a dict of their names (or regular expressions) to RestoreArgs or None",
                 leaf=key,
             )
-        found: dict[Path, Any] = {}
+        found: dict[Path, Derived | PlacedInput] = {}
         unmatched = dict.fromkeys(wanted)
         for path, leaf in self._leaves.items():
             matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
@@ -279,7 +282,7 @@ class _Chooser:
                 unmatched.pop(pattern, None)
             if matching:
                 args = wanted[matching[0]]
-                found[path] = leaf if isinstance(leaf, Derived) else FromCheckpoint(leaf, _example(leaf, args))
+                found[path] = leaf if isinstance(leaf, Derived) else PlacedInput(leaf, _example(leaf, args))
         for pattern in unmatched:
             raise TransformError(
                 f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key
