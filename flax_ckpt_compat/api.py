@@ -57,7 +57,7 @@ def restore(
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
         transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), a mapping of
             the target's key paths to stored ones (``{"params/encoder": "params/Dense_0"}``), or a pytree of
-            `flax_ckpt_compat.transforms.Transform` by key path of the target, or regular expression; lists may mix them.
+            `flax_ckpt_compat.transforms.Transform` by key path of the target, or expression; lists may mix them.
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Does not apply to rules.
         missing_leaves: for a target leaf that neither the checkpoint nor a transform has, ``"error"`` raises;
