@@ -34,14 +34,7 @@ def written_path(path: str) -> str:
 def save(request: SaveRequest, target: Any, written: str | None = None, coordinator: Coordinator | None = None) -> None:
     """Save with the request's checkpointer, and publish the result after its commit, if need be in the background.
 
-    Args:
-        request: the save.
-        target: the user's tree.
-        written: `written_path` as agreed by several processes.
-        coordinator: of a multi-process save; process 0 publishes.
-
-    Raises:
-        CheckpointerError: the checkpointer cannot save this tree.
+    In a multi-process save, all processes agree on the `written_path`, and process 0 publishes.
     """
     checkpointer: Any = request.orbax_checkpointer
     written = written or written_path(request.path)
@@ -62,11 +55,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
 
 
 def wait_for_pending_saves(checkpointer: Any, directory: str) -> None:
-    """Wait for background saves of this checkpointer, and of any other into this directory, and for their clean-up.
-
-    Raises:
-        Exception: the failure of such a save.
-    """
+    """Wait for background saves of this checkpointer, and of any other into this directory; raise a failure."""
     if checkpointer is not None and is_async(checkpointer):
         checkpointer.wait_until_finished()
     for pending in list(_pending):

@@ -42,12 +42,7 @@ def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
 
 
 def warn_of_overlap(checkpoint_dir: CheckpointDir, name: str) -> None:
-    """Warn, once for a pair of prefixes, if a saved checkpoint, or the one to be saved, is a step of both.
-
-    Args:
-        checkpoint_dir: directory and prefix.
-        name: name of the checkpoint to be saved.
-    """
+    """Warn, once for a pair of prefixes, if a saved checkpoint, or the one to be saved, is a step of both."""
     with _lock:
         known = dict(_saved.get(_key(checkpoint_dir), {}))
     for other_name, other in known.items():

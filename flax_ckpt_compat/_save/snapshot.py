@@ -30,12 +30,7 @@ from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
 
 def tree_to_save(target: Any, request: SaveRequest) -> Node:
-    """Return the neutral tree of a user's tree; for a background save, with copies of all values.
-
-    Raises:
-        UnsupportedLeafError: a leaf has no values, or the tree has no state.
-        MPACheckpointingRequiredError: an array is spread over processes in a save by one process.
-    """
+    """Return the neutral tree of a user's tree; for a background save, with copies of all values."""
     snapshot = _Snapshot(request)
     tree = state_dict.describe(target)
     if isinstance(tree, Branch):
@@ -157,11 +152,7 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
 
 
 def _from_processes(path: Path, leaf: jax.Array) -> Any:
-    """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole.
-
-    Raises:
-        UnsupportedLeafError: the array lies on the devices of one other process, for which it looks local.
-    """
+    """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
     owners = {int(device.process_index) for device in cast(Any, leaf.sharding).device_set}
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
         return leaf.addressable_data(0) if leaf.addressable_shards else tree_summary.placeholder(leaf)
