@@ -16,13 +16,12 @@ import tensorstore as ts
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.local.syncing import start_writeback
 from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA, key_prefix
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import EncodedLeaf
 from .files import wait
-from .stored_names import key_prefix
 from .zarr import dump_zarray
 
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).

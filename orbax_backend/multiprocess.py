@@ -12,7 +12,14 @@ from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.object_store import multiprocess, uploads
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCESS_PREFIX, STRING, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATAS,
+    MANIFEST,
+    PROCESS_PREFIX,
+    STRING,
+    ZARR2_METADATA,
+    key_prefix,
+)
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import normalize_index, show_path
@@ -25,7 +32,6 @@ from .grid import Shape, cells, full_box
 from .key_index import Index, open_database
 from .plan import Plan
 from .shardings import ShardingEncoder
-from .stored_names import key_prefix
 from .writer import array_metadatas, commit, compressor, finish_arrays, start_arrays, sync_database, tree_files
 from .zarr import parse_array_metadata
 

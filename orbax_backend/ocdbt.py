@@ -264,10 +264,12 @@ def _leaf(columns: Columns, files: _Files, prefix: bytes) -> Entries:
         raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")
     indirect = sum(kinds)
     numbers, offsets = columns.varints(indirect), columns.varints(indirect)
-    ranges = iter(files.extents(numbers, offsets, list(itertools.compress(lengths, kinds))))
-    inline = iter(columns.slices([length for length, kind in zip(lengths, kinds, strict=True) if kind == _INLINE]))
+    ranges = files.extents(numbers, offsets, list(itertools.compress(lengths, kinds)))
+    inline = [0 if kind else length for length, kind in zip(lengths, kinds, strict=True)] if indirect else lengths
+    values: list[bytes | ByteRange] = [*columns.slices(inline)]
     columns.finish()
-    values = [next(ranges) if kind else next(inline) for kind in kinds]
+    for number, extent in zip(itertools.compress(itertools.count(), kinds), ranges, strict=False):
+        values[number] = extent
     return dict(zip([prefix + key for key in keys] if prefix else keys, values, strict=True))
 
 

@@ -16,6 +16,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -23,7 +24,6 @@ from . import grid
 from .chunks import PIECE_BYTES, ArrayRead, Copy, Piece, by_chunk, group_neighbours, plan_pieces, scatter
 from .files import ByteRange, sizes_of, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue
-from .stored_names import key_prefix
 
 _log = logging.getLogger("flax_ckpt_compat")
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
