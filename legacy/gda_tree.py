@@ -99,13 +99,6 @@ def _chunk_name(index: Iterable[int]) -> str:
     return ".".join(map(str, index)) or "0"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reference:
-    """Text in the file that refers to an array in the folder."""
-
-    text: str
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SharedTree:
     """A tree of a multi-process save.
@@ -168,7 +161,7 @@ def _with_reference(leaf: Any, prefix: str) -> Any:
     if isinstance(leaf, KeyData):
         return KeyData(leaf.impl, _with_reference(leaf.data, prefix))
     if isinstance(leaf, DistributedArray):
-        return Reference(format.PLACEHOLDER + (prefix + leaf.subpath).rstrip("/"))
+        return format.PLACEHOLDER + (prefix + leaf.subpath).rstrip("/")
     return leaf
 
 

@@ -17,8 +17,8 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 
 from . import gda_upload
+from .encode import write_tree
 from .gda_tree import DistributedArray, SharedTree
-from .write import write_tree
 
 _METADATA = ".zarray"
 # Syncing mostly waits for the disk.
