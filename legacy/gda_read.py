@@ -19,6 +19,7 @@ import numpy as np
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local.gda_folder import folder_of
+from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, storage_error, store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -65,7 +66,7 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
     folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
     try:
-        text = paths.read(f"{folder}/.zarray", 0, 2**20)
+        text = paths.read(f"{folder}/{ZARR2_METADATA}", 0, 2**20)
     except (FileNotFoundError, NotADirectoryError) as error:
         found = f"no array {folder}; it was not copied along with the checkpoint"
         raise _corrupt(checkpoint, path, found) from error
@@ -74,7 +75,7 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     try:
         return _parse_metadata(checkpoint, folder, json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _corrupt(checkpoint, path, f"{folder}/.zarray that does not decode ({error})") from error
+        raise _corrupt(checkpoint, path, f"{folder}/{ZARR2_METADATA} that does not decode ({error})") from error
 
 
 def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:

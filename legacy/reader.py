@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafK
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.storage_errors import storage_error
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node, show_path
 
 from . import gda_read
@@ -189,12 +189,7 @@ def _fetch(source: Source, spans: list[_Span]) -> None:
         for start in range(0, len(target), _PIECE)
     ]
     runs = [[piece] for piece in pieces] if source.is_local else _runs(source, pieces)
-    if len(runs) > 1:
-        with Pool(min(source.threads, len(runs)), thread_name_prefix="flax-ckpt-read") as pool:
-            for _ in pool.map(functools.partial(_read_run, source), runs):
-                pass
-    elif runs:
-        _read_run(source, runs[0])
+    in_parallel(functools.partial(_read_run, source), runs, source.threads)
 
 
 def _runs(source: Source, pieces: list[_Span]) -> list[list[_Span]]:
