@@ -11,8 +11,8 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Shard, is_jax_array, shards_of
 
 from . import format
@@ -42,16 +42,13 @@ def write_tree(path: str, tree: Node) -> None:
     Raises:
         StorageError: the file system refused; a partial file remains.
     """
-    try:
+    with translated(path, "written"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _Writer(fd).write(tree)
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        message = f"{path}: writing the checkpoint failed: {error.strerror or error}"
-        raise StorageError(message, path=path, errno=error.errno) from error
 
 
 class _Writer:
