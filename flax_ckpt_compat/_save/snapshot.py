@@ -33,13 +33,15 @@ def tree_to_save(target: Any, request: SaveRequest) -> Node:
     """Return the neutral tree of a user's tree; for a background save, with copies of all values."""
     snapshot = _Snapshot(request)
     tree = state_dict.describe(target)
-    if isinstance(tree, Branch):
-        snapshot.convert(tree, ())
-    else:
-        tree = snapshot.leaf(tree, ())
-    depth.check(snapshot.levels, request.path)
-    if snapshot.copies is not None:
-        snapshot.copies.make()
+    # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
+    with jax.transfer_guard_device_to_host("allow"):
+        if isinstance(tree, Branch):
+            snapshot.convert(tree, ())
+        else:
+            tree = snapshot.leaf(tree, ())
+        depth.check(snapshot.levels, request.path)
+        if snapshot.copies is not None:
+            snapshot.copies.make()
     return tree
 
 
