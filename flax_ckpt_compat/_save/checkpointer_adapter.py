@@ -108,7 +108,8 @@ def _publish_after(
 class _BackgroundSave:
     """A save that a thread follows to its end: Orbax has no public hook after the commit.
 
-    Until its outcome was seen, the checkpointer's ``wait_until_finished`` waits for that thread.
+    Until its outcome was seen, the checkpointer's ``wait_until_finished`` waits for that thread, whose failure its
+    ``check_for_errors`` raises.
 
     Attributes:
         path: the final path.
@@ -116,14 +117,16 @@ class _BackgroundSave:
 
     def __init__(self, checkpointer: Any, path: str, follow: Callable[[], None]):
         self.path, self._checkpointer, self._follow = path, checkpointer, follow
-        self._own = {name: value for name, value in vars(checkpointer).items() if name == "wait_until_finished"}
+        methods = {"wait_until_finished": self.wait, "check_for_errors": self.check}
+        self._methods = {name: method for name, method in methods.items() if hasattr(checkpointer, name)}
+        self._own = {name: vars(checkpointer)[name] for name in methods if name in vars(checkpointer)}
         self._outcome = Future[None]()
 
     def start(self) -> None:
         """Follow the save in a thread; at once if none can be started."""
         _wait_at_exit()
         _pending.append(self)
-        self._checkpointer.wait_until_finished = self.wait
+        vars(self._checkpointer).update(self._methods)
         try:
             threading.Thread(target=self._run, name="flax_ckpt_compat-commit", daemon=True).start()
         except RuntimeError:  # the interpreter ends, and has no more threads
@@ -146,14 +149,21 @@ class _BackgroundSave:
             if self._outcome.done():
                 self.forget()
 
+    def check(self) -> None:
+        """Raise the failure of a save that has ended; do not wait."""
+        if self._outcome.done():
+            self.wait()
+
     def forget(self) -> None:
-        """Give the checkpointer its own ``wait_until_finished`` back."""
+        """Give the checkpointer its own methods back."""
         with suppress(ValueError):
             _pending.remove(self)
-            own = vars(self._checkpointer)
-            if own.get("wait_until_finished") == self.wait:
-                del own["wait_until_finished"]
-                own.update(self._own)
+            attributes = vars(self._checkpointer)
+            for name, method in self._methods.items():
+                if attributes.get(name) == method:
+                    del attributes[name]
+                    if name in self._own:
+                        attributes[name] = self._own[name]
 
 
 @functools.cache
