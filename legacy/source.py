@@ -11,6 +11,7 @@ import stat
 import weakref
 from typing import NamedTuple
 
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.storage_errors import storage_error
@@ -166,7 +167,7 @@ def open_source(path: str) -> Source:
         CorruptCheckpointError: it is empty, or not a file.
         StorageError: the file system or store refused.
     """
-    return StoredObject(path) if client.is_url(path) else File(path)
+    return StoredObject(path) if paths.is_url(path) else File(path)
 
 
 def _not_found(path: str) -> CheckpointNotFoundError:

@@ -136,9 +136,5 @@ def prepare_directory(path: str) -> None:
 def publish(temporary: str, path: str, *, new: bool = False) -> None:
     """Publish a finished temporary under its final name; no reader sees a part of it.
 
-    Args:
-        temporary: result of ``temporary_path``.
-        path: final path or URL.
-        new: do not replace a checkpoint that has this name by now.
-    """
+    With ``new`` a checkpoint that has this name by now is not replaced."""
     storage_of(path).publish(temporary, path, new=new)

@@ -56,11 +56,7 @@ def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = 
 def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     """Return the StorageError for an error of the file system, or of TensorStore on it.
 
-    Args:
-        path: path or URL for the message.
-        error: the lower error; TensorStore has the system's number in its text only.
-        doing: completes "could not be …".
-    """
+    ``doing`` completes "could not be …". TensorStore has the system's error number in its text only."""
     if isinstance(error, StorageError):
         return error
     number = getattr(error, "errno", None)
@@ -79,11 +75,7 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
 def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
     """Translate an OSError, or a StorageError about a temporary, into a StorageError about the checkpoint.
 
-    Args:
-        path: path or URL of the checkpoint.
-        temporary: path that is written in its place.
-        tree: tree to save, to report the space that it needs.
-    """
+    With ``tree`` it reports the space that the tree needs."""
     try:
         yield
     except OSError as error:
@@ -146,11 +138,7 @@ def _size(number: float) -> str:
 
 
 class OutOfRangeError(Exception):
-    """A range ends beyond the end of its object.
-
-    Attributes:
-        size: size of the object in bytes; -1 if the store does not tell.
-    """
+    """A range ends beyond the end of its object, of ``size`` bytes; -1 if the store does not tell."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -215,12 +203,7 @@ def translate_error(url: str, operation: str, error: Exception) -> Exception:
 def store_error(url: str, operation: str, reason: str, codes: str) -> StorageError:
     """Return the error for a failed request.
 
-    Args:
-        url: URL of the object or folder.
-        operation: completes "could not be …".
-        reason: the store's message.
-        codes: text with error names and, as its last word, the HTTP status; selects the remedy.
-    """
+    ``codes`` selects the remedy: text with error names and, as its last word, the HTTP status."""
     scheme, _, rest = url.partition("://")
     remedy = _remedy(scheme.lower(), rest.partition("/")[0], codes)
     return StorageError(f"{url} could not be {operation}: {reason}; {remedy}", path=url)

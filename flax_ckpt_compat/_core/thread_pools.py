@@ -17,11 +17,7 @@ _REFUSALS = re.compile("new futures|new thread")
 
 
 class Once:
-    """A task that runs once, on a thread of a pool or on the caller's if the pool refuses it.
-
-    Attributes:
-        future: its outcome.
-    """
+    """A task that runs once, on a thread of a pool or on the caller's if the pool refuses it."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any):
         self.future: Future[Any] = Future()

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, no_replace
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.temporaries import GONE
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
@@ -58,7 +58,7 @@ class LocalStorage:
 
     def holds_nothing(self, path: str) -> bool:
         with translated(path):
-            return no_replace.is_empty(path)
+            return atomic.is_empty(path)
 
     def identity(self, path: str) -> tuple[int, int] | None:
         try:
@@ -123,11 +123,7 @@ class LocalStorage:
 
 
 def _mode(path: str) -> int:
-    """Return the mode of a local path, following links; 0 if it does not exist.
-
-    Raises:
-        StorageError: a directory above it may not be searched, so existence is unknown.
-    """
+    """Return the mode of a local path, following links; 0 if it does not exist."""
     try:
         return os.stat(path).st_mode
     except PermissionError as error:

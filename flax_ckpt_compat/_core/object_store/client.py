@@ -31,14 +31,7 @@ _BEYOND_END = 2**40 * 5
 
 
 class _Cache(threading.local):
-    """Answers of this thread's requests, by URL.
-
-    Attributes:
-        listings: by nesting, the URL of a folder, all its keys, and the visible ones.
-        sizes: bytes of objects.
-        emptiness: whether objects have no bytes.
-        contents: objects that were prefetched.
-    """
+    """Answers of this thread's requests by URL; listings has, by nesting, a folder, its keys, and the visible ones."""
 
     def __init__(self) -> None:
         self.listings: list[tuple[str, list[str], list[str]]] = []
@@ -89,15 +82,10 @@ def spec(url: str) -> dict[str, Any]:
     return found | {"path": key.removesuffix("/") + "/"} if key else found
 
 
-def is_url(path: str) -> bool:
-    """Return whether a path is a URL, and not of the local file system."""
-    return "://" in path
-
-
 @contextmanager
 def listing_cache(url: str) -> Iterator[None]:
     """List ``url`` once, and answer this thread's look-ups below it from that list within the context."""
-    if not is_url(url) or _cache.keys(url) is not None:
+    if _cache.keys(url) is not None:
         yield
         return
     found = fresh_keys(url)
@@ -152,23 +140,13 @@ def is_object(url: str) -> bool:
 
 
 def read(url: str) -> bytes:
-    """Read a whole object.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
+    """Read a whole object; raise FileNotFoundError if there is none."""
     cached = _cache.contents.get(url)
     return _require(url, _read(url, None)) if cached is None else cached
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """Read a range of an object; fewer bytes, or none, if it ends before ``stop``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
+    """Read a range of an object; fewer bytes, or none, if it ends before ``stop``."""
     if stop <= start:
         return b""
     found = _read(url, slice(start, stop))
@@ -179,12 +157,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def size(url: str) -> int:
-    """Return the size of an object in bytes, without reading any.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
+    """Return the size of an object in bytes, without reading any."""
     if url in _cache.sizes:
         return _cache.sizes[url]
     found = _read(url, slice(_BEYOND_END, _BEYOND_END + 1))  # the error for a range beyond the end has the size
@@ -194,12 +167,7 @@ def size(url: str) -> int:
 
 
 def is_empty(url: str) -> bool:
-    """Return whether an object has no bytes.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
+    """Return whether an object has no bytes."""
     if url in _cache.sizes:
         return _cache.sizes[url] == 0
     if url in _cache.emptiness:
@@ -291,12 +259,7 @@ def _request(url: str, span: slice | None) -> Any:
 
 
 class Object:
-    """One version of an object, read in parts.
-
-    Attributes:
-        url: the object's URL.
-        size: its size in bytes.
-    """
+    """One version of an object, of ``size`` bytes, read in parts."""
 
     def __init__(self, url: str):
         self.url = url
@@ -309,11 +272,7 @@ class Object:
         return bytes(result.stamp.generation)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read the bytes from ``start`` to ``stop``, or to the end of the object.
-
-        Raises:
-            StorageError: the object was replaced or removed since it was opened, or the store refused.
-        """
+        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
         stop = min(stop, self.size)
         if stop <= start:
             return b""
@@ -340,11 +299,7 @@ def _not_found_error(url: str) -> FileNotFoundError:
 
 
 def write(url: str, data: bytes) -> None:
-    """Write a whole object; the old one stays until it is complete.
-
-    Raises:
-        StorageError: the store refused.
-    """
+    """Write a whole object; the old one stays until it is complete."""
     _write(url, "written", lambda: bucket_store(url).write(key_of(url), data), len(data))
 
 

@@ -77,15 +77,8 @@ def staging_path(url: str) -> str:
 def publish(staged: str, url: str, *, new: bool = False) -> None:
     """Upload a local checkpoint, replace what has its name, and remove the local copy.
 
-    Args:
-        staged: local path.
-        url: the checkpoint's URL.
-        new: replace no other checkpoint, by a conditional write if the store has these.
-
-    Raises:
-        ConcurrentWriteError: another process writes, or has just written, the same checkpoint.
-        StorageError: the store refused.
-    """
+    With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
+    ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
     if os.path.isdir(staged):
         replaced = client.version(url)
         publish_folder(staged, WriteLease(url, replaces=not new), replaced, new=new)
@@ -125,13 +118,7 @@ def publish_folder(
 ) -> None:
     """Upload a directory, and remove an object of its name; see `publish`.
 
-    Args:
-        staged: local path.
-        lease: lease of the folder.
-        replaced: version of the object before the lease began.
-        new: as for `publish`.
-        uploaded: names of objects of the checkpoint that are uploaded already.
-    """
+    ``replaced`` is the object's version before the lease began; ``uploaded`` names objects that are there already."""
     names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *uploaded}]
     versions = swaps.shared_versions(lease, names)
     if not new and views.commit_files(lease.initial):

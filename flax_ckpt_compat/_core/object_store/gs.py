@@ -130,11 +130,7 @@ class _Request:
         self._request = request
 
     def result(self, timeout: float) -> tuple[int, dict[str, Any]]:
-        """Send the request and return the response's status and content.
-
-        Raises:
-            OSError: no response, or a transient error.
-        """
+        """Send the request and return the response's status and content."""
         ssl_context = _ssl_context() if self._request.type == "https" else None
         try:
             with urllib.request.urlopen(self._request, timeout=min(timeout, _TIMEOUT), context=ssl_context) as answer:  # noqa: S310

@@ -27,11 +27,7 @@ _MIN_RATE = 2**20  # bytes/s
 
 
 def split(url: str) -> tuple[str, str, str]:
-    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized.
-
-    Raises:
-        StorageError: an unknown scheme, or no bucket.
-    """
+    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
     match = _URL.fullmatch(url)
     scheme = match[1].lower() if match else ""
     if match is None or scheme not in ("s3", "gs"):
@@ -43,11 +39,7 @@ def split(url: str) -> tuple[str, str, str]:
 
 
 def normal(url: str) -> str:
-    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes.
-
-    Raises:
-        StorageError: an unknown scheme, or no bucket.
-    """
+    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes."""
     scheme, bucket, key = split(url)
     return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
 
@@ -86,10 +78,6 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
         operation: completes "could not be …".
         request: starts the request and returns TensorStore's future.
         nbytes: bytes to transfer, which extend the timeout.
-
-    Raises:
-        OutOfRangeError: a read beyond the end of the object.
-        StorageError: the store refused, or did not answer in time.
     """
     for trial in range(_ATTEMPTS):
         future = None

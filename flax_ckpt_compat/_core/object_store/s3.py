@@ -39,11 +39,7 @@ class S3:
         return requests.open_bucket(tuple(self.bucket_spec(bucket).items()))
 
     def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
-        """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket.
-
-        Raises:
-            StorageError: the store refused.
-        """
+        """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket."""
         return self.list_once(url, start, stop)
 
     def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:

@@ -63,18 +63,8 @@ def download(url: str, directory: str, names: Collection[str]) -> None:
 def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
     """Upload files of a local directory as objects below ``url``, in parallel.
 
-    Args:
-        directory: local path.
-        url: the folder's URL.
-        names: names of the files, relative to the directory.
-        replaced: versions to replace, of objects that other writers may write too; no other version is replaced.
-
-    Returns:
-        The names of the objects that another writer has written meanwhile.
-
-    Raises:
-        StorageError: the store refused.
-    """
+    Of the objects in ``replaced``, which other writers may write too, only these versions are replaced; return the
+    names of those that had another one."""
     conflicts: list[str] = []
 
     def put(name: str) -> None:
@@ -94,19 +84,9 @@ def _read(path: str) -> bytes:
 
 
 def upload_file(path: str, url: str, *, new: bool = False) -> bool:
-    """Upload a local file as an object.
+    """Upload a local file, which must not change meanwhile; return whether it was written.
 
-    Args:
-        path: the file's path; it must not change meanwhile.
-        url: the object's URL.
-        new: write only if there is no object with content yet.
-
-    Returns:
-        Whether it was written; always true without ``new``.
-
-    Raises:
-        StorageError: the store refused.
-    """
+    With ``new`` it is written only if there is no object with content yet."""
     nbytes = os.path.getsize(path)
     if nbytes < _MIN_MAPPED_BYTES:
         if new:
@@ -121,15 +101,7 @@ def upload_file(path: str, url: str, *, new: bool = False) -> bool:
 
 
 def check_sizes(path: str, url: str) -> None:
-    """Raise if a local file, or a file of a directory, is too large for one object.
-
-    Args:
-        path: local path.
-        url: the checkpoint's URL, for messages.
-
-    Raises:
-        StorageError: a file is too large.
-    """
+    """Raise StorageError if a local file, or a file of a directory, is too large for one object."""
     if os.path.isdir(path):
         remedy = (
             "one shard of an array is too large and cannot be cut evenly: give the array a sharding of smaller ones"
@@ -149,14 +121,7 @@ def _check_size(url: str, nbytes: int, remedy: str) -> None:
 def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
     """Write an object if it has this version, or, by default, if there is none with content.
 
-    A store without conditional writes writes it in any case.
-
-    Returns:
-        Whether the object now has this content.
-
-    Raises:
-        StorageError: the store refused.
-    """
+    A store without conditional writes writes it in any case. Return whether the object now has this content."""
     key = key_of(url)
 
     def request() -> Any:
