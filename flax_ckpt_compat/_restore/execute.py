@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,18 +37,12 @@ def read_and_place(plan: TreePlan) -> tuple[list[Any], list[ShapeDifference]]:
         run.values = casting.read(plan.reader, run.reads, run.casts_at_read, run.mapped)
     elif run.reads:
         run.values = dict(zip(run.reads, plan.reader.read(run.reads), strict=True))
-    results: list[Any] = []
-    on_device = []
-    for leaf in plan.leaves:
-        if leaf.is_plain:
-            results.append(run.take(leaf.source))
-            if leaf.sharding is not None:
-                on_device.append(len(results) - 1)
-        else:
-            results.append(leaf.target if leaf.source is Own.TARGET else run.finish(leaf))
+    take: Callable[[Any], Any] = run.take if run.has_shared else run.values.pop
+    results = [take(leaf.source) if leaf.is_plain else run.finish(leaf) for leaf in plan.leaves]
     with placement.transfers_allowed(), memory.pause_gc():
-        for at in on_device:
-            results[at] = placement.on_devices(results[at], plan.leaves[at].sharding)
+        for at, leaf in enumerate(plan.leaves):
+            if leaf.is_plain and leaf.sharding is not None:
+                results[at] = placement.on_devices(results[at], leaf.sharding)
     run.log_warnings()
     return results, run.shapes
 
@@ -59,6 +54,7 @@ class _Run:
         reads: what to read, each once.
         casts_at_read: the casts of what is cast as soon as it is read.
         mapped: what may be memory-mapped.
+        has_shared: some of it is read for several leaves.
         values: what was read and not used yet.
         shapes: shapes of function results that are not the target's.
     """
@@ -88,9 +84,9 @@ class _Run:
             if is_mapped and leaf.sharding is None and isinstance(leaf.source, LeafHandle):
                 self.mapped.add(leaf.source)
         self.reads = list(dict.fromkeys(reads))
-        self._left: Counter[LeafHandle | ArraySlice] | None = None
-        if len(self.reads) < len(reads):
-            self._left = Counter(reads)
+        self.has_shared = len(self.reads) < len(reads)
+        self._left = Counter(reads if self.has_shared else ())
+        if self.has_shared:
             self.casts_at_read.clear()  # each user of a shared leaf casts it
 
     def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
@@ -122,11 +118,8 @@ class _Run:
 
     def take(self, one: Any) -> Any:
         """Return a value that was read, which nothing else holds any longer; repeated reads get copies."""
-        if self._left is not None:
-            self._left[one] -= 1
-            if self._left[one]:
-                return copy.deepcopy(self.values[one])
-        return self.values.pop(one)
+        self._left[one] -= 1
+        return copy.deepcopy(self.values[one]) if self._left[one] > 0 else self.values.pop(one)
 
     def finish(self, leaf: LeafPlan) -> Any:
         """Return the final value of a leaf."""
@@ -134,7 +127,7 @@ class _Run:
         if isinstance(source, Derived):
             return self._finish_derived(leaf, source)
         if not isinstance(source, LeafHandle):
-            return source
+            return leaf.target if source is Own.TARGET else source
         cast = self._casts.get(leaf)
         if leaf.slices is None:
             value = placement.finish(leaf, source, self.take(source), cast)

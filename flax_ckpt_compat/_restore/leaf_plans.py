@@ -19,7 +19,12 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, PlacedInput, shape_and
 
 
 class LeafPlanner:
-    """Planner of single leaves; adds what is impossible, or may lose values, to the tree's plan."""
+    """Planner of single leaves; adds what is impossible, or may lose values, to the tree's plan.
+
+    Attributes:
+        host_types: types of the target's leaves whose arrays stay in host memory as they are read, except those of
+            ``_gda`` folders and of several possible kinds.
+    """
 
     def __init__(self, plan: TreePlan):
         self._plan = plan
@@ -31,6 +36,7 @@ class LeafPlanner:
         self._held = Memo(shardings.is_held)
         self._fits = Memo(lambda pair: shardings.fits(*pair))
         self._device_count = 0
+        self.host_types: set[type] = set()
 
     def array(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
         """Plan a stored array; quick for those that are neither cast nor split, as almost all are.
@@ -42,19 +48,18 @@ class LeafPlanner:
         """
         if not self._casts and not handle.possible_kinds:
             is_array = self._types[type(target)]
-            if is_array is False:
-                return LeafPlan(path, handle, target, None, None, None, True)
+            on_device = self._is_orbax or handle.in_gda_folder
+            if is_array is False or (is_array and not on_device and self._is_one_device()):
+                self.host_types.add(type(target))
+                return LeafPlan(path, handle, target, True)
             if is_array:
-                on_device = self._is_orbax or handle.in_gda_folder
-                if not on_device and self._is_one_device():
-                    return LeafPlan(path, handle, target, None, None, None, True)
                 # Most are equal to the one before, and few are the same.
                 sharding, is_single, least = self._places.of(target.sharding)
                 if is_single and not on_device:
-                    return LeafPlan(path, handle, target, None, None, None, True)
+                    return LeafPlan(path, handle, target, True)
                 is_held = self._held[handle.dtype] and isinstance(target.dtype, np.dtype)
                 if is_single and is_held and len(handle.shape) >= least:
-                    return LeafPlan(path, handle, target, sharding, None, None, True)
+                    return LeafPlan(path, handle, target, True, sharding)
         return self.stored(path, handle, target)
 
     def _is_one_device(self) -> bool:
@@ -98,7 +103,8 @@ class LeafPlanner:
         """Plan a derived leaf, and the inputs of users' functions; arguments as for `array`."""
         self._plan_inputs(source)
         on_device = self._is_orbax or any(handle.in_gda_folder for handle in source.handles)
-        leaf = LeafPlan(path, source, target, shardings.wanted(target, on_device), self._wanted_dtype(target))
+        leaf = LeafPlan(path, source, target)
+        leaf.sharding, leaf.cast = shardings.wanted(target, on_device), self._wanted_dtype(target)
         if source.shape is not None:
             self._check(leaf, describe_derived(path, source), source.shape, source.dtype, on_device)
         return leaf

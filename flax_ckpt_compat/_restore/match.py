@@ -103,6 +103,7 @@ class _Planner:
         # A loop that calls itself, because Flax's own functions nest no fewer than three calls for a level, and what
         # Flax restores within the recursion limit is restored here.
         plan_array, add = self._leaf_planner.array, self._plan.leaves.append
+        host_types = self._leaf_planner.host_types
         for name, child in target.children.items():
             found = fields.get(name, _Absent.ABSENT)
             # As almost all leaves are: an array where the target has one of the same shape.
@@ -113,7 +114,10 @@ class _Planner:
                 and found.dtype is not _KEY_DATA
                 and self._choose is None
             ):
-                add(plan_array((*path, name), found, child))
+                if type(child) in host_types and not (found.possible_kinds or found.in_gda_folder):
+                    add(LeafPlan((*path, name), found, child, True))
+                else:
+                    add(plan_array((*path, name), found, child))
             elif type(found) is Branch and type(child) is Branch:
                 self.branch(found, child, (*path, name))
             elif found is _Absent.ABSENT and type(child) is Branch:

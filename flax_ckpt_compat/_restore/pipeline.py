@@ -21,7 +21,7 @@ from flax_ckpt_compat._restore.execute import read_and_place
 from flax_ckpt_compat._restore.items import main_item, plan_all, plan_with_rules
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
-from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
+from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter
 from flax_ckpt_compat._trees import depth, state_dict
 
@@ -59,7 +59,7 @@ def restore(
                 policies.enforce(plan)
             values = {}
             for name, plan in plans.items.items():
-                values[name] = execute(plan)
+                values[name] = rebuild(plan, *read_and_place(plan))
         locating.check_same(path, before)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values if plans.is_mapping else next(iter(values.values()))
@@ -108,13 +108,12 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
         for name, node in chosen.items():
             plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].path)
             policies.enforce(plan)
-            values[name] = execute(plan)
+            values[name] = rebuild(plan, *read_and_place(plan))
     return values if opened.is_mapping else next(iter(values.values()))
 
 
-def execute(plan: TreePlan) -> Any:
-    """Read, place and rebuild one tree."""
-    values, shapes = read_and_place(plan)
+def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) -> Any:
+    """Rebuild the user's tree, or without a target the stored one, with the results of `read_and_place`."""
     policies.enforce_shapes(plan, shapes)
     lists = "lists" if opening.gives_lists(plan.reader) else "flax"
     if plan.target is None:
@@ -131,4 +130,4 @@ def execute(plan: TreePlan) -> Any:
     # The custom serialization does not read this structure: match leaf by leaf, so that policies see what is missing.
     again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.path, leaf_by_leaf=True)
     policies.enforce(again)
-    return execute(again)
+    return rebuild(again, *read_and_place(again))

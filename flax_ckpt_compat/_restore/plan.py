@@ -32,20 +32,20 @@ class LeafPlan:
             stored, the key path of that subtree.
         source: a stored or derived leaf, a stored None, or `Own.TARGET` for the target's own value.
         target: the target's leaf, or None.
+        is_plain: a stored array whose value as read is final, or only has to be put on ``sharding``, a single device.
         sharding: sharding to place an array with; None for host memory.
         cast: dtype to cast an array or number to, or None.
         slices: the slices to read of a stored array, one per distinct shard of this process; None to read it whole.
-        is_plain: the value as read is final, or only has to be put on ``sharding``, a single device.
         why: why the target's value is kept, in a few words.
     """
 
     path: Path
     source: LeafHandle | Derived | Own | None
     target: Any
+    is_plain: bool = False
     sharding: Any = None
     cast: Any = None
     slices: list[ArraySlice] | None = None
-    is_plain: bool = False
     why: str = ""
 
 
