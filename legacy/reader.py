@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
@@ -54,7 +54,7 @@ class _Span(NamedTuple):
     target: memoryview | None = None
 
 
-class MsgpackReader:
+class MsgpackReader(Reader):
     """An open msgpack checkpoint. Replacing a local file does not affect reads; replacing an object is an error.
 
     Locators are the offset of a value in the file, its bytes (see `unpack`), the offset and size of each piece of an
@@ -80,10 +80,6 @@ class MsgpackReader:
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
         self._source.close()
-
-    def sharding_of(self, name: str) -> None:  # noqa: ARG002  (the format keeps none)
-        """Return None: the format stores no sharding. See `Reader.sharding_of`."""
-        return
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read only the bytes of these leaves; see `Reader.read`."""
