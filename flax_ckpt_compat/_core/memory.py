@@ -46,7 +46,11 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 def pack(
     arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]],
 ) -> list[np.ndarray[Any, Any]]:
-    """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary."""
+    """Copy small arrays into blocks of memory, each array on a 64-byte boundary.
+
+    Args:
+        arrays: shape, dtype and bytes of each.
+    """
     left = sum([len(data) for _, _, data in arrays]) + ALIGNMENT * len(arrays)
     packed = []
     offset = end = 0

@@ -77,7 +77,15 @@ def in_order(names: Iterable[str], prefix: str) -> list[str]:
 
 
 def step_text(step: Any) -> str:
-    """Validate a step, a number or 0-d array or text such as ``best``, and format it for a checkpoint's name."""
+    """Validate a step and format it for a checkpoint's name.
+
+    Args:
+        step: int, float, numpy scalar, 0-d numpy or jax array of an integer or floating dtype, or text
+            (``best``), which names a checkpoint outside the order of steps.
+
+    Raises:
+        StepError: bools, non-finite numbers, arrays with more than one element, anything else.
+    """
     if isinstance(step, str):
         if not step.strip(".") or "/" in step or "\0" in step or step == FLAX_TEMPORARY:
             raise StepError(f"step {step!r} cannot be part of a checkpoint's name")
@@ -96,7 +104,11 @@ def step_text(step: Any) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint to save; raise StepError if Flax or Orbax reserve it for unfinished ones."""
+    """Validate and return the name of a checkpoint to save.
+
+    Raises:
+        StepError: Flax or Orbax reserve the name for unfinished checkpoints.
+    """
     if is_foreign(name):
         raise StepError(f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones")
     return name
@@ -127,7 +139,11 @@ def _is_traced(step: Any) -> bool:
 
 
 def check_keep(keep: Any) -> int:
-    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
+    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``.
+
+    Raises:
+        StepError: negative, not a number, or not whole.
+    """
     try:
         value = float(keep)
     except (TypeError, ValueError):
@@ -142,7 +158,11 @@ def check_keep(keep: Any) -> int:
 
 
 def check_every(every: Any) -> float | None:
-    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
+    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra.
+
+    Raises:
+        StepError: not a number.
+    """
     try:
         value = 0.0 if every is None else float(every)
     except (TypeError, ValueError):
@@ -153,7 +173,14 @@ def check_every(every: Any) -> float | None:
 
 
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
-    """Return the checkpoints that retention removes, of a prefix's numeric ones, oldest first (`in_order`)."""
+    """Return the numeric checkpoints that retention removes.
+
+    Args:
+        names: numeric checkpoints of the prefix, oldest first (`in_order`).
+        prefix: their prefix.
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        keep_every_n_steps: keep older checkpoints at least this far from the last one kept.
+    """
     if keep == 0:
         return []
     removed = []

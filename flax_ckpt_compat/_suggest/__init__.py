@@ -1,4 +1,4 @@
-"""Proposes rules when a checkpoint lacks leaves of a target, from names, shapes, dtypes and structure alone."""
+"""Propose rules when a checkpoint lacks leaves of a target, from names, shapes, dtypes and structure alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import dataclasses
 
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
-from flax_ckpt_compat._suggest import _starts
-from flax_ckpt_compat._suggest._akin import in_order
-from flax_ckpt_compat._suggest._finish import finished, missing
-from flax_ckpt_compat._suggest._judge import doubts
-from flax_ckpt_compat._suggest._pairing import Pairing, State
-from flax_ckpt_compat._suggest._rows import Step
+from flax_ckpt_compat._suggest import steps as _steps
+from flax_ckpt_compat._suggest.judge import doubts
+from flax_ckpt_compat._suggest.layouts import Step
+from flax_ckpt_compat._suggest.names import natural
+from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["Step", "Suggestion", "suggest"]
@@ -26,7 +25,7 @@ class Suggestion:
         steps: in the order in which they apply.
         confident: nothing is missing afterwards, and names or shapes speak for each step and against any other.
         remaining: key paths of target leaves that are still missing, joined with ``/``.
-        doubts: what speaks against being confident, a sentence each.
+        doubts: evidence against being confident, a sentence each.
     """
 
     steps: tuple[Step, ...]
@@ -45,19 +44,18 @@ class Suggestion:
         return len(self.remaining), len(self.doubts), len(self.steps)
 
     def __str__(self) -> str:
-        # A name with a line break must not become a line of Python.
-        lines = [
-            f"    {self._mark(step)}{step.rule},  # {printable(step.reason, one_line=True)}" for step in self.steps
-        ]
-        return "\n".join(["from flax_ckpt_compat import rules", "", "transforms = [", *lines, "]"])
-
-    def _mark(self, step: Step) -> str:
-        """Return what makes a comment of a guess that would throw stored values away."""
-        return "# " if not self.confident and step.rule.source.startswith("rules.from_target") else ""
+        lines = ["from flax_ckpt_compat import rules", "", "transforms = ["]
+        for step in self.steps:
+            # What would leave stored values behind, or a whole part of the target untrained, is the user's to say.
+            keeps = step.rule.source.startswith("rules.from_target") and (step.is_note or not self.confident)
+            # A name with a line break must not become a line of Python.
+            reason = printable(step.reason, one_line=True) + ("; uncomment to keep the target's own" if keeps else "")
+            lines.append(f"    {'# ' if keeps else ''}{step.rule},  # {reason}")
+        return "\n".join([*lines, "]"])
 
 
 def suggest(stored: Node, target: Node) -> Suggestion | None:
-    """Proposes steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes.
+    """Propose steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes.
 
     Args:
         stored: the checkpoint's tree of leaf handles; no array data is read.
@@ -66,35 +64,39 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     Returns:
         The proposal, or None where nothing is missing or nothing helps.
     """
-    if not isinstance(stored, Branch) or not isinstance(target, Branch) or not missing(stored, target):
+    if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.
-    stored, target = in_order(stored), in_order(target)
+    stored, target = _in_order(stored), _in_order(target)
     pairing = Pairing(target)
+    lacking = len(pairing.missing(stored))
+    if not lacking:
+        return None
     first = pairing.start(stored)
-    for prelude in (_starts.pre_optax(stored), *_starts.endings(stored, target)):
-        first = (pairing.tried(first, prelude[0]) if prelude else None) or first
-    found = [pairing.paired(first)]
-    likely = sorted(_starts.collections(first.tree, target, pairing.roles), key=lambda one: -one[1])
-    for steps, _ in likely[:_MAX_STARTS]:
-        begun = pairing.tried(first, steps)
-        if begun is not None:
-            found.append(pairing.paired(begun))
+    for prelude in _steps.preludes(stored, target):
+        first = pairing.tried(first, [prelude]) or first
+    begun = [first]
+    if isinstance(first.tree, Branch):
+        likely = _steps.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
+        begun += filter(None, (pairing.tried(first, steps) for steps in likely))
+    found = sorted(map(pairing.paired, begun), key=lambda one: (-one.matched, len(one.steps)))
     best: Suggestion | None = None
-    most, lacking = 0, len(missing(stored, target))
-    for state in sorted(found, key=lambda one: (-one.matched, len(one.steps))):
+    for state in found:
         # Fewer leaves found is no better way, however sure.
-        if state.matched < max(most, 1):
+        if state.matched < max(found[0].matched, 1):
             break
-        most = state.matched
-        proposal = _judged(stored, target, finished(pairing, state, stored))
-        if len(proposal.remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
+        state = _steps.finished(pairing, state, stored)
+        remaining = pairing.missing(state.tree)
+        against = doubts(stored, target, state.tree, state.steps, remaining)
+        told = tuple(printable(doubt, one_line=True) for doubt in against)
+        proposal = Suggestion(state.steps, not against, tuple(map(show_path, remaining)), told)
+        if len(remaining) <= lacking / 2 and (best is None or proposal.rank < best.rank):
             best = proposal
     return best
 
 
-def _judged(stored: Node, target: Node, state: State) -> Suggestion:
-    lacking = missing(state.tree, target)
-    against = doubts(stored, target, state, lacking)
-    told = tuple(printable(doubt, one_line=True) for doubt in against)
-    return Suggestion(state.steps, not against, tuple(map(show_path, lacking)), told)
+def _in_order(node: Branch) -> Branch:
+    """Return the tree with all names in natural order."""
+    names = natural(node.children)
+    children = {name: _in_order(one) if isinstance(one := node.children[name], Branch) else one for name in names}
+    return dataclasses.replace(node, children=children)

@@ -32,15 +32,9 @@ class Take:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Outcome: call the transform's multi_value_fn.
-
-    Attributes:
-        transform: the transform.
-        key: its key.
-    """
+    """Outcome: call the transform's multi_value_fn."""
 
     transform: Any
-    key: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +150,7 @@ def _of_one(
     if transform.use_fallback and default_to_original:
         return None
     if transform.multi_value_fn is not None:
-        return Call(transform, entry.key)
+        return Call(transform)
     source = _source(entry, key)
     if not has(source):
         note = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""

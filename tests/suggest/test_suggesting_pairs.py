@@ -79,7 +79,7 @@ def stack(axis: int) -> Any:
         (
             {f"layer_{n}": D for n in (1, 2)},
             {"block": {str(n): D for n in (0, 1)}},
-            ["rules.rename('layer_1', 'block/0')", "rules.rename('layer_2', 'block/1')"],
+            ["rules.rename({'layer_1': 'block/0', 'layer_2': 'block/1'})"],
         ),
     ],
     ids=["list", "axis 1", "off axis 1", "list stacked", "axis 0 to 1", "from 1"],

@@ -1,29 +1,28 @@
-"""What suggestions compare: the shape and kind of every leaf, and which subtrees belong to optimizers."""
+"""Describe what can be compared: the look of every leaf, the contents of subtrees, the roles of optimizer leaves."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
 
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
-Contents = Counter[tuple[str, Look]]  # how many leaves of a name and look a subtree has, wherever in it
+Contents = Counter[tuple[str, Look]]  # number of leaves of a name and look in a subtree, wherever in it
 EMPTY: Look = ((), "empty")
 KEPT: Look = ((), "kept")
 _PYTHON = {bool: "b", int: "i", float: "f", complex: "c"}
 _KINDS = {LeafKind.BOOL: "b", LeafKind.INT: "i", LeafKind.FLOAT: "f", LeafKind.COMPLEX: "c"}
-# What optax, and flax.optim before it, call the arrays that they keep beside each parameter.
+# Names that optax, and flax.optim before it, give to the arrays that they keep beside each parameter.
 _MOMENTS = (
     "mu nu trace acc_grads mu_max nu_max v v_row v_col m momentum grad_ema grad_sq_ema ema sum_of_squares mean_grads "
     "prev_updates e_g e_x second_moment diag_accumulator"
@@ -31,6 +30,7 @@ _MOMENTS = (
 MOMENTS = frozenset(_MOMENTS.split())
 _OPTIMIZER = re.compile(r"opt|optim|optimizer|opt_states?|optim_states?|optimizer_states?|tx_state|opt_\w+|\w+_opt")
 _MARKS = MOMENTS | {"count", "hyperparams", "inner_state", "inner_states", "mini_step"}
+_OLD_FIELDS = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}  # flax.optim's, below each parameter
 
 
 @functools.cache
@@ -70,28 +70,31 @@ def fits(stored: Look, target: Look) -> bool:
     return stored == target or stored[1] == "kept" or keys or (stored[0] == target[0] and stored[1] != "empty")
 
 
-def flatten(tree: Node) -> dict[Path, Look]:
-    """Key path → look of every leaf; nodes without children are `EMPTY`."""
-    return {path: look(leaf) for path, leaf in iter_leaves(tree)}
+def leaves_at(tree: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield (key path from here, leaf) below a node; a branch without children, or nothing, yields itself."""
+    waiting: list[tuple[Path, Node]] = [((), node_at(tree, path))]
+    while waiting:
+        at, node = waiting.pop()
+        if isinstance(node, Branch) and node.children:
+            waiting += [((*at, name), child) for name, child in reversed(node.children.items())]
+        else:
+            yield at, node
+
+
+def flatten(tree: Node, path: Path = ()) -> dict[Path, Look]:
+    """Map the key paths below a node to the looks of the leaves; nodes without children are `EMPTY`."""
+    return {at: look(leaf) for at, leaf in leaves_at(tree, path)}
 
 
 def node_at(tree: Node, path: Path) -> Node:
     """Return the node at a key path, or None."""
     for name in path:
-        if not isinstance(tree, Branch) or name not in tree.children:
-            return None
-        tree = tree.children[name]
+        tree = tree.children.get(name) if isinstance(tree, Branch) else None
     return tree
 
 
-def items(node: Node) -> dict[Path, Look]:
-    """Like `flatten`, without what holds no values."""
-    return {path: seen for path, seen in flatten(node).items() if seen != EMPTY}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spot:
-    """What a key path says about the role of its leaf.
+class Spot(NamedTuple):
+    """Role of a leaf.
 
     Attributes:
         field: the optimizer's name for it (``mu``, ``count``, …); empty for parameters, statistics and the rest.
@@ -110,7 +113,7 @@ def bare(path: Path) -> Path:
 
 
 class Roles:
-    """Tells the leaves of optimizers from others, by the names in one tree."""
+    """Tell the leaves of optimizers from others, by the names in one tree."""
 
     def __init__(self, tree: Node):
         self.roots = set(_optimizer_roots(tree, ()))
@@ -119,27 +122,26 @@ class Roles:
         """Return whether a key path is at or below the root of an optimizer's state."""
         if path[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
             return False
-        return any(path[:end] in self.roots for end in range(len(path) + 1))
+        return any(path[: len(root)] == root for root in self.roots)
 
     def spot(self, path: Path) -> Spot:
         """Return the role of the leaf at a key path."""
         if not self.is_optimizer(path):
             return Spot("", (), path)
-        if path[-1] in ("grad_ema", "grad_sq_ema", "momentum"):  # flax.optim: below each parameter
-            field = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}[path[-1]]
-            return Spot(field, path[:2], path[path.index("param_states") + 1 : -1] if "param_states" in path else path)
+        if path[-1] in _OLD_FIELDS:
+            suffix = path[path.index("param_states") + 1 : -1] if "param_states" in path else path
+            return Spot(_OLD_FIELDS[path[-1]], path[:2], suffix)
         for number, name in enumerate(path):
             if name in MOMENTS and number:
                 return Spot(name, path[:number], bare(path[number + 1 :]))
-        named = path[:-1] if path[-1] == "value" and len(path) > 1 else path
-        return Spot(named[-1] if named else "", named[:-1], ())
+        return Spot(bare(path)[-1], bare(path)[:-1], ())
 
 
 def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
     if not isinstance(tree, Branch) or "params" in path or (path and path[-1] in ("batch_stats", "ema_params")):
         return
     named = bool(path) and _OPTIMIZER.fullmatch(path[-1]) is not None
-    if named and (not any(items(tree).values()) or _has_marks(tree)):
+    if named and (_has_marks(tree) or all(look(leaf) == EMPTY for _, leaf in leaves_at(tree))):
         yield path
     elif {"mu", "nu"} <= tree.children.keys() or {"trace"} == tree.children.keys():
         yield path[:1]
@@ -148,21 +150,20 @@ def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:
             yield from _optimizer_roots(child, (*path, name))
 
 
-def _has_marks(tree: Node) -> bool:
-    return any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree)) or (
-        isinstance(tree, Branch) and {"target", "state"} <= tree.children.keys()
-    )
+def _has_marks(tree: Branch) -> bool:
+    pre_optax = {"target", "state"} <= tree.children.keys()
+    return pre_optax or any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree))
 
 
 class Memo:
-    """What subtrees hold, computed once for each."""
+    """Cache of the contents of subtrees."""
 
     def __init__(self) -> None:
         self._contents: dict[int, tuple[Node, Contents, int]] = {}
         self._named: dict[int, tuple[Node, int]] = {}
 
     def contents(self, node: Node, name: str = "") -> Contents:
-        """Return how many leaves of a name and look a subtree has, whatever its modules are called."""
+        """Return the number of leaves of a name and look in a subtree, whatever its modules are called."""
         if not isinstance(node, Branch):
             seen = look(node)
             return Counter() if seen == EMPTY else Counter({(name, seen): 1})
@@ -177,7 +178,8 @@ class Memo:
         if known is None:
             found: Contents = Counter()
             for name, child in node.children.items():
-                found.update(self.contents(child, name))
+                for key, many in self.contents(child, name).items():
+                    found[key] += many
             known = self._contents[id(node)] = (node, found, hash(frozenset(found.items())))
         return known
 

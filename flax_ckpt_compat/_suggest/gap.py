@@ -1,0 +1,260 @@
+"""Pair the children of two branches that differ: rows, stacks, levels more or less, other names."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.tree import Branch, Node, Path
+from flax_ckpt_compat._suggest import layouts
+from flax_ckpt_compat._suggest.layouts import Row, Step, either, plain
+from flax_ckpt_compat._suggest.looks import EMPTY, Memo, fits, flatten, look
+from flax_ckpt_compat._suggest.names import akin, numbered, pair_up
+
+_MAX_PAIRS = 900
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """Children that have other names in the target.
+
+    Attributes:
+        path: of their branch, in both trees.
+        old: their names.
+        new: the names that they get.
+        patterns: patterns for them → replacements.
+        reason: evidence for it.
+    """
+
+    path: Path
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    patterns: dict[str, str]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """A level more or less between a branch and all of its children.
+
+    Attributes:
+        path: of the branch.
+        name: of the level; perhaps several.
+        is_new: the target has it, not the checkpoint.
+        held: names of the children.
+        alone: the branch has no other children.
+    """
+
+    path: Path
+    name: str
+    is_new: bool
+    held: tuple[str, ...]
+    alone: bool
+
+    @property
+    def reason(self) -> str:
+        """Return the evidence for it."""
+        return f"{self.name} holds what {'/'.join(self.path) or 'the whole tree'} holds: {', '.join(self.held[:4])}"
+
+
+def torn(stored: Node, target: Node, memo: Memo, *, at_root: bool) -> bool:
+    """Return whether nodes of one name in both trees hold nothing that is alike."""
+    if not isinstance(stored, Branch) or not isinstance(target, Branch):
+        return not fits(look(stored), look(target)) if type(stored) is type(target) else memo.contents(target) != {}
+    one, other = memo.contents(stored), memo.contents(target)
+    if not one or not other:
+        return bool(one or other)
+    modules = [any(isinstance(child, Branch) for child in node.children.values()) for node in (stored, target)]
+    if at_root and all(modules):
+        return False  # collections keep their names, whatever becomes of the model
+    if not any(modules):
+        names = stored.children.keys() & target.children.keys()
+        if not all(fits(look(stored.children[name]), look(target.children[name])) for name in names):
+            return True
+    return not one & other or layouts.is_list(stored) != layouts.is_list(target)
+
+
+class Gap:
+    """Two paired branches, with the children that are gone and those that are new."""
+
+    def __init__(self, path: Path, stored: Branch, target: Branch, memo: Memo):
+        self.path, self.memo = path, memo
+        self.ours, self.theirs = stored.children, target.children
+        same = {
+            name
+            for name in self.ours.keys() & self.theirs.keys()
+            if not torn(self.ours[name], self.theirs[name], memo, at_root=not path)
+        }
+        self.common = len(same)
+        self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
+        self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
+
+    def others(self) -> Iterator[list[Step] | Level | Change]:
+        """Yield what became of the children that are in no row: steps for stacks, a level, other names."""
+        if self.gone or self.new:
+            yield from self._stacks()
+            yield from self._levels()
+            yield from self._renames()
+
+    def _take(self, old: Iterable[str], new: Iterable[str]) -> None:
+        for name in old:
+            self.gone.pop(name, None)
+        for name in new:
+            self.new.pop(name, None)
+
+    def _open(self) -> tuple[list[Row], list[Row]]:
+        """Return the rows of both branches that are not paired yet."""
+        olds = [row for row in layouts.rows(self.ours) if self.gone.keys() & row.siblings]
+        return olds, [row for row in layouts.rows(self.theirs) if self.new.keys() & row.siblings]
+
+    def rows(self) -> Iterator[Change]:
+        """Yield the changes from rows to rows of the same layers, of which there may be more or fewer now."""
+        groups: dict[object, tuple[list[Row], list[Row]]] = {}
+        for side, found in enumerate(self._open()):
+            for row in found:
+                prints = [self.memo.print(node) for node in row.nodes]
+                key = tuple(prints[:1] if len(set(prints)) == 1 else prints)
+                groups.setdefault(key, ([], []))[side].append(row)
+        for olds, news in groups.values():
+            for left, right in pair_up([row.stem for row in olds], [row.stem for row in news]) if olds and news else ():
+                one = next(row for row in olds if row.stem == left)
+                other = next(row for row in news if row.stem == right)
+                renamed_list = one.is_list and other.is_list and left != right
+                if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
+                    self._take(one.siblings, other.siblings)
+                    reason = f"both are rows of {len(one.nodes)} equal layers"
+                    yield Change(
+                        self.path, tuple(one.siblings), tuple(other.siblings), layouts.renamed(one, other), reason
+                    )
+
+    def _stacks(self) -> Iterator[list[Step]]:
+        olds, news = self._open()
+        for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
+            for row in found:
+                layer, axes = self.memo.contents(row.nodes[0]), {}
+                for name, whole in others.items() if len(set(map(self.memo.print, row.nodes))) == 1 else ():
+                    if axis := layouts.stack_axis(layer, len(row.nodes), self.memo.contents(whole)):
+                        axes[name] = axis
+                if not axes:
+                    continue
+                name = _nearest(row.stem, list(axes))
+                level = "/".join((name, *_inner(others[name], row.nodes[0])))
+                if stacking:
+                    self._take(row.siblings, [name])
+                    yield layouts.stacked(row, level, *axes[name])
+                else:
+                    self._take([name], row.siblings)
+                    yield layouts.unstacked(level, row, *axes[name])
+        for old in list(self.gone):
+            ours = self.memo.contents(self.gone[old])
+            moved = {name: layouts.moved_axis(ours, self.memo.contents(child)) for name, child in self.new.items()}
+            if near := [name for name, axes in moved.items() if axes]:
+                new = _nearest(old, near)
+                self._take([old], [new])
+                yield layouts.restacked(old, new, moved[new])  # type: ignore[arg-type]
+
+    def _levels(self) -> Iterator[Level | Change]:
+        """Yield a level that was added or taken away, and count its children as paired."""
+        for children, others, is_new in ((self.gone, self.new, True), (self.new, self.gone, False)):
+            for name, whole in list(others.items()) if len(children) > 1 or self.path else ():
+                if not isinstance(whole, Branch):
+                    continue
+                names, inner = [name], whole
+                held = self._held(children, inner, len(others))
+                while not held and len(inner.children) == 1:
+                    ((name, child),) = inner.children.items()
+                    if not isinstance(child, Branch):
+                        break
+                    names, inner = [*names, name], child
+                    held = self._held(children, inner, len(others))
+                # What holds the same as a child is that child itself, unless it holds the only child by its name.
+                same = self.memo.print(whole) in map(self.memo.print, children.values())
+                only = len(children) == 1 and children.keys() == inner.children.keys()
+                if not held or "/" in "".join(names) or (same and not only):
+                    continue
+                level = Level(self.path, "/".join(names), is_new, tuple(held), not self.common)
+                if is_new and self.common:
+                    few = {f"({either(held)})": rf"{plain(level.name)}/\1"}
+                    yield Change(self.path, level.held, (names[0],), few, level.reason)
+                else:
+                    yield level
+                self._take(*((list(children), names[:1]) if is_new else (names[:1], list(children))))
+                return
+
+    def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
+        """Return the children that are in another branch, by their names or, where half of them are, by contents."""
+        below = {name: self.memo.contents(child) for name, child in inner.children.items()}
+        named = [name for name, child in children.items() if self.memo.contents(child) & below.get(name, Counter())]
+        if named or self.common or len(children) < 2 or others > 1:
+            return named
+        prints = {self.memo.print(child) for child in inner.children.values()}
+        found = [name for name, child in children.items() if self.memo.print(child) in prints]
+        return found if len(found) * 2 >= len(children) else []
+
+    def _renames(self) -> Iterator[Change]:
+        """Yield the children that have other names."""
+        sizes = Counter(found[0] for name in self.ours if (found := numbered(name)))
+        groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for old, new in self._aligned():
+            left, right = numbered(old), numbered(new)
+            in_row = left and right and left[1] == right[1] and left[0]
+            groups.setdefault((left[0], right[0]) if in_row and left and right else (old, new), []).append((old, new))
+        for (stem, to), members in groups.items():
+            if len(members) > 1 and sizes[stem] == len(members):
+                news = [new for _, new in members]
+                row = {rf"{literal(stem)}(\d+)": rf"{plain(to)}\1"}
+                yield Change(self.path, tuple(old for old, _ in members), tuple(news), row, self._reason(*members[0]))
+                continue
+            for old, new in members:
+                yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
+
+    def _reason(self, old: str, new: str) -> str:
+        ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
+        if ours != theirs:
+            return f"they share {(ours & theirs).total()} leaves"
+        leaves = {path: seen for path, seen in flatten(self.theirs[new]).items() if seen != EMPTY}
+        if len(leaves) > 3:
+            return f"both hold the same {len(leaves)} leaves"
+        return "both hold " + " and ".join(f"{'/'.join(path)} {seen[0]}".strip() for path, seen in leaves.items())
+
+    def _aligned(self) -> list[tuple[str, str]]:
+        """Return the pairs of old and new names: equal contents first, then those that share most."""
+        groups: dict[object, tuple[list[str], list[str]]] = {}
+        for side, children in enumerate((self.gone, self.new)):
+            for name, node in children.items():
+                groups.setdefault(self.memo.print(node), ([], []))[side].append(name)
+        pairs = [pair for olds, news in groups.values() if olds and news for pair in pair_up(olds, news)]
+        pairs = [(old, new) for old, new in pairs if self.memo.has_arrays(self.gone[old]) or akin(old, new)]
+        olds = [name for name in self.gone.keys() - dict(pairs).keys() if self.memo.has_arrays(self.gone[name])]
+        news = list(self.new.keys() - {new for _, new in pairs})
+        shares = {}
+        few = len(olds) * len(news) <= _MAX_PAIRS
+        for old, new in itertools.product(sorted(olds), sorted(news)) if few else ():
+            contents = self.memo.contents(self.new[new])
+            if shared := (self.memo.contents(self.gone[old]) & contents).total():
+                shares[old, new] = shared / contents.total()
+        for old, new in sorted(shares, key=lambda one: (-shares[one], one[0] != one[1], not akin(*one))):
+            if old in olds and new in news:
+                pairs.append((old, new))
+                olds.remove(old)
+                news.remove(new)
+        return [(old, new) for old, new in pairs if old != new and "/" not in old + new]
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """Return the name that is most like another."""
+    return next((one for one in names if one == name), next((one for one in names if akin(one, name)), names[0]))
+
+
+def _inner(whole: Node, layer: Node) -> Path:
+    """Return the names between a stack and what a layer holds."""
+    level: Path = ()
+    while isinstance(whole, Branch) and whole.children.keys() != layer.children.keys():
+        if len(whole.children) != 1:
+            return ()
+        ((name, whole),) = whole.children.items()
+        level += (name,)
+    return level if isinstance(whole, Branch) else ()

@@ -1,0 +1,273 @@
+"""Judge whether a proposal is beyond doubt by what each target leaf would get, not by how it was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.tree import Node, Path, show_path
+from flax_ckpt_compat._suggest import moved
+from flax_ckpt_compat._suggest.layouts import Step
+from flax_ckpt_compat._suggest.looks import (
+    EMPTY,
+    KEPT,
+    MOMENTS,
+    Look,
+    Roles,
+    Spot,
+    bare,
+    fits,
+    flatten,
+    leaves_at,
+    look,
+)
+from flax_ckpt_compat._suggest.names import numbered, words
+from flax_ckpt_compat._trees.leaf_sources import handles_of
+
+# Layers of which the number of outputs is that of the classes, and belongs to the task.
+_HEADS = frozenset(("head", "heads", "classifier", "logits", "out", "output", "prediction", "predictor", "predictions"))
+_VOCABULARIES = frozenset(("lm", "mlm", "vocab", "vocabulary", "token", "tokens", "embed", "embedding", "embedder"))
+_COUNTS = frozenset(("count", "gradient_step", "step"))
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """Effect of a proposal.
+
+    Attributes:
+        pairs: target path → path of the stored leaf it gets, or of the first one it is made of.
+        kept: target path → look of the leaves that stay as the target has them.
+        unused: stored path → look of the leaves that nothing is made of.
+        stored: stored path → look.
+        goal: target path → look.
+        had: roles in the checkpoint.
+        has: roles in the target.
+    """
+
+    pairs: dict[Path, Path]
+    kept: dict[Path, Look]
+    unused: dict[Path, Look]
+    stored: dict[Path, Look]
+    goal: dict[Path, Look]
+    had: Roles
+    has: Roles
+
+
+def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[Step], lacking: Sequence[Path]) -> list[str]:
+    """Return the doubts about a proposal, a sentence each; none if it is certain.
+
+    Args:
+        stored: the checkpoint's tree.
+        target: the target's tree.
+        tree: the checkpoint's tree after the steps.
+        steps: the proposal.
+        lacking: target leaves that it does not find.
+    """
+    if lacking:
+        return [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
+    outcome = _outcome(stored, target, tree)
+    idle = {path: seen for path, seen in outcome.unused.items() if not outcome.had.is_optimizer(path)}
+    fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
+    own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
+    found = list(dict.fromkeys(step.doubt for step in steps if step.doubt))
+    found += moved.doubts(own, outcome.stored, idle, fresh)
+    for judge in (_same_size(fresh, idle), _resized(outcome, fresh, idle), _copies(outcome, fresh)):
+        found += judge
+    found += _foreign(outcome, fresh, idle)
+    for other in (_other_role, _apart, _dropped):
+        found += other(outcome)
+    return found
+
+
+def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
+    """Return what each leaf becomes once rules made ``tree`` of the checkpoint."""
+    goal = flatten(target)
+    result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target))
+    for path, leaf in leaves_at(tree):
+        if goal.get(path, EMPTY) == EMPTY:
+            continue
+        if look(leaf) == KEPT:
+            result.kept[path] = goal[path]
+        elif handles := handles_of(leaf):
+            result.pairs[path] = handles[0].path
+            if len(handles) > 1:  # the row, without the numbers in which two of its layers differ
+                names = zip(handles[0].path, handles[1].path, strict=False)
+                result.pairs[path] = tuple(one if one == other else one.rstrip("0123456789") for one, other in names)
+            result.stored.setdefault(result.pairs[path], look(handles[0]))
+    return result
+
+
+def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:
+    """Map key paths to looks of the stored leaves that no leaf of the target is made of."""
+    used = {
+        id(handle)
+        for path, leaf in leaves_at(tree)
+        if path in goal and fits(look(leaf), goal[path])
+        for handle in handles_of(leaf)
+    }
+    return {
+        path: look(leaf) for path, leaf in leaves_at(stored) if isinstance(leaf, LeafHandle) and id(leaf) not in used
+    }
+
+
+def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
+    """Yield a doubt if as much as stays initial is stored under names that the target has not."""
+    foreign = {path: math.prod(shape) for path, (shape, _) in idle.items() if shape and path not in outcome.goal}
+    kept = sum(math.prod(shape) for shape, _ in fresh.values() if shape)
+    if foreign and kept and kept / 4 <= sum(foreign.values()) <= kept * 4:
+        path = max(foreign, key=foreign.__getitem__)
+        yield f"{show_path(path)} and others of the checkpoint are not used, and as much stays as the target has it"
+
+
+def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
+    """Yield a doubt if an unused leaf has the shape of a new one, or as many elements in another layout."""
+    sizes = {(math.prod(shape), kind): path for path, (shape, kind) in idle.items() if shape}
+    numbers = {len(bare(path)) == 1 for path, (shape, _) in idle.items() if not shape}
+    for path, (shape, kind) in fresh.items():
+        other = sizes.get((math.prod(shape), kind)) if shape else None
+        if other is not None:
+            yield f"{show_path(path)} has as many elements as {show_path(other)}, which is not used"
+            return
+        if not shape and (len(bare(path)) == 1) in numbers:
+            yield f"{show_path(path)} may be a stored number that is not used"
+            return
+
+
+def _resized(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
+    """Yield a doubt if the checkpoint has a new leaf in another size; heads belong to the task."""
+    others: dict[str, list[tuple[int, ...]]] = {}
+    for path, (shape, _) in idle.items():
+        if len(shape) > 1 and path not in fresh:
+            others.setdefault(bare(path)[-1], []).append(shape)
+    for path, (shape, _) in fresh.items():
+        there = outcome.stored.get(path, ((), ""))[0]
+        if not shape or _is_new_head(path, there, shape, outcome):
+            continue
+        if path in outcome.stored and there != shape:
+            yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
+            return
+        if len(shape) > 1 and any(len(_axes(one, shape)) == 1 for one in others.get(bare(path)[-1], ())):
+            yield f"{show_path(path)} differs from a stored leaf that is not used on one axis alone"
+            return
+
+
+def _axes(stored: tuple[int, ...], target: tuple[int, ...]) -> list[int]:
+    """Return the axes on which two shapes differ; none if their ranks differ."""
+    same_rank = len(stored) == len(target)
+    return [axis for axis, size in enumerate(target) if size != stored[axis]] if same_rank else []
+
+
+def _is_new_head(path: Path, stored: tuple[int, ...], target: tuple[int, ...], outcome: Outcome) -> bool:
+    """Return whether a leaf is of a model's last layer, by its name or linen's number, with other outputs alone."""
+    *layer, leaf = bare(path)
+    outputs = {len(target) - 1} | ({0} if leaf in ("weight", "w") else set())
+    if (
+        not layer
+        or words(layer[-1]) & _VOCABULARIES
+        or (stored and not outputs.issuperset(_axes(stored, target) or [-1]))
+    ):
+        return False
+    if words(layer[-1]) & _HEADS:
+        return True
+    # Every numbered name has the highest number of its row, in both trees.
+    rows = [(place, found) for place, name in enumerate(layer) if (found := numbered(name))]
+    others = [other for paths in (outcome.goal, outcome.stored) for other in paths] if numbered(layer[-1]) else []
+    return bool(others) and not any(
+        other[:place] == path[:place] and (row := numbered(other[place])) and row[0] == stem and row[1] > number
+        for place, (stem, number) in rows
+        for other in others
+        if len(other) > place
+    )
+
+
+def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
+    """Yield a doubt for a new collection that looks like a copy of another, such as averaged parameters."""
+    tops: dict[str, dict[Path, Look]] = {}
+    for path, seen in outcome.goal.items():
+        tops.setdefault(path[0], {})[path[1:]] = seen
+    for name, leaves in tops.items():
+        if len(leaves) > 1 and all((name, *path) in fresh for path in leaves):
+            for other, others in tops.items():
+                if other != name and leaves == others:
+                    yield f"{name} looks like a copy of {other}, which from_target does not make"
+                    return
+
+
+def _spots(outcome: Outcome) -> Iterator[tuple[Path, Path, Spot, Spot]]:
+    for new, old in outcome.pairs.items():
+        ours, theirs = outcome.has.spot(new), outcome.had.spot(old)
+        if ours.field or theirs.field:
+            yield new, old, ours, theirs
+
+
+def _origins(outcome: Outcome) -> dict[Path, set[Path]]:
+    """Map key paths of parameters, less their first names, to the stored parameters that they would come from."""
+    found: dict[Path, set[Path]] = {}
+    for new, old in outcome.pairs.items():
+        if not outcome.has.is_optimizer(new):
+            path = bare(new)
+            for start in range(min(3, len(path))):
+                found.setdefault(path[start:], set()).add(bare(old))
+    return found
+
+
+def _other_role(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if a moment would come from something else, or from another parameter's."""
+    origins = _origins(outcome)
+    for new, old, ours, theirs in _spots(outcome):
+        told = f"{show_path(new)} would come from {show_path(old)}"
+        if {"step"} <= {bare(new)[-1], bare(old)[-1]} <= {"step", "count"}:
+            continue
+        if ours.field != theirs.field:
+            yield f"{told}, which is something else"
+            return
+        wanted = origins.get(ours.suffix, {ours.suffix})
+        if ours.suffix and not any(source[-len(theirs.suffix) :] == theirs.suffix for source in wanted):
+            yield f"{told}, which belongs to another parameter"
+            return
+
+
+def _apart(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if several moments of one name for one parameter are stored, and nothing tells which is which."""
+    taken: dict[tuple[str, Path], list[tuple[Path, Path]]] = {}
+    for new, old, _, theirs in _spots(outcome):
+        if theirs.field in MOMENTS or theirs.field == "count":
+            taken.setdefault((theirs.field, theirs.suffix), []).append((old, new))
+    tops = {(old[0], new[0]) for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
+    for group in taken.values():
+        for number, (old, new) in enumerate(group):
+            for other_old, other_new in group[number + 1 :]:
+                with_params = {(old[0], new[0]), (other_old[0], other_new[0])} <= tops and old[0] != other_old[0]
+                if (with_params and (old[0], other_new[0]) not in tops) or (old, other_old) == (new, other_new):
+                    continue
+                # One below the other, as a count of the whole and one of a part.
+                nested = (len(old) < len(other_old)) == (len(new) < len(other_new))
+                if not moved.told_apart((old, new), (other_old, other_new), nested=nested):
+                    yield f"nothing tells {show_path(old)} and {show_path(other_old)} apart"
+                    return
+    for path in outcome.unused:
+        spot = outcome.had.spot(path)
+        for old, new in taken.get((spot.field, spot.suffix), ()) if spot.field in MOMENTS else ():
+            if old != new:
+                yield f"{show_path(path)} fits {show_path(new)} as well as {show_path(old)} does"
+                return
+
+
+def _dropped(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if moments begin anew although they are stored, or counts although the moments are restored."""
+    spots = ((outcome.had.spot(path), seen) for path, seen in outcome.unused.items())
+    idle = {(spot.field, spot.suffix, seen) for spot, seen in spots}
+    restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
+    origins = _origins(outcome)
+    for path, seen in outcome.kept.items():
+        spot = outcome.has.spot(path)
+        if restored and spot.field in _COUNTS:
+            yield f"{show_path(path)} would begin anew, and with it a schedule that goes by it"
+            return
+        sources = origins.get(spot.suffix, {spot.suffix}) if spot.suffix else {()}
+        tails = {source[start:] for source in sources for start in range(len(source) + 1)}
+        if (spot.field in MOMENTS or spot.field == "count") and any((spot.field, tail, seen) in idle for tail in tails):
+            yield f"{show_path(path)} would begin anew although the checkpoint has {spot.field} of it"
+            return

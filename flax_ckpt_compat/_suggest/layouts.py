@@ -1,0 +1,177 @@
+"""Find rows and stacks of layers, and the rules that lead from one layout to another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.tree import Branch, Node
+from flax_ckpt_compat._suggest.looks import Contents
+from flax_ckpt_compat._suggest.names import numbered
+
+_AXES = (0, 1, 2, 3, -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One proposed rule.
+
+    Attributes:
+        rule: see `flax_ckpt_compat.rules`.
+        reason: evidence for it, in a few words.
+        doubt: evidence against it, if any.
+        is_note: keeps a whole part of the target, so that it prints as a comment.
+    """
+
+    rule: rules.Rule
+    reason: str
+    doubt: str = ""
+    is_note: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """Siblings numbered without a gap.
+
+    Attributes:
+        stem: text before the numbers; the name of a list.
+        is_list: one branch holds them, by numbers alone.
+        first: the lowest number.
+        nodes: in the order of the numbers.
+    """
+
+    stem: str
+    is_list: bool
+    first: int
+    nodes: list[Node]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all layers, in order."""
+        stem = f"{self.stem}/" if self.is_list else self.stem
+        return [f"{stem}{number}" for number in range(self.first, self.first + len(self.nodes))]
+
+    @property
+    def siblings(self) -> list[str]:
+        """Return the names that the row takes among its siblings."""
+        return [self.stem] if self.is_list else self.names
+
+
+def rows(children: dict[str, Node]) -> list[Row]:
+    """Return the rows of two or more layers among the children of a branch."""
+    found: dict[tuple[str, bool], dict[int, Node]] = {}
+    for name, node in children.items():
+        if (counted := numbered(name)) and isinstance(node, Branch):
+            found.setdefault((counted[0], False), {})[counted[1]] = node
+        if is_list(node) and "/" not in name:
+            found[name, True] = {int(number): child for number, child in node.children.items()}
+    return [
+        Row(stem, listed, min(layers), [layers[number] for number in sorted(layers)])
+        for (stem, listed), layers in found.items()
+        if len(layers) > 1 and max(layers) - min(layers) == len(layers) - 1
+    ]
+
+
+def is_list(node: Node) -> bool:
+    """Return whether a branch holds branches by numbers alone."""
+    return (
+        isinstance(node, Branch)
+        and len(node.children) > 1
+        and all(name.isdecimal() and isinstance(child, Branch) for name, child in node.children.items())
+    )
+
+
+def renamed(old: Row, new: Row) -> dict[str, str]:
+    """Return patterns and replacements for the names of a row; numbers that change are named one by one."""
+    if old.first == new.first:
+        pattern = rf"{literal(old.stem)}{'/' if old.is_list else ''}(\d+)"
+        return {pattern: rf"{plain(new.stem)}{'/' if new.is_list else ''}\1"}
+    return {literal(left): plain(right) for left, right in zip(old.names, new.names, strict=True)}
+
+
+def rename(patterns: dict[str, str], reason: str) -> Step:
+    """Return the step for one or several renames at once."""
+    return Step(rules.rename(*next(iter(patterns.items()))) if len(patterns) == 1 else rules.rename(patterns), reason)
+
+
+def stacked(old: Row, into: str, axis: int, doubt: str) -> list[Step]:
+    """Return the rules that stack a row."""
+    stem = f"{into.rpartition('/')[2]}_" if old.is_list or not old.stem else old.stem
+    reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
+    from_0 = Row(stem, False, 0, old.nodes)
+    first = [rename(renamed(old, from_0), "stacks are made of rows from 0")] if old.is_list or old.first else []
+    return [*first, Step(rules.stack(rf"{literal(stem)}(\d+)", into, **_axis(axis)), reason, doubt)]
+
+
+def unstacked(name: str, new: Row, axis: int, doubt: str) -> list[Step]:
+    """Return the rules that make a row of a stack."""
+    into = f"{new.stem}{'/' if new.is_list else ''}{{}}"
+    reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
+    step = Step(rules.unstack(literal(name), into, **_axis(axis)), reason, doubt)
+    from_0 = dataclasses.replace(new, first=0)
+    return [step, *([rename(renamed(from_0, new), f"numbered from {new.first}")] if new.first else [])]
+
+
+def restacked(old: str, new: str, axes: tuple[int, int]) -> list[Step]:
+    """Return the rules that put the layers of a stack on another axis."""
+    reason = f"the layers lie on axis {axes[0]} of {old}, on axis {axes[1]} of the target's {new}"
+    stem = f"{new.rpartition('/')[2]}_"
+    return [
+        Step(rules.unstack(literal(old), f"{stem}{{}}", **_axis(axes[0])), reason),
+        Step(rules.stack(rf"{literal(stem)}(\d+)", new, **_axis(axes[1])), reason),
+    ]
+
+
+def _axis(axis: int) -> dict[str, int]:
+    return {"axis": axis} if axis else {}
+
+
+def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] | None:
+    """Return the axis on which a subtree has the layers of a row, and a doubt where there may be another."""
+    if layer.total() != whole.total():
+        return None
+    stacks = {axis: _with_axis(layer, count, axis) for axis in _AXES}
+    shared = {axis: (stack & whole).total() for axis, stack in stacks.items()}
+    best = max(shared.values())
+    if best * 2 <= whole.total():
+        return None
+    axes = [axis for axis in _AXES if shared[axis] == best]
+    # Axes on which the stacks are the same are one, as the last one where all arrays have as many.
+    ranks = {len(shape) for _, (shape, _) in layer}
+    told = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
+    return axes[0], "" if told else "the shapes do not tell on which axis the layers lie"
+
+
+def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
+    """Return the axes of the layers in two stacks of the same layers, if no others are possible."""
+    found = []
+    for before, after in ((0, 1), (1, 0)) if old != new else ():
+        counts = {shape[before] if len(shape) > before else 0 for _, (shape, _) in old}
+        layer: Contents = Counter()
+        for (name, (shape, kind)), many in old.items():
+            layer[name, ((*shape[:before], *shape[before + 1 :]), kind)] += many
+        if len(counts) == 1 and 0 not in counts and _with_axis(layer, counts.pop(), after) == new:
+            found.append((before, after))
+    return found[0] if len(found) == 1 else None
+
+
+def _with_axis(layer: Contents, count: int, axis: int) -> Contents:
+    """Return the contents of a layer as they are stacked; an axis that an array cannot have makes it unlike any."""
+    result: Contents = Counter()
+    for (name, (shape, kind)), many in layer.items():
+        at = len(shape) + 1 + axis if axis < 0 else axis
+        result[name, ((*shape[:at], count, *shape[at:]), kind if at <= len(shape) else "none")] += many
+    return result
+
+
+def plain(text: str) -> str:
+    """Return text that a replacement gives literally."""
+    return text.replace("\\", r"\\")
+
+
+def either(names: Iterable[str]) -> str:
+    """Return a pattern for one of several names, without a group."""
+    return "|".join(sorted(map(literal, names)))

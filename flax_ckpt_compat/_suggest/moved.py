@@ -1,0 +1,247 @@
+"""Judge whether layers that get other names may be other layers: by names, by rivals of one shape, by numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._suggest.looks import Look, bare
+from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, numbered, unnumbered, words
+
+_PAIRWISE = 60
+_WINDOW = 8
+Leaves = frozenset[tuple[str, Look]]  # names and looks
+Layers = dict[Path, Leaves]
+
+
+class Moved(NamedTuple):
+    """A layer, or a single leaf that gets another name.
+
+    Attributes:
+        old: its key path in the checkpoint.
+        new: its key path in the target.
+        leaves: its names and looks; of a single leaf the look alone.
+    """
+
+    old: Path
+    new: Path
+    leaves: Leaves
+
+    @property
+    def is_leaf(self) -> bool:
+        """Return whether this is a single leaf."""
+        return any(name == "" for name, _ in self.leaves)
+
+
+def doubts(
+    pairs: dict[Path, Path], stored: dict[Path, Look], idle: dict[Path, Look], fresh: dict[Path, Look]
+) -> Iterator[str]:
+    """Yield the doubts about the sources of parameters, statistics and other leaves.
+
+    Args:
+        pairs: target path → stored path, without optimizers, as all of these.
+        stored: stored path → look.
+        idle: stored path → look of the leaves that are not used.
+        fresh: target path → look of the leaves that the target keeps.
+    """
+    layers: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
+    for new, old in pairs.items():
+        ours, theirs = bare(new), bare(old)
+        ends = (theirs[:-1], ours[:-1]) if ours[-1] == theirs[-1] else (theirs, ours)
+        layers.setdefault(ends, set()).add((ours[-1] if len(ends[0]) < len(theirs) else "", stored[old]))
+    found = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items()]
+    moved = sorted((one for one in found if one.old != one.new), key=lambda one: not one.is_leaf)
+    unused, kept = _layers(idle), _layers(fresh)
+    yield from _names(moved, [*unused, *kept])
+    yield from _swappable(moved)
+    yield from _replaceable(moved, unused, kept)
+    yield from _numbers(found, moved, unused, kept)
+
+
+def _layers(looks: dict[Path, Look]) -> Layers:
+    found: dict[Path, set[tuple[str, Look]]] = {}
+    for path, seen in looks.items():
+        found.setdefault(bare(path)[:-1], set()).add((bare(path)[-1], seen))
+    return {path: frozenset(leaves) for path, leaves in found.items()}
+
+
+def _names(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
+    """Yield a doubt for layers whose names say different things, and for single ones of which too little is alike."""
+    groups: dict[tuple[Path, Path], list[Moved]] = {}
+    seen: set[tuple[Path, Path]] = set()
+    for one in moved:
+        old, new = change = core(_inside(one.old), _inside(one.new))
+        if change not in seen and not may_be_one(*change, leaf=one.is_leaf):
+            yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
+            return
+        seen.add(change)
+        groups.setdefault((unnumbered(old), unnumbered(new)), []).append(one)
+    for (old, new), (one, *more) in groups.items():
+        if one.is_leaf or len({_inside(other.old) for other in more} - {_inside(one.old)}):
+            continue
+        if not old or not new:
+            # A layer that went into or out of another, which has more that is new, or of which the rest is gone.
+            beside = any(path[: len(end) - 1] == end[:-1] for path in others for end in (one.old, one.new))
+            alike = not beside
+        else:
+            whole = core(one.old, one.new)
+            oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
+            alike = akin("_".join(old), "_".join(new)) or oblong  # square layers are too common to tell
+            alike = alike and (len(old) == len(new) or len(whole[0]) == len(whole[1]))
+        if not alike:
+            yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
+            return
+
+
+def _inside(path: Path) -> Path:
+    """Return a key path without linen's collection, which NNX lacks."""
+    return path[1:] if path[:1] in (("params",), ("batch_stats",)) else path
+
+
+def core(old: Path, new: Path) -> tuple[Path, Path]:
+    """Return the parts of two key paths between their common beginning and end."""
+    start = _same_start(old, new)
+    old, new = old[start:], new[start:]
+    end = _same_start(old[::-1], new[::-1])
+    return old[: len(old) - end], new[: len(new) - end]
+
+
+def _same_start(one: Path, other: Path) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
+    """Yield a doubt for two moved layers of one shape that nothing tells apart."""
+    groups: dict[Leaves, dict[tuple[Path, Path], Moved]] = {}
+    wholes: dict[tuple[Path, Path], set[tuple[Path, Leaves]]] = {}
+    for one in moved:
+        # One of each change: layers inside of one that is renamed go with it.
+        change = core(one.old, one.new)
+        groups.setdefault(one.leaves, {}).setdefault(change, one)
+        wholes.setdefault(change, set()).add((one.old[_same_start(one.old, one.new) + len(change[0]) :], one.leaves))
+    for group in groups.values():
+        by_old = {"\0".join((*one.old, "\1", *one.new)): change for change, one in group.items()}
+        ordered = [by_old[key] for key in natural(by_old)]
+        reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
+        for number, change in enumerate(ordered):
+            for other in ordered[number + 1 : number + 1 + reach]:
+                # Parts of subtrees that differ elsewhere go where those go.
+                one, two = group[change], group[other]
+                if wholes[change] == wholes[other] and not told_apart(one[:2], two[:2]):
+                    yield f"nothing says which of {show_path(one.old)} and {show_path(two.old)} goes where"
+                    return
+
+
+def told_apart(one: tuple[Path, Path], other: tuple[Path, Path], *, nested: bool = False) -> bool:
+    """Return whether names say that the old path of one became its new path, and not that of the other.
+
+    Args:
+        one: an old path and a new one.
+        other: another old path and new one.
+        nested: whether to hold them apart if nothing speaks for either.
+    """
+    if one[0] == other[0] or one[1] == other[1]:
+        return True
+    votes = []
+    for step in (1, -1):
+        olds, news = (_parting(left[::step], right[::step]) for left, right in zip(one, other, strict=True))
+        votes += [_by_number(olds, news), _by_word(olds, news)]
+    straight, crossed = (
+        [_same_start(one[0][::step], new[::step]) + _same_start(other[0][::step], rest[::step]) for step in (1, -1)]
+        for new, rest in ((one[1], other[1]), (other[1], one[1]))
+    )
+    shares_more = straight != crossed and all(left >= right for left, right in zip(straight, crossed, strict=True))
+    return -1 not in votes and (1 in votes or shares_more or (nested and not any(votes)))
+
+
+def _parting(one: Path, other: Path) -> tuple[str, str]:
+    """Return the first names in which two key paths differ."""
+    place = _same_start(one, other)
+    return "".join(one[place : place + 1]), "".join(other[place : place + 1])
+
+
+def _by_number(olds: tuple[str, str], news: tuple[str, str]) -> int:
+    """Return 1 if numbers run alike, -1 if crosswise, 0 if they say nothing."""
+    first, second, third, fourth = ([int(number) for number in re.findall(r"\d+", name)] for name in (*olds, *news))
+    if first == second or third == fourth or not (first and second and third and fourth):
+        return 0
+    if len(set(unnumbered(olds))) == 1 and len(set(unnumbered(news))) == 1:
+        return 1 if (first < second) == (third < fourth) else -1
+    # Numbers of different rows must at least not contradict.
+    return -1 if (first, second) == (fourth, third) else 0
+
+
+def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
+    """Return 1 if the words that differ go together, -1 if crosswise, 0 if they say nothing."""
+    if olds == news:
+        return 1
+    common = (words(olds[0]) & words(olds[1])) | (words(news[0]) & words(news[1]))
+    if olds == news[::-1] or any(akin(old, new, common) for old, new in zip(olds, news[::-1], strict=True)):
+        return -1
+    straight = [akin(old, new, common) for old, new in zip(olds, news, strict=True)]
+    # One of the two is enough only where it is the very same name.
+    exact = any(old == new and numbered(old) is None for old, new in zip(olds, news, strict=True))
+    return 1 if all(straight) or (any(straight) and exact) else 0
+
+
+def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
+    """Yield a doubt for a moved layer if an unused stored one, or one that the target keeps, fits as well."""
+    for one in moved:
+        for layers, right, there in ((idle, one.old, one.new), (fresh, one.new, one.old)):
+            for path in _fitting(one, layers):
+                ours, theirs = ((_same_start(end, there), _same_start(end[::-1], there[::-1])) for end in (right, path))
+                if ours == theirs or ours[0] < theirs[0] or ours[1] < theirs[1]:
+                    yield f"{show_path(path)} fits {show_path(there)} as well as {show_path(right)} does"
+                    return
+
+
+def _fitting(one: Moved, layers: Layers) -> Iterator[Path]:
+    names = {name for name, _ in one.leaves}
+    for path, leaves in layers.items():
+        if one.is_leaf:
+            yield from ((*path, name) for name, seen in leaves if ("", seen) in one.leaves)
+        # Layers of the same leaves, one of which has the same shape: what surrounds them may have changed the others.
+        elif one.leaves & leaves and names <= {name for name, _ in leaves}:
+            yield path
+
+
+Row = tuple[Path, str, Path]  # names before, text before the number, names after
+
+
+def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
+    """Yield a doubt if layers keep their numbers while one of their row comes or goes: they may have shifted."""
+    had: dict[Row, Leaves] = {}
+    has: dict[Row, Leaves] = {}
+    for old, new, leaves in found:
+        for rows, path, other in ((had, old, new), (has, new, old)):
+            for key in _rows(path, other, kept=True):
+                rows[key] = rows.get(key, frozenset()) | leaves
+    gone = [*moved, *(Moved(path, (), leaves) for path, leaves in idle.items())]
+    come = [*moved, *(Moved((), path, leaves) for path, leaves in fresh.items())]
+    changed = [(had, one.old, one.new, one.leaves) for one in gone]
+    changed += [(has, one.new, one.old, one.leaves) for one in come]
+    for rows, path, other, leaves in changed:
+        # One leaf of the same name and shape is enough: the others may be what the change was about.
+        if any(rows.get(key, frozenset()) & leaves for key in _rows(path, other, kept=False)):
+            yield f"the numbers of others beside {show_path(path)} may have shifted, as it comes or goes"
+            return
+    by_flax = {(one.new[:-1], one.leaves) for one in found if one.old[-1:] == one.new[-1:] and _is_flax(one.new)}
+    for path, leaves in fresh.items():
+        if (path[:-1], leaves) in by_flax:
+            yield f"{show_path(path)} may be what Flax gave a number before"
+            return
+
+
+def _is_flax(path: Path) -> bool:
+    return bool(path) and BY_FLAX.fullmatch(path[-1]) is not None
+
+
+def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:
+    """Yield the rows of numbered names in which a layer keeps its number, or changes it."""
+    numbers = {(found[1], other[place + 1 :]) for place, name in enumerate(other) if (found := numbered(name))}
+    for place, name in enumerate(path):
+        if (found := numbered(name)) and ((found[1], path[place + 1 :]) in numbers) == kept:
+            yield path[:place], found[0], path[place + 1 :]

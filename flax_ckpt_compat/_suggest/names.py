@@ -1,0 +1,182 @@
+"""Compare names: equal numbers in a row, words that begin alike, words that say different things."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+from flax_ckpt_compat._core.tree import Path
+
+
+def _set(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
+# Words that say nothing about which layer it is; the first ones in no name at all.
+_GENERIC = _set("layer layers block blocks module unit")
+_SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan")
+_CLASSES = {
+    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "mlp": "mlp", "lstm": "lstm", "gru": "gru",
+    "rnn": "rnn", "attention": "attention", "attn": "attention", "mha": "attention", "norm": "norm",
+    "bn": "batch norm", "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm",
+    "gn": "group norm", "groupnorm": "group norm", "rmsnorm": "rms norm",
+}  # fmt: skip
+_NORMS = _set("batch layer group rms instance")
+# In names that linen gives, these belong to the class.
+_OF_CLASSES = _set("multi head dot product self cell optimized simple transpose general local embed")
+_COPIES = _set("ema avg average averaged target teacher student shadow slow momentum frozen old")
+# One of them more or less in a name makes it another thing, of which there often are several side by side.
+_TELLING = _COPIES | _set(
+    "online fast source image text audio video left right up down forward backward fwd bwd in out input output pre "
+    "post first last final inner outer new local global query key value mean std var log min max pos neg positive "
+    "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval"
+)
+_LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
+_ALIASES = (
+    _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
+    _set("bias beta b"),
+)  # fmt: skip
+_MAX_PAIRS = 2500
+
+
+@functools.lru_cache(10_000)
+def numbered(name: str) -> tuple[str, int] | None:
+    """Return (text before the number, number) of a name that ends in one; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
+
+
+def unnumbered(path: Path) -> Path:
+    """Return a key path with ``#`` for the numbers in it."""
+    return tuple(re.sub(r"\d+", "#", name) for name in path)
+
+
+def natural(names: Iterable[str]) -> list[str]:
+    """Return names in the order of the numbers in them."""
+    return sorted(names, key=_natural_key)
+
+
+@functools.lru_cache(10_000)
+def _natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
+    parts = filter(None, re.split(r"(\d+)", name))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], name
+
+
+@functools.lru_cache(10_000)
+def words(name: str) -> frozenset[str]:
+    """Return the lower-case words of a name in snake or camel case."""
+    return frozenset(word.lower() for word in _WORDS.findall(name))
+
+
+def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
+    """Return whether a word of one name begins with a word of the other; ``common`` words do not count."""
+    common = common | _GENERIC
+    if any(_begin_alike(left, right) for left in words(one) - common for right in words(other) - common):
+        return True
+    return _initials(one) in words(other) or _initials(other) in words(one)
+
+
+@functools.lru_cache(10_000)
+def _initials(name: str) -> str:
+    """Return ``bn`` for ``BatchNorm_0``; nothing for single words."""
+    found = _WORDS.findall(name)
+    return "".join(word[0].lower() for word in found) if len(found) > 1 else "-"
+
+
+def _begin_alike(one: str, other: str) -> bool:
+    short, long = sorted((one, other), key=len)
+    # A single letter says something only where the field knows it: query, key, value, out.
+    return long.startswith(short) and (len(short) > 1 or short == long or short in "qkvo")
+
+
+def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair old names with new ones: those akin only to each other, equal numbers, then natural order."""
+    pairs = []
+    left, right = natural(olds), natural(news)
+    common = frozenset().union(*(frozenset.intersection(*map(words, side)) for side in (left, right) if len(side) > 1))
+    for old in list(left) if 1 < len(left) * len(right) <= _MAX_PAIRS else ():
+        near = [new for new in right if akin(old, new, common)]
+        if len(near) == 1 and sum(akin(other, near[0], common) for other in left) == 1:
+            pairs.append((old, near[0]))
+            left.remove(old)
+            right.remove(near[0])
+    stems = {found[0] for name in right if (found := numbered(name))}
+    # Equal numbers before equal places, so that a row with a gap keeps its numbers.
+    for old in list(left) if len(stems) == 1 and len(left) != len(right) else ():
+        found = numbered(old)
+        new = next((name for name in right if found and numbered(name) == (min(stems), found[1])), None)
+        if new is not None:
+            pairs.append((old, new))
+            left.remove(old)
+            right.remove(new)
+    return pairs + list(zip(left, right, strict=False))
+
+
+@functools.lru_cache(10_000)
+def _read(name: str) -> tuple[str, frozenset[str]]:
+    """Return the class of layer that a name tells, if any, and the other words that say something."""
+    found = words(name)
+    classes = [_CLASSES[word] for word in sorted(found) if word in _CLASSES]
+    if "norm" in found and found & _NORMS:
+        classes = [f"{min(found & _NORMS)} norm"]
+        found -= _NORMS
+    found = found - _CLASSES.keys() - _SAY_NOTHING
+    by_flax = BY_FLAX.fullmatch(name) is not None
+    if by_flax:
+        found -= _OF_CLASSES
+    if numbered(name):
+        found = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
+    is_counted = by_flax or (classes[:1] in (["dense"], ["conv"]) and numbered(name))  # Dense_0, fc1, conv2
+    if not found and classes and not is_counted:
+        found = frozenset(classes[0].split()[-1:])  # attn and mlp are names as encoder is
+    return (classes[0] if classes else ""), found
+
+
+def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
+    """Return whether the names of a layer allow it to be the same one.
+
+    Args:
+        old: the names in which the checkpoint differs from the target.
+        new: the target's for them.
+        leaf: whether the last names are those of a leaf.
+    """
+    if leaf and old and new and (old[-1] == new[-1] or any({old[-1], new[-1]} <= alias for alias in _ALIASES)):
+        old, new = old[:-1], new[:-1]
+    if old[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
+        old = old[2:]
+    ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
+    if not _same_words(ours, theirs):
+        return False
+    return not old or not new or (_same_class(old[-1], new[-1]) and not _other_number(old, new))
+
+
+def _same_class(old: str, new: str) -> bool:
+    one, other = _read(old)[0], _read(new)[0]
+    any_norm = "norm" in (one, other) and one.endswith("norm") and other.endswith("norm")
+    return not one or not other or one == other or any_norm
+
+
+def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
+    """Return whether two names mean the same: no word of one contradicts the other, and neither names a copy."""
+    if not old or not new:
+        return not (old | new) & _COPIES
+    more_old = {word for word in old if not any(_alike(word, other) for other in new)}
+    more_new = {word for word in new if not any(_alike(word, other) for other in old)}
+    return not (more_old and more_new) and not (more_old | more_new) & _TELLING
+
+
+def _alike(one: str, other: str) -> bool:
+    short, long = sorted((_LETTERS.get(one, one), _LETTERS.get(other, other)), key=len)
+    return short == long or (len(short) > 2 and long.startswith(short))
+
+
+def _other_number(old: Path, new: Path) -> bool:
+    """Return whether only the number of a name changes, unless linen numbers it: ``expert_1``, ``expert_2``."""
+    one, other = numbered(old[-1]), numbered(new[-1])
+    if one is None or other is None or BY_FLAX.fullmatch(old[-1]) or BY_FLAX.fullmatch(new[-1]):
+        return False
+    return one[1] != other[1] and len(old) == len(new) and (one[0] == other[0] or any(_read(old[-1])))

@@ -1,0 +1,210 @@
+"""Pair the subtrees of a checkpoint with those of a target by what they hold, from the top down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
+from flax_ckpt_compat._suggest.gap import Change, Gap, Level, torn
+from flax_ckpt_compat._suggest.layouts import Step, either, plain, rename
+from flax_ckpt_compat._suggest.looks import EMPTY, MOMENTS, Memo, Roles, fits, flatten
+from flax_ckpt_compat._suggest.names import numbered, unnumbered
+
+_ROUNDS = 12
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """A checkpoint's tree after some steps.
+
+    Attributes:
+        tree: of handles and what the rules made of them.
+        steps: so far.
+        matched: number of the target's leaves that are found with their shape.
+    """
+
+    tree: Node
+    steps: tuple[Step, ...]
+    matched: int
+
+
+class Pairing:
+    """The steps from a checkpoint to a target."""
+
+    def __init__(self, target: Node):
+        self.target, self.goal = target, flatten(target)
+        self.roles, self.memo = Roles(target), Memo()
+
+    def start(self, stored: Node) -> State:
+        """Return the state before any step."""
+        return State(stored, (), self._matched(stored))
+
+    def tried(self, state: State, steps: Iterable[Step]) -> State | None:
+        """Return the state after more steps, or None where a rule does not fit."""
+        tree, steps = state.tree, tuple(steps)
+        for step in steps:
+            try:
+                tree = step.rule.apply(tree, self.target)
+            except CheckpointError:
+                return None
+        return State(tree, (*state.steps, *steps), self._matched(tree))
+
+    def _matched(self, tree: Node) -> int:
+        have = flatten(tree)
+        return sum(
+            (there := have.get(path)) is not None and there[1] != "kept" and fits(there, seen)
+            for path, seen in self.goal.items()
+            if seen != EMPTY
+        )
+
+    def missing(self, tree: Node, at: Path = ()) -> list[Path]:
+        """Return the target's leaves, below one of its nodes, that a tree lacks or has in other shapes."""
+        have, goal = flatten(tree, at), flatten(self.target, at)
+        inner = {path[:end] for path in have for end in range(len(path))}
+        return [
+            (*at, *path)
+            for path, seen in goal.items()
+            if (path not in have and path not in inner) or (seen != EMPTY and not fits(have.get(path, EMPTY), seen))
+        ]
+
+    def paired(self, state: State) -> State:
+        """Return the state after the steps that the contents of both trees ask for."""
+        best, done = state, set[str]()
+        for _ in range(_ROUNDS):
+            before = state
+            for group in self._groups(state):
+                steps = [step for step in group if step.rule.source not in done]
+                done.update(step.rule.source for step in steps)
+                after = self.tried(state, steps) if steps else None
+                if after is not None and after.matched >= state.matched:
+                    state = after
+            if state is before:
+                break
+            if state.matched > best.matched:
+                best = state
+        return best
+
+    def _groups(self, state: State) -> Iterator[list[Step]]:
+        """Yield the steps of one round; those of one list make sense together alone."""
+        own = Roles(state.tree)
+        places: dict[str, set[Path]] = {}
+        for path, branch in iter_branches(state.tree):
+            for name in branch.children:
+                places.setdefault(name, set()).add(path)
+        layouts: dict[str, list[Step]] = {}
+        levels: dict[tuple[str, bool], list[Level]] = {}
+        rows: list[Change] = []
+        changes: list[Change] = []
+        for path, stored, target in self._branches(state.tree, self.target, own, ()):
+            gap = Gap(path, stored, target, self.memo)
+            rows += gap.rows()
+            for found in gap.others():
+                if isinstance(found, Change):
+                    changes.append(found)
+                elif isinstance(found, Level):
+                    levels.setdefault((found.name, found.is_new), []).append(found)
+                else:
+                    layouts.setdefault(found[0].rule.source, found)
+        yield from _renamed(rows, places, own)
+        yield from layouts.values()
+        for group in levels.values():
+            yield from _leveled(group, places, own)
+        yield from _renamed(changes, places, own)
+
+    def _branches(
+        self, stored: Branch, target: Branch, own: Roles, path: Path
+    ) -> Iterator[tuple[Path, Branch, Branch]]:
+        """Yield the branches of both trees that are paired and differ, the outer ones first."""
+        yield path, stored, target
+        for name, child in stored.children.items():
+            other = target.children.get(name)
+            if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):
+                continue
+            if not torn(child, other, self.memo, at_root=not path) and self.memo.named(child) != self.memo.named(other):
+                yield from self._branches(child, other, own, (*path, name))
+
+
+def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> Iterator[list[Step]]:
+    """Yield the steps for one level that several branches have more or less; moments go with the parameters."""
+    tops: set[str] = set()
+    for level in levels:
+        if len(level.path) == 1:
+            held = level.held if level.is_new else [level.name.split("/")[0]]
+            above = set.union(*(places.get(name, set()) for name in held))
+            tops |= {level.path[0]} | {at[-1] for at in above if at and at[-1] in MOMENTS and own.is_optimizer(at)}
+        elif not level.path and level.is_new:
+            yield [Step(rules.wrap(level.name), level.reason)]
+        elif not level.path:
+            yield [
+                Step(
+                    rules.move(literal(level.name), "") if level.alone else rules.unwrap(literal(level.name)),
+                    level.reason,
+                )
+            ]
+        else:
+            name = level.path[-1]
+            pattern = {literal(name): plain(f"{name}/{level.name}")}
+            if not level.is_new:
+                pattern = {literal(f"{name}/{level.name}"): plain(name)}
+            yield from _renamed([Change(level.path[:-1], (name,), (name,), pattern, level.reason)], places, own)
+    if tops:
+        pattern = {f"({either(tops)})": rf"\1/{plain(level.name)}"}
+        if not level.is_new:
+            pattern = {f"({either(tops)})/{literal(level.name)}": r"\1"}
+        yield [rename(pattern, level.reason)]
+
+
+def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[Step]]:
+    """Yield renames, with the names above where others have that name, too; what takes freed names goes at once."""
+    homes: dict[str, set[Path]] = {}
+    for change in changes:
+        homes.setdefault(str(change.patterns), set()).add(change.path)
+    found: dict[str, dict[str, Change]] = {}
+    for change in sorted(changes, key=lambda one: len(one.path)):
+        prefix = _prefix(change, homes[str(change.patterns)], places, own)
+        found.setdefault(prefix, {}).setdefault(str(change.patterns), change)
+    for prefix, group in found.items():
+        together: dict[str, str] = {}
+        olds = {name: change for change in group.values() for name in change.old}
+        for change in group.values():
+            patterns = {
+                prefix + pattern: to if prefix in ("", "^") else r"\1/" + to.replace(r"\1", r"\2")
+                for pattern, to in change.patterns.items()
+            }
+            if any(olds.get(name, change) is not change for name in change.new) or any(
+                name in other.new for other in group.values() if other is not change for name in change.old
+            ):
+                together |= patterns
+            else:
+                yield [rename(patterns, change.reason)]
+        if together:
+            yield [rename(together, "each holds what the other name holds")]
+
+
+def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own: Roles) -> str:
+    """Return a pattern for as many names above a child as tell it from children that keep their name."""
+    path = change.path
+    everywhere = {at for name in change.old for at in places.get(name, ())}
+    moments = {at for at in everywhere if own.is_optimizer(at) and not own.is_optimizer(path)}
+    strangers = {unnumbered(at) for at in everywhere - moments - homes}
+    if not strangers or not path:
+        return "^" if strangers else ""
+    like = unnumbered(path)
+    many = sum(unnumbered(home) == like for home in homes) > 1
+    shown = [_counted(name) if many else literal(name) for name in path]
+    for count in range(1, len(path)):
+        if not any(other[-count:] == like[-count:] for other in strangers):
+            return f"({'/'.join(shown[-count:])})/"
+    above = {at[-len(path)] for at in moments if len(at) >= len(path) and at[len(at) - len(path) + 1 :] == path[1:]}
+    above = {path[0]} | (above & MOMENTS)
+    first = f"(?:{either(above)})" if len(above) > 1 else literal(path[0])
+    return f"({'/'.join([first, *shown[1:]])})/"
+
+
+def _counted(name: str) -> str:
+    found = numbered(name)
+    return rf"{literal(found[0])}\d+" if found else literal(name)
