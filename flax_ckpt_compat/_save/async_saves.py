@@ -163,9 +163,10 @@ def wait_for_pending_saves(directory: str) -> None:
         Exception: the failure of the first one that failed.
     """
     for save in _saves_into(directory):
-        # futures.wait() would never return for a future that its pool's shutdown cancelled.
-        with suppress(CancelledError):
-            save.future.exception()
+        if save.raises:  # a manager without a future may never run its task
+            # futures.wait() would never return for a future that its pool's shutdown cancelled.
+            with suppress(CancelledError):
+                save.future.exception()
     raise_failures(directory)
 
 

@@ -189,6 +189,19 @@ def test_a_cancelled_save_raises_once(flag: bool, tmp_path: Path, gate: Gate) ->
     assert names(tmp_path) == ["checkpoint_2"]
 
 
+def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> None:
+    """A multi-process save that a manager without a future never runs hangs nobody; one that it runs is forgotten."""
+    manager, calls = Later(), list[int]()
+    async_saves.start(manager, str(tmp_path), lambda: calls.append(1), lookup_timeout=0.2)
+    start = time.monotonic()
+    async_saves.wait_for_joint_saves(str(tmp_path))
+    waited = time.monotonic() - start
+    async_saves.wait_for_pending_saves(str(tmp_path))
+    assert waited >= 0.2 > time.monotonic() - start - waited
+    manager.wait_previous_save()
+    assert calls == [1] and not async_saves._saves_into(str(tmp_path))
+
+
 class Pool:
     """A user's own manager, which keeps no future."""
 
