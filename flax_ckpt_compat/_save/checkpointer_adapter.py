@@ -17,6 +17,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._save import validation
 from flax_ckpt_compat._save.coordination import Coordinator
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
@@ -88,10 +89,15 @@ def is_async(checkpointer: Any) -> bool:
 
 def _publish(request: SaveRequest, written: str) -> None:
     """Publish what was committed, and retain."""
-    if os.path.lexists(written):
-        if written != request.path:
-            atomic.publish(written, request.path)
-        retain(request)
+    if not os.path.lexists(written):
+        return
+    if written != request.path:
+        try:
+            validation.publish(request, functools.partial(atomic.publish, written, request.path))
+        except BaseException:
+            atomic.remove_temporary(written)
+            raise
+    retain(request)
 
 
 def _publish_after(

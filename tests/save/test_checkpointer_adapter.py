@@ -231,6 +231,29 @@ def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     checkpointer.close()
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_checkpoint_saved_meanwhile_is_not_replaced(kind: str, tmp_path: Path) -> None:
+    """Without overwrite, an empty directory gives way, but not what another writer has put there by then."""
+    other = {"a": np.ones(2)}
+
+    class Slow(ocp.PyTreeCheckpointHandler):
+        def finalize(self, directory: Any) -> None:
+            with use_flag(True):
+                saved = checkpoints.save_checkpoint(tmp_path / "elsewhere", other, 1)
+            (tmp_path / "checkpoint_1").rmdir()
+            os.rename(saved, tmp_path / "checkpoint_1")
+            super().finalize(directory)
+
+    (tmp_path / "checkpoint_1").mkdir()
+    checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(Slow())
+    with pytest.raises(InvalidCheckpointError, match="already exists"):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+        settle(checkpointer)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, other), other)
+    assert sorted(name for name in names(tmp_path) if name != "elsewhere") == ["checkpoint_1"]
+    checkpointer.close()
+
+
 @pytest.mark.parametrize("then", ["save", "restore"])
 def test_a_background_failure_surfaces_at_the_next_call(then: str, tmp_path: Path) -> None:
     """A failed background save raises at the next save or restore of that directory, and evicted nothing."""
