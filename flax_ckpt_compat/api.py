@@ -10,6 +10,7 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
@@ -54,8 +55,9 @@ def restore(
         step: the step in the directory: a number, a 0-d array, or text such as ``"best"``; None takes the latest
             complete one.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
-        transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), or a pytree
-            of `flax_ckpt_compat.transforms.Transform` by key path of the target, or regular expression.
+        transforms: mapping of stored leaves to the target's: a list of rules (`flax_ckpt_compat.rules`), a mapping of
+            the target's key paths to stored ones (``{"params/encoder": "params/Dense_0"}``), or a pytree of
+            `flax_ckpt_compat.transforms.Transform` by key path of the target, or expression; lists may mix them.
         transforms_default_to_original: target leaves without a transform come from the checkpoint; False keeps the
             target's own. Does not apply to rules.
         missing_leaves: for a target leaf that neither the checkpoint nor a transform has, ``"error"`` raises;
@@ -89,27 +91,18 @@ def restore(
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
         StorageError: the file system or store failed.
     """
-    policies = {
-        "missing_leaves": missing_leaves,
-        "shape_mismatch": shape_mismatch,
-        "kind_mismatch": kind_mismatch,
-        "dtype": dtype,
-        "structure": structure,
-        "must_exist": must_exist,
-        "mapped": mapped,
-    }
-    given = {name: value for name, value in policies.items() if value is not None}
-    with config.defaults(config.STRICT), config.override(**given):
-        return restore_pipeline.restore(
-            os.fspath(path),
-            target,
-            step,
-            prefix,
-            None,
-            transforms,
-            transforms_default_to_original,
-            strict=True,
-        )
+    options = RestoreOptions.strict(
+        transforms,
+        transforms_default_to_original,
+        missing_leaves=missing_leaves,
+        shape_mismatch=shape_mismatch,
+        kind_mismatch=kind_mismatch,
+        dtype=dtype,
+        structure=structure,
+        must_exist=must_exist,
+        mapped=mapped,
+    )
+    return restore_pipeline.restore(os.fspath(path), target, step, prefix, options)
 
 
 def save(

@@ -12,10 +12,13 @@ from typing import Any
 
 from flax import core
 
+from flax_ckpt_compat import config
 from flax_ckpt_compat._core import module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import listing, lookups
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save import request as save_request
@@ -183,8 +186,9 @@ def restore_checkpoint(
         allow_partial_mpa_restoration: accepted as in Flax; arrays without a sharding in the target become numpy arrays.
         orbax_checkpointer: an Orbax checkpointer to read Orbax directories with.
         orbax_transforms: mapping of stored leaves to the target's, for every format: a list of rules (see
-            `flax_ckpt_compat.rules`), or a pytree of `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted)
-            by key path of the target, or regular expression. Unlike rules, transforms, ``{}`` included, keep the
+            `flax_ckpt_compat.rules`), a mapping of the target's key paths to stored ones, or a pytree of
+            `flax_ckpt_compat.transforms.Transform` (Orbax's own are accepted) by key path of the target, or regular
+            expression. Unlike rules, transforms, ``{}`` included, keep the
             target's values for leaves that the checkpoint lacks, and its None.
 
     Returns:
@@ -201,7 +205,8 @@ def restore_checkpoint(
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
-    return restore_pipeline.restore(_directory(ckpt_dir), target, step, prefix, orbax_checkpointer, orbax_transforms)
+    options = RestoreOptions(config.current(), TransformSpec(orbax_transforms))
+    return restore_pipeline.restore(_directory(ckpt_dir), target, step, prefix, options, orbax_checkpointer)
 
 
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:

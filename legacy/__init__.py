@@ -2,6 +2,56 @@
 
 from __future__ import annotations
 
-from .backend import BACKEND, open_part_of_orbax
+from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
+from flax_ckpt_compat._core.tree import Node
+
+from . import gda_write
+from .check import check_tree
+from .encode import write_tree
+from .gda_tree import SharedTree, split
+from .reader import MsgpackReader
 
 __all__ = ["BACKEND", "open_part_of_orbax"]
+
+
+class MsgpackBackend:
+    """Implement the Backend protocol for Flax's msgpack files."""
+
+    format = Format.MSGPACK
+
+    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | SharedTree:
+        """Validate the tree; see `Backend.prepare`.
+
+        Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores
+        them, so references can be put in after validation.
+
+        Raises:
+            UnsupportedLeafError: a msgpack file cannot hold the tree; names the key path.
+        """
+        if process is None:
+            check_tree(tree)
+            return tree
+        prepared = split(tree, process)
+        check_tree(prepared.tree)
+        return prepared
+
+    def write(self, path: str, prepared: Node, options: WriteOptions) -> None:  # noqa: ARG002 - none in this format
+        """Write and sync the file ``path``, which must not exist yet; see `Backend.write`."""
+        write_tree(path, prepared)
+
+    # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.
+    begin_multiprocess = staticmethod(gda_write.begin)
+    write_process_part = staticmethod(gda_write.write_process_part)
+    finish_multiprocess = staticmethod(gda_write.finish)
+
+    def open(self, path: str) -> Reader:
+        """Open a msgpack checkpoint; read its structure and skip array data."""
+        return MsgpackReader(path)
+
+
+def open_part_of_orbax(path: str) -> Reader:
+    """Open the msgpack file ``checkpoint`` in a directory of Orbax up to 0.5.15, which may also hold tuples."""
+    return MsgpackReader(path, of_orbax=True)
+
+
+BACKEND: Backend = MsgpackBackend()

@@ -24,40 +24,29 @@ def check_tree(tree: Node) -> None:
     Raises:
         UnsupportedLeafError: a msgpack file cannot hold a leaf or a name.
     """
-    plain = _PlainArrays()
+    supported, addressable = Memo(_is_supported), AddressableMemo()
+    jax_types: dict[type, bool] = {Branch: False}
     stack: list[tuple[Path, Node]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if not isinstance(node, Branch):
+        if type(node) is not Branch:
             _check_leaf(path, node)
             continue
         _check_branch(path, node)
         for name, child in node.children.items():
-            if not plain.accepts(child):
+            # Fast path for plain arrays, which almost all leaves are.
+            kind = type(child)
+            if (kind is np.ndarray or kind is HostCopy) and supported[child.dtype]:
+                continue
+            if kind not in jax_types:
+                jax_types[kind] = is_jax_array(child)
+            if (
+                not jax_types[kind]
+                or not supported[child.dtype]
+                or not addressable.is_fully_addressable(child)
+                or child.is_deleted()
+            ):
                 stack.append(((*path, name), child))
-
-
-class _PlainArrays:
-    """Fast path for plain arrays, which almost all leaves are: cache checks by type, dtype and sharding."""
-
-    def __init__(self) -> None:
-        self._dtypes = Memo(_is_supported)
-        self._jax: dict[type, bool] = {}
-        self._addressable = AddressableMemo()
-
-    def accepts(self, leaf: Any) -> bool:
-        """Return whether a leaf is valid; False if it needs the full check."""
-        kind = type(leaf)
-        if kind is np.ndarray:
-            return self._dtypes[leaf.dtype]
-        if kind not in self._jax:
-            self._jax[kind] = is_jax_array(leaf)
-        return (
-            self._jax[kind]
-            and self._dtypes[leaf.dtype]
-            and self._addressable.is_fully_addressable(leaf)
-            and not leaf.is_deleted()
-        )
 
 
 def _is_supported(dtype: Any) -> bool:
@@ -94,7 +83,7 @@ def _check_text(path: Path, text: str) -> None:
 
 def _check_leaf(path: Path, leaf: Any) -> None:
     kind = type(leaf)
-    if kind in (float, bool, DistributedArray) or leaf is None or kind is complex:
+    if kind in (float, bool, complex, DistributedArray) or leaf is None:
         return
     if isinstance(leaf, (np.ndarray, np.generic)):
         _check_numpy(path, leaf)

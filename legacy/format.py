@@ -44,6 +44,14 @@ MAX_DIMS = 64  # numpy's own limit
 # Raised while decoding a damaged extension value.
 DECODE_ERRORS = (ValueError, TypeError, IndexError, OverflowError, msgpack.UnpackException)
 
+# Kind and size in memory of Python numbers.
+NUMBERS = {
+    bool: (LeafKind.BOOL, 1),
+    int: (LeafKind.INT, 8),
+    float: (LeafKind.FLOAT, 8),
+    complex: (LeafKind.COMPLEX, 16),
+}
+
 _FIXEXT = {1: b"\xd4", 2: b"\xd5", 4: b"\xd6", 8: b"\xd7", 16: b"\xd8"}
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local.gda_folder import folder_of
-from flax_ckpt_compat._core.object_store import store_errors
+from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, storage_error, store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
 # Bytes of arrays that are read at the same time.
@@ -65,18 +66,16 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
     folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
     try:
-        text = paths.read(f"{folder}/.zarray", 2**20)
+        text = paths.read(f"{folder}/{ZARR2_METADATA}", 0, 2**20)
     except (FileNotFoundError, NotADirectoryError) as error:
         found = f"no array {folder}; it was not copied along with the checkpoint"
         raise _corrupt(checkpoint, path, found) from error
-    except StorageError:
-        raise
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be read: {error.strerror}", path=folder, errno=error.errno) from error
+        raise storage_error(folder, error, "read") from error
     try:
         return _parse_metadata(checkpoint, folder, json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise _corrupt(checkpoint, path, f"{folder}/.zarray that does not decode ({error})") from error
+        raise _corrupt(checkpoint, path, f"{folder}/{ZARR2_METADATA} that does not decode ({error})") from error
 
 
 def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
@@ -129,9 +128,10 @@ class BatchedReads:
 
 
 def _open(tensorstore: Any, array: FolderArray) -> Any:
-    kvstore = paths.tensorstore_folder(array.folder)
+    storage = paths.storage_of(array.folder)
+    kvstore = storage.kvstore(array.folder)
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-    store = tensorstore.open(spec, open=True, read=True, context=paths.tensorstore_context(array.folder)).result()
+    store = tensorstore.open(spec, open=True, read=True, context=storage.context()).result()
     _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
     return store
 
@@ -139,12 +139,11 @@ def _open(tensorstore: Any, array: FolderArray) -> Any:
 @contextmanager
 def _translated(array: FolderArray, path: Path) -> Iterator[None]:
     try:
-        yield
-    except (ValueError, MemoryError, OSError, RuntimeError) as error:
-        if isinstance(error, CorruptCheckpointError):
-            raise
-        if paths.is_url(array.folder) and store_errors.is_store_error(error):
-            raise store_errors.translate_error(array.folder, "read", error) from error
+        with store_errors(array.folder):
+            yield
+    except (CorruptCheckpointError, StorageError):
+        raise
+    except (*TENSORSTORE_ERRORS, MemoryError) as error:
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
 
 

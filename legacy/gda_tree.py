@@ -13,8 +13,9 @@ from typing import Any, cast
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ProcessInfo
-from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.local import temporaries
+from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
 from flax_ckpt_compat._core.tree import (
     Branch,
     HostCopy,
@@ -56,54 +57,22 @@ class DistributedArray:
         """Return the dtype of the array."""
         return cast(np.dtype[Any], self.value.dtype)
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Return the shape of one shard, at least 1 on every axis."""
-        return _chunks(self.value)
-
     def shards(self) -> Iterator[Shard]:
-        """Return the shards that this process writes."""
-        return shards_of(self.value)
+        """Yield the shards that this process writes; none if the array has no elements."""
+        return (shard for shard in shards_of(self.value) if math.prod(shard.data.shape))
 
-    def names(self) -> Iterator[str]:
-        """Return the names of its chunks; none if it has no elements."""
-        counts = [math.ceil(size / chunk) for size, chunk in zip(self.shape, self.chunks, strict=True)]
+    def chunk_names(self) -> Iterator[str]:
+        """Yield the names of its chunks; none if it has no elements."""
+        counts = [math.ceil(size / chunk) for size, chunk in zip(self.shape, _chunks(self.value), strict=True)]
         return map(_chunk_name, itertools.product(*map(range, counts)))
 
-    def name_of(self, shard: Shard) -> str:
-        """Return the name of a shard's chunk."""
-        return _chunk_name(side.start // chunk for side, chunk in zip(shard.index, self.chunks, strict=True))
-
-    def check_matches(self, folder: str, shape: tuple[int, ...], dtype: Any) -> None:
-        """Check that process 0 saves the same shape and dtype.
-
-        Raises:
-            StorageError: it does not.
-        """
-        if (shape, dtype) != (self.shape, self.dtype):
-            found = f"{dtype}{shape} by process 0 and {self.dtype}{self.shape} by this one"
-            message = f"{folder}: {self.subpath or 'the array'} is saved as {found}; all processes have to save one"
-            raise StorageError(f"{message} tree", path=folder)
-
-    def incomplete(self, folder: str, missing: list[str]) -> StorageError:
-        """Build the error for chunks that were not written."""
-        message = f"{folder}: {len(missing)} of the chunks of {self.subpath or 'the array'} were not written"
-        return StorageError(
-            f"{message} ({', '.join(missing[:3])}, …); do all processes save the same tree, and into a directory that "
-            "they share?",
-            path=folder,
-        )
+    def chunk_name(self, index: tuple[slice, ...]) -> str:
+        """Return the name of the chunk of a shard with this index."""
+        return _chunk_name(side.start // chunk for side, chunk in zip(index, _chunks(self.value), strict=True))
 
 
-def _chunk_name(index: Iterable[int]) -> str:
-    return ".".join(map(str, index)) or "0"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reference:
-    """Text in the file that refers to an array in the folder."""
-
-    text: str
+def _chunk_name(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers)) or "0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +137,7 @@ def _with_reference(leaf: Any, prefix: str) -> Any:
     if isinstance(leaf, KeyData):
         return KeyData(leaf.impl, _with_reference(leaf.data, prefix))
     if isinstance(leaf, DistributedArray):
-        return Reference(format.PLACEHOLDER + (prefix + leaf.subpath).rstrip("/"))
+        return format.PLACEHOLDER + (prefix + leaf.subpath).rstrip("/")
     return leaf
 
 
@@ -194,7 +163,7 @@ def _metadata(path: Path, array: Any) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> bytes:
-    """Return the ``.zarray`` that TensorStore writes for the spec that jax uses."""
+    """Return the zarr metadata that TensorStore writes for the spec that jax uses."""
     import tensorstore
 
     spec = {
@@ -205,7 +174,7 @@ def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> byte
     }
     store = tensorstore.open(spec, create=True, open=True, context=tensorstore.Context()).result()
     assert store.kvstore is not None
-    return bytes(store.kvstore.read(".zarray").result().value)
+    return bytes(store.kvstore.read(ZARR2_METADATA).result().value)
 
 
 # Bytes: the limit of most file systems for one name, and a subpath that fits into a path.

@@ -1,13 +1,12 @@
-"""Write a multi-process save: a msgpack file and its folder of arrays."""
+"""Write a multi-process save: a msgpack file, and its folder of arrays on a local disk or in a store."""
 
 from __future__ import annotations
 
 import collections
-import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
@@ -15,17 +14,19 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.object_store import client, multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.object_store.requests import retry
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
+from flax_ckpt_compat._core.tree import Shard
 
-from . import gda_upload
+from .encode import write_tree
 from .gda_tree import DistributedArray, SharedTree
-from .write import write_tree
 
-_METADATA = ".zarray"
-# Syncing mostly waits for the disk.
+# Syncing and requests mostly wait.
 _THREADS = 16
 # Bytes of shards that are compressed and written at the same time.
-_IN_FLIGHT = 2**30
+_IN_FLIGHT = 2**29
 
 
 def begin(
@@ -38,25 +39,17 @@ def begin(
     """Create the folder of arrays and their metadata, if there are arrays; see `Backend.begin_multiprocess`."""
     if not prepared.arrays:
         return
+    if upload is None:
+        gda_folder.begin(path)
+    base = _base(path, upload)
+    files = {os.path.join(_folder(base, array), ZARR2_METADATA): array.metadata for array in prepared.arrays}
     if upload is not None:
-        base, metadata = _base(path, upload), {array.subpath: array.metadata for array in prepared.arrays}
-        client.in_parallel(
-            lambda subpath: client.write(os.path.join(base, subpath, _METADATA), metadata[subpath]), metadata
-        )
+        in_parallel(lambda file: client.write(file, files[file]), files)
         return
-    base = os.path.join(gda_folder.folder_of(path), gda_folder.begin(path))
-    for array in prepared.arrays:
-        folder = os.path.join(base, array.subpath)
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, _METADATA), "xb") as file:
-            file.write(array.metadata)
-
-
-def _base(path: str, upload: MultiprocessUpload | None) -> str:
-    """Return the folder that the arrays' subpaths are relative to."""
-    if upload is not None:
-        return f"{upload.folder}/{upload.tag}"
-    return os.path.join(gda_folder.folder_of(path), gda_folder.generation_prefix(path))
+    for file, metadata in files.items():
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "xb") as opened:
+            opened.write(metadata)
 
 
 def write_process_part(
@@ -67,11 +60,9 @@ def write_process_part(
     upload: MultiprocessUpload | None = None,
 ) -> None:
     """Write this process's shards, and in process 0 the file, which is local also for a save to a store."""
-    base = _base(path, upload)
-    if upload is None:
-        _write_shards(base, prepared.arrays)
-    else:
-        multiprocess.check_active(upload, gda_upload.write_shards(base, prepared.arrays, upload))
+    written = _write_shards(_base(path, upload), prepared.arrays)
+    if upload is not None:
+        multiprocess.check_active(upload, [f"{upload.tag}/{name}" for name in written])
     if process.index == 0:
         write_tree(path, prepared.document(gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"))
 
@@ -83,7 +74,7 @@ def finish(
     _process: ProcessInfo,
     upload: MultiprocessUpload | None = None,
 ) -> None:
-    """Check that all chunks exist, and sync the metadata of `begin` and all names.
+    """Check that all chunks exist; sync the metadata of `begin` and all names, or write the commit file of ``gs://``.
 
     Raises:
         StorageError: a chunk is missing; names the array.
@@ -92,23 +83,110 @@ def finish(
         return
     base = _base(path, upload)
     if upload is not None:
-        gda_upload.check(base, prepared.arrays, upload)
+        written = set(upload.written())
+        for array in prepared.arrays:
+            wanted = [ZARR2_METADATA, *array.chunk_names()]
+            _require(base, array, [name for name in wanted if f"{_folder(upload.tag, array)}/{name}" not in written])
+        if upload.folder.startswith("gs://"):  # real Flax and jax look for the file before they read arrays
+            text = f"Checkpoint commit was successful to {upload.folder}"
+            client.write(f"{upload.folder}/{COMMIT_FILE}", text.encode())
         return
     folders = {folder for folder, _, _ in os.walk(gda_folder.folder_of(path))}
-    with _threads() as pool:
-        _drain(pool.map(lambda array: _check(base, array), prepared.arrays))
-        _drain(pool.map(lambda array: _sync(os.path.join(base, array.subpath, _METADATA)), prepared.arrays))
-        _drain(pool.map(atomic.sync_directory, folders))
+    in_parallel(lambda array: _check_and_sync(base, array), prepared.arrays, _THREADS)
+    in_parallel(atomic.sync_directory, folders, _THREADS)
 
 
-def _threads() -> Pool:
-    return Pool(_THREADS, thread_name_prefix="flax-ckpt-write")
+def _base(path: str, upload: MultiprocessUpload | None) -> str:
+    """Return the folder that the arrays' subpaths are relative to."""
+    if upload is not None:
+        return f"{upload.folder}/{upload.tag}"
+    return os.path.join(gda_folder.folder_of(path), gda_folder.generation_prefix(path)).rstrip("/")
 
 
-def _drain(results: Iterable[None]) -> None:
-    """Wait for all results; raise the first error."""
-    for _ in results:
-        pass
+def _folder(base: str, array: DistributedArray) -> str:
+    return f"{base}/{array.subpath}" if array.subpath else base
+
+
+def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> list[str]:
+    """Write and sync this process's shards with bounded memory; return their paths relative to ``base``.
+
+    `finish` syncs their names, once a folder.
+    """
+    opened: dict[str, Future[Any]] = {}
+    pending: collections.deque[tuple[Future[None], int]] = collections.deque()
+    written, total = [], 0
+    with Pool(_THREADS, thread_name_prefix="flax-ckpt-write") as pool:
+        try:
+            for array in arrays:
+                for shard in array.shards():
+                    if array.subpath not in opened:
+                        opened[array.subpath] = pool.submit(_open, _folder(base, array), array)
+                    pending.append((pool.submit(_write, opened[array.subpath], base, array, shard), shard.data.nbytes))
+                    written.append(os.path.join(array.subpath, array.chunk_name(shard.index)))
+                    total += shard.data.nbytes
+                    while pending and (total > _IN_FLIGHT or pending[0][0].done()):
+                        future, nbytes = pending.popleft()
+                        total -= nbytes
+                        future.result()
+            for future, _ in pending:
+                future.result()
+        except BaseException:
+            # The pool waits for running writes: none may continue into a folder that is about to be removed.
+            pool.shutdown(cancel_futures=True)
+            raise
+    return written
+
+
+def _write(opened: Future[Any], base: str, array: DistributedArray, shard: Shard) -> None:
+    folder = _folder(base, array)
+    store = opened.result()[shard.index]  # submitted before this task, so this cannot deadlock the pool
+    if paths.is_url(base):
+        retry(folder, "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
+        return
+    with translated(folder, "written", TENSORSTORE_ERRORS):
+        store.write(shard.data, can_reference_source_data_indefinitely=True).result()
+        _sync(os.path.join(folder, array.chunk_name(shard.index)))
+
+
+def _open(folder: str, array: DistributedArray) -> Any:
+    """Open the array that process 0 created, and check its shape and dtype."""
+    import tensorstore
+
+    storage = paths.storage_of(folder)
+    # Shards are whole chunks, so a cache gains nothing. TensorStore would sync the folder for each chunk.
+    context = tensorstore.Context(
+        {"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False}, parent=storage.context()
+    )
+    spec = {"driver": "zarr", "kvstore": storage.kvstore(folder)}
+    if paths.is_url(folder):
+        store = retry(folder, "opened", lambda: tensorstore.open(spec, open=True, context=context))
+    else:
+        with translated(folder, "written", TENSORSTORE_ERRORS):
+            store = tensorstore.open(spec, open=True, context=context).result()
+    shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
+    if (shape, dtype) != (array.shape, array.dtype):
+        found = f"{dtype}{shape} by process 0 and {array.dtype}{array.shape} by this one"
+        message = f"{folder}: {array.subpath or 'the array'} is saved as {found}; all processes have to save one tree"
+        raise StorageError(message, path=folder)
+    return store
+
+
+def _check_and_sync(base: str, array: DistributedArray) -> None:
+    folder = _folder(base, array)
+    listed = set(os.listdir(folder))
+    # On network file systems a listing may be stale, so check unlisted names directly too.
+    missing = [name for name in array.chunk_names() if name not in listed]
+    _require(base, array, [name for name in missing if not os.path.exists(os.path.join(folder, name))])
+    _sync(os.path.join(folder, ZARR2_METADATA))
+
+
+def _require(base: str, array: DistributedArray, missing: list[str]) -> None:
+    """Raise if chunks, or the metadata, of an array are missing."""
+    if missing:
+        folder = _folder(base, array)
+        message = f"{folder}: {len(missing)} of the chunks of {array.subpath or 'the array'} were not written"
+        message += f" ({', '.join(missing[:3])}, …); do all processes save the same tree, and into a directory that "
+        raise StorageError(message + "they share?", path=folder)
 
 
 def _sync(path: str) -> None:
@@ -117,86 +195,3 @@ def _sync(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> None:
-    """Write and sync the chunks with bounded memory; `finish` syncs their names, once a folder."""
-    import tensorstore
-
-    # Shards are whole chunks, so a cache gains nothing. TensorStore would sync the folder for each chunk.
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": False})
-    pending: collections.deque[_Write] = collections.deque()
-    total = 0
-    with _threads() as pool:
-        syncs = []
-        try:
-            for array in arrays:
-                for write in _begin_writes(tensorstore, base, array, context):
-                    pending.append(write)
-                    total += write.nbytes
-                while total > _IN_FLIGHT or (pending and pending[0].future.done()):
-                    total -= pending[0].nbytes
-                    syncs.append(pool.submit(_sync, pending.popleft().finish()))
-            while pending:
-                syncs.append(pool.submit(_sync, pending.popleft().finish()))
-        finally:
-            # After a failure, no write may continue into a folder that is about to be removed.
-            for write in pending:
-                write.future.exception()
-        _drain(sync.result() for sync in syncs)
-
-
-class _Write(NamedTuple):
-    """A chunk that is being written."""
-
-    base: str
-    array: DistributedArray
-    future: Any
-    nbytes: int
-    name: str
-
-    def finish(self) -> str:
-        """Wait for the write and return the path of its file."""
-        with _translated(self.base, self.array):
-            self.future.result()
-        return os.path.join(self.base, self.array.subpath, self.name)
-
-
-def _begin_writes(tensorstore: Any, base: str, array: DistributedArray, context: Any) -> Iterator[_Write]:
-    store = None
-    for shard in array.shards():
-        if not math.prod(shard.data.shape):
-            continue
-        with _translated(base, array):
-            store = store or _open(tensorstore, os.path.join(base, array.subpath), array, context)
-            future = store[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
-        yield _Write(base, array, future, shard.data.nbytes, array.name_of(shard))
-
-
-@contextmanager
-def _translated(base: str, array: DistributedArray) -> Iterator[None]:
-    """Translate TensorStore's errors into StorageError."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (ValueError, RuntimeError, OSError) as error:
-        folder, name = os.path.join(base, array.subpath), array.subpath or "the array"
-        message = f"{folder}: writing {name} failed: {error}"
-        raise StorageError(message, path=folder, errno=getattr(error, "errno", None)) from error
-
-
-def _open(tensorstore: Any, folder: str, array: DistributedArray, context: Any) -> Any:
-    spec = {"driver": "zarr", "kvstore": paths.local_kvstore(folder)}
-    store = tensorstore.open(spec, open=True, context=context).result()
-    array.check_matches(folder, tuple(store.shape), store.dtype.numpy_dtype)
-    return store
-
-
-def _check(base: str, array: DistributedArray) -> None:
-    folder = os.path.join(base, array.subpath)
-    listed = set(os.listdir(folder))
-    # On network file systems a listing may be stale, so check unlisted names directly too.
-    missing = [name for name in array.names() if name not in listed and not os.path.exists(os.path.join(folder, name))]
-    if missing:
-        raise array.incomplete(folder, missing)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
@@ -15,20 +15,12 @@ from . import format, gda_read
 from .format import ArrayHeader
 from .window import Window
 
-_INTS = {
-    0xCC: struct.Struct(">B"),
-    0xCD: struct.Struct(">H"),
-    0xCE: struct.Struct(">I"),
-    0xCF: struct.Struct(">Q"),
-    0xD0: struct.Struct(">b"),
-    0xD1: struct.Struct(">h"),
-    0xD2: struct.Struct(">i"),
-    0xD3: struct.Struct(">q"),
-}
-_FLOATS = {0xCA: struct.Struct(">f"), 0xCB: struct.Struct(">d")}
-_LENGTHS = (struct.Struct(">B"), struct.Struct(">H"), struct.Struct(">I"))
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+# Tag of an extension → bytes of its length field.
 _EXT_WIDTHS = {0xC7: 1, 0xC8: 2, 0xC9: 4} | dict.fromkeys(_FIXEXT, 0)
+_FLOAT32, _FLOAT64, _FIRST_INT, _LAST_INT = 0xCA, 0xCB, 0xCC, 0xD3
+# Tag of a number → bytes with the tag; 1 for all others.
+_NUMBER_WIDTHS = dict(zip(range(_FLOAT32, _LAST_INT + 1), (5, 9, 2, 3, 5, 9, 2, 3, 5, 9), strict=True))
 # Bytes of a header that key the header cache: tag, length, code, and in short ones the start of the shape.
 _PREFIX = 6
 
@@ -64,7 +56,7 @@ def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
     parser = _Parser(window, reader, of_orbax)
     try:
         return parser.document()
-    except (IndexError, struct.error) as error:
+    except IndexError as error:
         found = "the end of the file in the middle of a value; it is truncated"
         raise window.corrupt(found, window.size - window.base) from error
     except UnicodeDecodeError as error:
@@ -150,8 +142,8 @@ class _Parser:
             window.at = end
         elif 0xD9 <= tag <= 0xDB:
             name = self._text(tag)
-        elif tag <= 0x7F or tag >= 0xE0 or tag in _INTS:
-            name = str(self._int(tag))
+        elif tag <= 0x7F or tag >= 0xE0 or _FIRST_INT <= tag <= _LAST_INT:
+            name = str(self._scalar(tag))
             frame.int_keys.append(name)
         else:
             raise window.corrupt(f"a map key in {show_path(frame.path)} that is neither text nor int (0x{tag:02x})")
@@ -179,7 +171,7 @@ class _Parser:
         if code == format.EXT_COMPLEX:
             payload = window.take(length)
             try:
-                return self._leaf(LeafKind.COMPLEX, format.parse_complex(payload), 16, path)
+                return self._leaf(LeafKind.COMPLEX, 16, path, format.parse_complex(payload))
             except format.DECODE_ERRORS as error:
                 raise window.corrupt(f"{length} bytes that are not a complex number: {error}") from error
         if code == format.EXT_TUPLE and self._of_orbax:
@@ -224,7 +216,7 @@ class _Parser:
             count, is_map = tag & 0x0F, tag <= 0x8F
             window.at += 1
         else:
-            count, is_map = self._length(1 + (tag & 1)), tag >= 0xDE
+            count, is_map = self._length(2 << (tag & 1)), tag >= 0xDE
         # Every child and every key takes at least one byte, so reject a count that cannot fit into the file.
         if window.base + window.at + count * (1 + is_map) > window.size:
             raise window.corrupt(f"a container of {count} values; the file is too short for them, it is truncated")
@@ -240,28 +232,24 @@ class _Parser:
             text = self._text(tag)
             if text.startswith(format.PLACEHOLDER):
                 return self._reference(text.removeprefix(format.PLACEHOLDER), path)
-            return self._leaf(LeafKind.STR, text, len(text), path)
+            return self._leaf(LeafKind.STR, len(text), path, text)
         if 0xC4 <= tag <= 0xC6:
-            length = self._length(tag - 0xC4)
+            length = self._length(1 << (tag - 0xC4))
             offset = window.base + window.at
             window.at = window.end_of(length)
-            return self._leaf(LeafKind.BYTES, offset, length, path)
-        if tag in _FLOATS:
-            return self._leaf(LeafKind.FLOAT, self._number(_FLOATS[tag]), 8, path)
-        if tag not in (0xC0, 0xC1, 0xC2, 0xC3):
-            return self._leaf(LeafKind.INT, self._int(tag), 8, path)
+            return self._leaf(LeafKind.BYTES, length, path, offset)
         if tag == 0xC1:
             raise window.corrupt("the byte 0xc1, which msgpack never uses")
-        window.at += 1
-        return None if tag == 0xC0 else self._leaf(LeafKind.BOOL, tag == 0xC3, 1, path)
+        value = self._scalar(tag)
+        return None if value is None else self._leaf(*format.NUMBERS[type(value)], path, value)
 
     def _reference(self, subpath: str, path: Path) -> LeafHandle:
         array = gda_read.locate(self._window.path, subpath, path)
-        handle = self._leaf(LeafKind.ARRAY, array, array.nbytes, path)
+        handle = self._leaf(LeafKind.ARRAY, array.nbytes, path, array)
         handle.shape, handle.dtype, handle.in_gda_folder = array.shape, array.dtype, True
         return handle
 
-    def _leaf(self, kind: LeafKind, value: Any, nbytes: int, path: Path) -> LeafHandle:
+    def _leaf(self, kind: LeafKind, nbytes: int, path: Path, value: Any) -> LeafHandle:
         return LeafHandle(path, kind, (), None, nbytes, "/".join(path), self._reader, value)
 
     def _text(self, tag: int) -> str:
@@ -269,23 +257,24 @@ class _Parser:
         if tag <= 0xBF:
             window.at += 1
             return str(window.take(tag & 0x1F), "utf-8")
-        return str(window.take(self._length(tag - 0xD9)), "utf-8")
+        return str(window.take(self._length(1 << (tag - 0xD9))), "utf-8")
 
-    def _int(self, tag: int) -> int:
-        if tag in _INTS:
-            return int(self._number(_INTS[tag]))
-        self._window.at += 1
-        return tag if tag <= 0x7F else tag - 0x100
-
-    def _number(self, layout: struct.Struct) -> Any:
-        window = self._window
-        (value,) = layout.unpack_from(window.data, window.at + 1)
-        window.at += 1 + layout.size
-        return value
+    def _scalar(self, tag: int) -> Any:
+        """Read nil, a bool or a number."""
+        width = _NUMBER_WIDTHS.get(tag, 1)
+        return msgpack.unpackb(self._header_bytes(width))
 
     def _length(self, width: int) -> int:
-        """Read a length field; ``width`` is 0, 1 or 2 for one, two or four bytes."""
-        return int(self._number(_LENGTHS[width]))
+        """Read the tag and a length field of ``width`` bytes."""
+        return int.from_bytes(self._header_bytes(1 + width)[1:])
+
+    def _header_bytes(self, length: int) -> bytes:
+        window = self._window
+        found = window.data[window.at : window.at + length]
+        if len(found) < length:
+            raise IndexError("the file ends")
+        window.at += length
+        return found
 
 
 # Maps that encode one leaf. A map with keys or types that Flax does not write is the user's own and stays a map.

@@ -4,52 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.storage_errors import storage_error, translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Node, show_path
 
 from . import gda_read
 from .parse import parse
-from .source import File, Source, open_source, storage_error
+from .source import File, Source, open_source
 from .unpack import unpack
 from .window import Window
 
-# All sizes in bytes. Arrays below this are faster to read together than one by one.
+# All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
-# A gap between arrays (mostly keys and headers) that is cheaper to read than to skip.
+# Largest gap to read over (mostly keys and headers), and largest joint read.
 _GAP = 512
-_BLOCK = 256 * 2**10
-_BLOCKS_AT_ONCE = 128
-_PIECE = 16 * 2**20
-# A request to a store takes about as long as reading 1 MiB, so neighbours are read together.
+_RUN = 256 * 2**10
+# A request to a store takes about as long as reading 1 MiB, so all neighbours are read together.
 _STORE_GAP = 64 * 2**10
 _STORE_RUN = 2 * 2**20
+_PIECE = 16 * 2**20
 _offset = operator.itemgetter(0)
-
-# Locator (offset in the file, or bytes), index in the result, and handle.
-_Small = tuple[Any, int, LeafHandle]
 
 
 class _Span(NamedTuple):
-    """A range of the file and the memory to read it into."""
+    """A range of the file to read.
+
+    Attributes:
+        offset, nbytes: the range.
+        handle: leaf that it belongs to.
+        number: index of a small array in the result.
+        target: memory to read into; None for a small array, which shares memory with its neighbours.
+    """
 
     offset: int
-    target: memoryview
+    nbytes: int
     handle: LeafHandle
+    number: int = -1
+    target: memoryview | None = None
 
 
-class MsgpackReader:
+class MsgpackReader(Reader):
     """An open msgpack checkpoint. Replacing a local file does not affect reads; replacing an object is an error.
 
     Locators are the offset of a value in the file, its bytes (see `unpack`), the offset and size of each piece of an
@@ -69,16 +74,12 @@ class MsgpackReader:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                raise storage_error(path, error) from error
+                raise storage_error(path, error, "read") from error
             raise
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
         self._source.close()
-
-    def sharding_of(self, name: str) -> None:  # noqa: ARG002  (the format keeps none)
-        """Return None: the format stores no sharding. See `Reader.sharding_of`."""
-        return
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read only the bytes of these leaves; see `Reader.read`."""
@@ -89,7 +90,7 @@ class MsgpackReader:
             return _read_slices(handles, functools.partial(self.read, mapped=mapped))
         values: list[Any] = [None] * len(handles)
         is_read = _map(source, wanted, values) if mapped else set()
-        small: list[_Small] = []
+        in_memory: list[int] = []
         spans: list[_Span] = []
         unfinished: list[int] = []
         folders = gda_read.BatchedReads()
@@ -97,24 +98,22 @@ class MsgpackReader:
             kind = type(handle.locator)
             if index in is_read:
                 continue
-            if handle.nbytes < _SMALL and (kind is int or kind is bytes) and handle.dtype is not None:
-                small.append((handle.locator, index, handle))
+            if kind is bytes and handle.dtype is not None:
+                in_memory.append(index)
+            elif kind is int and handle.nbytes < _SMALL and handle.dtype is not None:
+                spans.append(_Span(handle.locator, handle.nbytes, handle, index))
             else:
                 values[index] = _begin(handle, spans, folders)
             if handle.kind is not LeafKind.ARRAY:
                 unfinished.append(index)
-        try:
-            blocks = _blocks(small)
-            # One block at a time from a local file, which takes less memory; many requests at once from a store.
-            while batch := list(itertools.islice(blocks, 1 if source.is_local else _BLOCKS_AT_ONCE)):
-                _fetch(source, [span for span, _ in batch if span is not None])
-                for span, leaves in batch:
-                    _scatter(span, leaves, values)
-            _fetch(source, spans)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise storage_error(self.path, error) from error
+        _pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
+        with translated(self.path, "read"):
+            runs = _runs(source, spans)
+            if source.is_local and sum([span.nbytes for span in spans]) <= 2 * _PIECE:
+                for run in runs:
+                    _read_run(source, values, run)
+            else:
+                in_parallel(functools.partial(_read_run, source, values), runs, source.threads)
         folders.finish()
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
@@ -148,15 +147,16 @@ def _begin(handle: LeafHandle, spans: list[_Span], folders: gda_read.BatchedRead
         return _begin(locator[1], spans, folders)
     if isinstance(locator, gda_read.FolderArray):
         return folders.begin(locator, handle.path)
+    if type(locator) is bytes and handle.dtype is not None:
+        return memory.pack([(handle.shape, handle.dtype, locator)])[0]
     if handle.dtype is None and (handle.kind is not LeafKind.BYTES or type(locator) is bytes):
         return locator
     array = memory.empty((handle.nbytes,) if handle.dtype is None else handle.shape, handle.dtype or np.dtype(np.uint8))
     rest = memory.as_bytes(array)
-    if type(locator) is bytes:
-        rest[:] = locator
-        return array
     for offset, nbytes in locator if isinstance(locator, tuple) else ((locator, handle.nbytes),):
-        spans.append(_Span(offset, rest[:nbytes], handle))
+        for start in range(0, nbytes, _PIECE):
+            part = rest[start : min(start + _PIECE, nbytes)]
+            spans.append(_Span(offset + start, len(part), handle, target=part))
         rest = rest[nbytes:]
     return array
 
@@ -170,63 +170,53 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
     return value.tobytes() if kind is LeafKind.BYTES and type(value) is not bytes else value
 
 
-def _fetch(source: Source, spans: list[_Span]) -> None:
-    """Fill every span: large ones in pieces on several threads, from a store small neighbours together.
+def _runs(source: Source, spans: list[_Span]) -> list[list[_Span]]:
+    """Group neighbours into joint reads."""
+    runs: list[list[_Span]] = []
+    gap, longest = (_GAP, _RUN) if source.is_local else (_STORE_GAP, _STORE_RUN)
+    first = end = -gap - 1
+    for span in sorted(spans, key=_offset):
+        is_alone = span.target is not None if source.is_local else source.is_cached(span.offset, span.nbytes)
+        if is_alone or span.offset - end > gap or span.offset + span.nbytes - first > longest:
+            runs.append([])
+            first = span.offset
+        runs[-1].append(span)
+        end = -gap - 1 if is_alone else max(end, span.offset + span.nbytes)
+    return runs
+
+
+def _read_run(source: Source, values: list[Any], run: list[_Span]) -> None:
+    """Read neighbours with one read.
 
     Raises:
         CorruptCheckpointError: the file ends early; names the leaf.
         OSError: the system refused.
     """
-    if source.is_local and sum([len(span.target) for span in spans]) <= 2 * _PIECE:
-        for span in spans:
-            if source.read_into(span.target, span.offset) < len(span.target):
-                raise _truncated(source, span)
-        return
-    pieces = [
-        _Span(offset + start, target[start : start + _PIECE], handle)
-        for offset, target, handle in spans
-        for start in range(0, len(target), _PIECE)
-    ]
-    runs = [[piece] for piece in pieces] if source.is_local else _runs(source, pieces)
-    if len(runs) > 1:
-        with Pool(min(source.threads, len(runs)), thread_name_prefix="flax-ckpt-read") as pool:
-            for _ in pool.map(functools.partial(_read_run, source), runs):
-                pass
-    elif runs:
-        _read_run(source, runs[0])
-
-
-def _runs(source: Source, pieces: list[_Span]) -> list[list[_Span]]:
-    """Group neighbours into single reads; copy cached pieces right away."""
-    found: list[list[_Span]] = []
-    end = 0
-    for piece in sorted(pieces, key=_offset):
-        length = len(piece.target)
-        if source.is_cached(piece.offset, length):
-            source.read_into(piece.target, piece.offset)
-            continue
-        if found and piece.offset - end <= _STORE_GAP and piece.offset + length - found[-1][0].offset <= _STORE_RUN:
-            found[-1].append(piece)
-        else:
-            found.append([piece])
-        end = max(end, piece.offset + length)
-    return found
-
-
-def _read_run(source: Source, run: list[_Span]) -> None:
-    """Read neighbours in file order with one read."""
-    first = run[0].offset
-    if len(run) == 1:
-        buffer = run[0].target
-    else:
-        buffer = np.empty(max(offset + len(target) for offset, target, _ in run) - first, np.uint8).data
+    first, target = run[0].offset, run[0].target
+    buffer = target if len(run) == 1 else None
+    if buffer is None:
+        buffer = np.empty(max([span.offset + span.nbytes for span in run]) - first, np.uint8).data
     count = source.read_into(buffer, first)
+    if buffer is target and count == len(buffer):
+        return
+    small = []
     for span in run:
-        at, length = span.offset - first, len(span.target)
-        if at + length > count:
+        start, stop = span.offset - first, span.offset - first + span.nbytes
+        if stop > count:
             raise _truncated(source, span)
-        if len(run) > 1:
-            span.target[:] = buffer[at : at + length]
+        if span.target is None:
+            small.append((span.number, span.handle, buffer[start:stop]))
+        else:
+            span.target[:] = buffer[start:stop]
+    _pack(small, values)
+
+
+def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
+    """Copy the bytes of arrays to aligned parts of new memory."""
+    with memory.pause_gc():
+        arrays = memory.pack([(handle.shape, cast(Any, handle.dtype), data) for _, handle, data in small])
+        for (index, _, _), array in zip(small, arrays, strict=True):
+            values[index] = array
 
 
 def _truncated(source: Source, span: _Span) -> CorruptCheckpointError:
@@ -234,38 +224,6 @@ def _truncated(source: Source, span: _Span) -> CorruptCheckpointError:
     message = f"{source.path}: {leaf}: expected {span.handle.nbytes} bytes of data from byte {span.offset}, found the "
     message += "end of the file; it was truncated while it was open; restore another checkpoint"
     return CorruptCheckpointError(message, path=source.path, leaf=leaf)
-
-
-def _blocks(small: list[_Small]) -> Iterator[tuple[_Span | None, list[_Small]]]:
-    """Yield small arrays with the range of the file that holds them, and new memory; None if they are in memory."""
-    if small and type(small[0][0]) is bytes:
-        yield None, small
-        return
-    small.sort(key=_offset)
-    start = 0
-    while start < len(small):
-        first = end = small[start][0]
-        stop = start
-        while stop < len(small) and small[stop][0] - end <= _GAP and small[stop][0] - first <= _BLOCK:
-            end = max(end, small[stop][0] + small[stop][2].nbytes)
-            stop += 1
-        yield _Span(first, np.empty(end - first, np.uint8).data, small[stop - 1][2]), small[start:stop]
-        start = stop
-
-
-def _scatter(span: _Span | None, leaves: list[_Small], values: list[Any]) -> None:
-    """Copy every leaf to an aligned part of new memory."""
-    with memory.pause_gc():
-        if span is None:
-            wanted: list[Any] = [(handle.shape, handle.dtype, data) for data, _, handle in leaves]
-        else:
-            first, block, _ = span
-            wanted = [
-                (handle.shape, handle.dtype, block[offset - first : offset - first + handle.nbytes])
-                for offset, _, handle in leaves
-            ]
-        for (_, index, _), array in zip(leaves, memory.pack(wanted), strict=True):
-            values[index] = array
 
 
 def _read_slices(

@@ -11,8 +11,10 @@ import stat
 import weakref
 from typing import NamedTuple
 
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.storage_errors import storage_error
 
 _CACHE_LIMIT = 64 * 2**20  # bytes
 
@@ -51,7 +53,7 @@ class File:
         except FileNotFoundError as error:
             raise _not_found(path) from error
         except (OSError, ValueError) as error:
-            raise storage_error(path, error) from error
+            raise storage_error(path, error, "read") from error
         self._closer = weakref.finalize(self, os.close, self._fd)
         status = os.fstat(self._fd)
         self.size = status.st_size
@@ -165,13 +167,7 @@ def open_source(path: str) -> Source:
         CorruptCheckpointError: it is empty, or not a file.
         StorageError: the file system or store refused.
     """
-    return StoredObject(path) if client.is_url(path) else File(path)
-
-
-def storage_error(path: str, error: Exception) -> StorageError:
-    """Build the error for a failed read."""
-    number = getattr(error, "errno", None)
-    return StorageError(f"{path}: reading failed: {error}; check the file system", path=path, errno=number)
+    return StoredObject(path) if paths.is_url(path) else File(path)
 
 
 def _not_found(path: str) -> CheckpointNotFoundError:

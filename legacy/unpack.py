@@ -24,12 +24,6 @@ _SAMPLE, _MIN_ARRAYS = 16 * 2**10, 16
 # A hostile file may announce more values than it has, and the unpacker allocates space for them.
 _LIMITS = {"max_array_len": 0, "max_map_len": 2**16}
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
-_NUMBERS = {
-    bool: (LeafKind.BOOL, 1),
-    int: (LeafKind.INT, 8),
-    float: (LeafKind.FLOAT, 8),
-    complex: (LeafKind.COMPLEX, 16),
-}
 
 
 def unpack(source: Source, reader: Reader) -> Branch | None:
@@ -115,5 +109,5 @@ def _leaf(value: Any, path: Path, name: str, reader: Reader) -> LeafHandle:
     elif type(value) is bytes:
         kind, nbytes = LeafKind.BYTES, len(value)
     else:
-        kind, nbytes = _NUMBERS[type(value)]
+        kind, nbytes = format.NUMBERS[type(value)]
     return LeafHandle(path, kind, (), None, nbytes, name, reader, value)

@@ -6,24 +6,22 @@ import functools
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.syncing import start_writeback
-from flax_ckpt_compat._core.object_store import client, specs
-from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA
+from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA, key_prefix
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import EncodedLeaf
 from .files import wait
-from .stored_names import key_prefix
 from .zarr import dump_zarray
 
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
@@ -44,7 +42,6 @@ _COMPRESS_FROM_BYTES = 1025
 # Upper bound of one process's index, for the timeout of a store.
 _INDEX_BYTES = 256 << 20
 # As TensorStore 0.1.86 says it, and 0.1.71.
-_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 
 
 class Database:
@@ -68,7 +65,7 @@ class Database:
         # No cache: nodes are cached by path, and another directory may have this path later.
         self._context = ts.Context(
             {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}},
-            parent=None if url is None else specs.context(),
+            parent=paths.storage_of(url or path).context(),
         )
         self._transaction = ts.Transaction(atomic=True)
         store = ts.KvStore.open(self._spec, context=self._context).result()
@@ -79,7 +76,7 @@ class Database:
     def _base(self, inside: str = "") -> dict[str, Any]:
         if self._url is not None:
             return stacked_spec(self._path, self._url, inside)
-        return paths.local_kvstore(os.path.join(self._path, inside, ""))
+        return paths.storage_of(self._path).kvstore(os.path.join(self._path, inside))
 
     def put(self, name: str, stored: EncodedLeaf, compressor: dict[str, Any] | None, is_primary: bool = True) -> None:
         """Add one array; its memory must not change before the commit has finished.
@@ -137,7 +134,7 @@ class Database:
         opened = {name: ts.KvStore.open(spec, context=self._context) for name, spec in children.items()}
         for name, child in opened.items():
             folder = os.path.join(self._url or self._path, name)
-            with tensorstore_errors(folder, "merged with those of the other processes"):
+            with translated(folder, "merged with those of the other processes", TENSORSTORE_ERRORS):
                 store = wait(folder, child)
                 wait(folder, store.experimental_copy_range_to(self._store), _INDEX_BYTES)
 
@@ -156,30 +153,6 @@ class Database:
     def finish_commit(self) -> None:
         """Wait until everything is written and synced."""
         Writeback(os.path.join(self._path, DATA_DIRECTORY)).until_done(self._committed)
-
-
-@contextmanager
-def tensorstore_errors(path: str, doing: str = "written") -> Iterator[None]:
-    """Translate TensorStore's errors about the arrays in ``path``; ``doing`` completes "could not be …"."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except (ValueError, OSError) as error:
-        remedy = "check the disk's space and permissions"
-        if paths.is_url(path):
-            remedy = "nothing else may change what is there while it is saved; save it again"
-        raise StorageError(
-            f"the arrays of {path} could not be {doing}: {error}; {remedy}",
-            path=path,
-            errno=_errno(error),
-        ) from error
-
-
-def _errno(error: Exception) -> int | None:
-    """Parse the errno out of TensorStore's message, its only place."""
-    found = _OS_ERROR_CODE.search(str(error))
-    return int(found[1] or found[2]) if found else None
 
 
 def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -204,7 +177,7 @@ def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:
     return {
         "driver": "kvstack",
         "layers": [
-            {"base": paths.local_kvstore(f"{local}/")},
+            {"base": paths.storage_of(local).kvstore(local)},
             {"base": {**stored, "path": stored["path"] + PROCESS_PREFIX}, "prefix": PROCESS_PREFIX},
         ],
         "path": inside and f"{inside}/",

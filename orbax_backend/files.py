@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.object_store import client, specs, store_errors
-from flax_ckpt_compat._core.object_store.threads import in_parallel
+from flax_ckpt_compat._core.storage_errors import store_errors, translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
 # TensorStore retries by itself for this long, beside the time for the bytes.
 _TIMEOUT = 60.0  # seconds
@@ -48,36 +47,21 @@ def refuse_escape(relative: str, path: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def storage_errors(path: str, doing: str) -> Iterator[None]:
-    """Translate an OSError; ``doing`` completes "could not be …"."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"{path} could not be {doing}: {error.strerror or error}; check the disk's space and permissions",
-            path=path,
-            errno=error.errno,
-        ) from error
-
-
 def make_directory(path: str) -> None:
     """Create a directory in an existing one."""
-    with storage_errors(path, "created"):
+    with translated(path, "created"):
         os.mkdir(path)
 
 
 def sync_directory(path: str) -> None:
     """Sync the entries of a directory."""
-    with storage_errors(path, "synced"):
+    with translated(path, "synced"):
         atomic.sync_directory(path)
 
 
 def write_file(path: str, data: bytes) -> None:
     """Write and sync a new file."""
-    with storage_errors(path, "written"), open(path, "xb") as file:
+    with translated(path, "written"), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -98,7 +82,7 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
     file = os.path.join(path, name)
     if not paths.isfile(file):
         return None
-    with storage_errors(file, "read"):
+    with translated(file, "read"):
         text = paths.read(file)
     try:
         value = json.loads(text)
@@ -111,29 +95,15 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
 
 def read_ahead(path: str, names: Collection[str]) -> None:
     """Prefetch files of a store for `read_json`; do nothing on a local disk."""
-    if paths.is_url(path):
-        files = [os.path.join(path, name) for name in names]
-        with storage_errors(path, "read"):
-            client.prefetch_contents([file for file in files if paths.isfile(file)])
+    storage = paths.storage_of(path)
+    if storage.is_remote:
+        with translated(path, "read"):
+            storage.prefetch_contents([file for name in names if storage.isfile(file := os.path.join(path, name))])
 
 
 def corrupt(file: str, what: str) -> CorruptCheckpointError:
     """Return the error for a file that does not decode."""
     return CorruptCheckpointError(f"{file}: {what}; restore the file from a copy", path=file)
-
-
-def read_range(file: str, start: int, stop: int) -> bytes:
-    """Read a range of a file; return fewer bytes if it ends before ``stop``.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError, StorageError: the system, or the store, refused.
-    """
-    if paths.is_url(file):
-        return client.read_range(file, start, stop)
-    with open(file, "rb") as opened:
-        opened.seek(start)
-        return opened.read(stop - start)
 
 
 def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
@@ -155,8 +125,7 @@ def sizes_of(files: Collection[str]) -> dict[str, int | OSError]:
 
 def tensorstore_context(path: str, cache_bytes: int) -> Any:
     """Return a TensorStore context with its own cache: nodes are cached by path, and paths are reused."""
-    parent = specs.context() if paths.is_url(path) else None
-    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=parent)
+    return ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}, parent=paths.storage_of(path).context())
 
 
 def wait(path: str, future: Any, nbytes: int = 0) -> Any:
@@ -167,9 +136,5 @@ def wait(path: str, future: Any, nbytes: int = 0) -> Any:
     """
     if not paths.is_url(path):
         return future.result()
-    try:
+    with store_errors(path):
         return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)
-    except (ValueError, OSError, TimeoutError) as error:
-        if isinstance(error, TimeoutError) or store_errors.is_store_error(error):
-            raise store_errors.translate_error(path, "read", error) from error
-        raise

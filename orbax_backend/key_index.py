@@ -16,7 +16,6 @@ from flax_ckpt_compat._core.errors import (
     StorageError,
 )
 from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.object_store.threads import in_parallel
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
     MANIFEST,
@@ -25,8 +24,9 @@ from flax_ckpt_compat._core.orbax_layout import (
     SINGLE_ARRAY,
     TREE_METADATA,
 )
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, read_range, refuse_escape, stays_inside, tensorstore_context, wait
+from .files import ByteRange, refuse_escape, stays_inside, tensorstore_context, wait
 from .ocdbt import Entries, read_entries
 from .ocdbt_encoding import UndecodableError
 
@@ -145,7 +145,7 @@ def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
 
 
 def _database_spec(path: str, prefix: str) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": paths.tensorstore_folder(path), "path": prefix}
+    return {"driver": "ocdbt", "base": paths.storage_of(path).kvstore(path), "path": prefix}
 
 
 class _DatabaseIndex:
@@ -169,7 +169,7 @@ def _read_small(path: str, extent: ByteRange) -> bytes:
     """Read the metadata of an array."""
     full = os.path.join(path, extent.file)
     try:
-        data = read_range(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
+        data = paths.read(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{full}: the file is missing, but the array database refers to it; restore it from a copy", path=full
@@ -273,7 +273,7 @@ class _FileIndex:
             return None
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        return paths.tensorstore_folder(self._file(prefix))
+        return paths.storage_of(self._path).kvstore(self._file(prefix))
 
     def _file(self, key: str) -> str:
         refuse_escape(key, self._path)
@@ -304,4 +304,4 @@ class _StoreIndex:
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         refuse_escape(prefix, self._url)
-        return paths.tensorstore_folder(f"{self._url}/{prefix}")
+        return client.spec(f"{self._url}/{prefix}")

@@ -10,20 +10,28 @@ from collections.abc import Callable
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
-from flax_ckpt_compat._core.object_store import client, multiprocess, uploads
+from flax_ckpt_compat._core.object_store import multiprocess, uploads
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATAS, MANIFEST, PROCESS_PREFIX, STRING, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATAS,
+    MANIFEST,
+    PROCESS_PREFIX,
+    STRING,
+    ZARR2_METADATA,
+    key_prefix,
+)
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata
-from .database import Database, file_locator, tensorstore_errors
+from .database import Database, file_locator
 from .encode import EncodedLeaf
-from .files import ByteRange, make_directory, sizes_of, storage_errors, sync_directory, write_file, write_files
+from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
 from .grid import Shape, cells, full_box
 from .key_index import Index, open_database
 from .plan import Plan
 from .shardings import ShardingEncoder
-from .stored_names import key_prefix
 from .writer import array_metadatas, commit, compressor, finish_arrays, start_arrays, sync_database, tree_files
 from .zarr import parse_array_metadata
 
@@ -111,17 +119,17 @@ def end(
     """
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
-    client.in_parallel(lambda number: _check_done(base, int(number), databases[int(number)], digest), _numbers(process))
+    in_parallel(lambda number: _check_done(base, int(number), databases[int(number)], digest), _numbers(process))
     if metadata.arrays(plan):
         _merge(path, databases, upload)
         _check(path, plan, upload)
-    client.in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
+    in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
     commit(path, plan)
 
 
 def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
     """Write a database with references to the values of all others, without reading them."""
-    with tensorstore_errors(path):
+    with translated(path, "written", TENSORSTORE_ERRORS):
         top = Database(path, None if upload is None else upload.folder)
         # A process that holds no first replica has written no database.
         there = _manifests(databases, upload)
@@ -184,7 +192,7 @@ def _digest(plan: Plan) -> str:
 def _check_done(path: str, process: int, database: str, digest: str) -> None:
     file = os.path.join(database, _DONE_FILE)
     try:
-        with storage_errors(file, "read"):
+        with translated(file, "read"):
             found = paths.read(file).decode("ascii", "replace")
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
@@ -207,11 +215,8 @@ def _check_done(path: str, process: int, database: str, digest: str) -> None:
 
 def _remove_done_file(database: str) -> None:
     file = os.path.join(database, _DONE_FILE)
-    if paths.is_url(file):
-        client.delete(file)
-        return
-    with storage_errors(file, "removed"):
-        os.remove(file)
+    with translated(file, "removed"):
+        paths.storage_of(file).delete(file)
 
 
 Size = Callable[[str], int]

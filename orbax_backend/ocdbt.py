@@ -14,11 +14,10 @@ from collections.abc import Callable
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.object_store.threads import in_parallel
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, read_range, refuse_escape, sizes_of
+from .files import ByteRange, refuse_escape, sizes_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, Columns, UndecodableError, check_crc32c, decompress_zstd
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
@@ -93,7 +92,7 @@ class _Database:
     def _roots(self) -> list[_NodeRef]:
         name = self._base + MANIFEST
         file = self._locate(name)
-        data = client.read(file) if paths.is_url(file) else read_range(file, 0, _MAX_MANIFEST_BYTES)
+        data = paths.read(file, 0, None if paths.is_url(file) else _MAX_MANIFEST_BYTES)
         try:
             root = _newest_root(data, self._base)
         except ValueError as error:
@@ -139,7 +138,7 @@ class _Database:
         file = self._locate(node.extent.file)
         _, offset, length = node.extent
         try:
-            data = read_range(file, offset, offset + length)
+            data = paths.read(file, offset, offset + length)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f"{file}: the file is missing, which is a part of the array database; restore it from a copy",
@@ -265,10 +264,12 @@ def _leaf(columns: Columns, files: _Files, prefix: bytes) -> Entries:
         raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")
     indirect = sum(kinds)
     numbers, offsets = columns.varints(indirect), columns.varints(indirect)
-    ranges = iter(files.extents(numbers, offsets, list(itertools.compress(lengths, kinds))))
-    inline = iter(columns.slices([length for length, kind in zip(lengths, kinds, strict=True) if kind == _INLINE]))
+    ranges = files.extents(numbers, offsets, list(itertools.compress(lengths, kinds)))
+    inline = [0 if kind else length for length, kind in zip(lengths, kinds, strict=True)] if indirect else lengths
+    values: list[bytes | ByteRange] = [*columns.slices(inline)]
     columns.finish()
-    values = [next(ranges) if kind else next(inline) for kind in kinds]
+    for number, extent in zip(itertools.compress(itertools.count(), kinds), ranges, strict=False):
+        values[number] = extent
     return dict(zip([prefix + key for key in keys] if prefix else keys, values, strict=True))
 
 

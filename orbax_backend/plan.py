@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.orbax_layout import STRING
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
+from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
+from flax_ckpt_compat._core.orbax_layout import STRING, key_prefix, pointer_tokens, stored_name
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .encode import EncodedLeaf, Encoder, encode_text_as_bytes
-from .stored_names import NameRegistry, pointer_tokens, stored_name
 from .type_annotations import TypeAnnotations
 
 # Orbax's names of empty nodes.
@@ -79,7 +79,7 @@ class _Planner:
     """Adds the entries of a tree to a plan."""
 
     def __init__(self, plan: Plan, multiprocess: bool) -> None:
-        self._plan, self._names, self._encoder = plan, NameRegistry(), Encoder(multiprocess)
+        self._plan, self._names, self._encoder = plan, _NameRegistry(), Encoder(multiprocess)
 
     def add(self, node: Node, keys: Keys, path: Path) -> None:
         """Add a node and all below it, in stored order."""
@@ -132,3 +132,44 @@ def _put_string(strings: dict[str, Any], name: str, text: str) -> bool:
         return False
     parent[tokens[-1]] = text
     return True
+
+
+class _NameRegistry:
+    """Registers stored names and rejects those that collide or cannot be stored."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, Path] = {}
+
+    def add(self, path: Path) -> str:
+        """Register a leaf and return its stored name.
+
+        Raises:
+            NameCollisionError: another leaf has the same name or keys.
+            UnsupportedLeafError: the name is not valid Unicode.
+        """
+        self.check(path)
+        name = stored_name(path)
+        other = self._paths.setdefault(key_prefix(name), path)
+        if other is not path:
+            raise NameCollisionError(
+                f"the leaves {show_path(other)!r} ({other!r}) and {show_path(path)!r} ({path!r}) would both be stored "
+                f"as {name!r}, so one would be lost; rename one of them",
+                leaf=show_path(path),
+            )
+        return name
+
+    @staticmethod
+    def check(path: Path) -> None:
+        """Check that a key path can be stored; empty nodes, without values to lose, need no more.
+
+        Raises:
+            UnsupportedLeafError: a name is not valid Unicode.
+        """
+        try:
+            "".join(path).encode()
+        except UnicodeEncodeError as error:
+            keystr = show_path(path).encode(errors="backslashreplace").decode()
+            raise UnsupportedLeafError(
+                f"the key path {keystr} holds half a surrogate pair, which has no UTF-8 form; rename the key",
+                leaf=keystr,
+            ) from error

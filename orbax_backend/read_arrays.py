@@ -16,13 +16,14 @@ import tensorstore as ts
 from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
-from flax_ckpt_compat._core.object_store.threads import in_parallel
+from flax_ckpt_compat._core.orbax_layout import key_prefix
+from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from . import grid
 from .chunks import PIECE_BYTES, ArrayRead, Copy, Piece, by_chunk, group_neighbours, plan_pieces, scatter
-from .files import ByteRange, read_range, sizes_of, tensorstore_context, wait
+from .files import ByteRange, sizes_of, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue
-from .stored_names import key_prefix
 
 _log = logging.getLogger("flax_ckpt_compat")
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
@@ -180,7 +181,7 @@ class ArrayReader:
         file, start, _ = pieces[0].extent
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
         try:
-            data = memoryview(read_range(os.path.join(self._path, file), start, stop))
+            data = memoryview(paths.read(os.path.join(self._path, file), start, stop))
         except OSError as error:
             raise self._unreadable(pieces[0].read, file, error) from error
         if len(data) < stop - start:
@@ -258,14 +259,7 @@ class ArrayReader:
         return self._refused(file, error)
 
     def _refused(self, file: str, error: OSError) -> StorageError:
-        if isinstance(error, StorageError):
-            return error
-        full = os.path.join(self._path, file)
-        return StorageError(
-            f"{full} could not be read: {error.strerror or error}; check the disk and permissions",
-            path=full,
-            errno=error.errno,
-        )
+        return storage_error(os.path.join(self._path, file), error, "read")
 
 
 def _stored_bytes(value: StoredValue) -> int | None:

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     NP_ARRAY,
     SCALAR,
     STRING,
+    key_prefix,
 )
 from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
 
@@ -32,7 +33,6 @@ from .grid import full_box
 from .items import implementation
 from .key_index import Index, open_index
 from .read_arrays import ArrayReader
-from .stored_names import key_prefix
 from .structure import UNKNOWN, LeafEntry, Structure, read_structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata
@@ -71,7 +71,7 @@ class OrbaxReader:
         names = [entry.name for entry in structure.entries if not entry.skipped and entry.value_type != STRING]
         self._index: Index | None = open_index(path, names, structure.use_ocdbt) if names else None
         self._arrays = ArrayReader(path, self._index, structure.fills_missing) if self._index is not None else None
-        self._known: dict[Any, StoredLeaf] = {}
+        self._stored: dict[Any, StoredLeaf] = {}
         try:
             leaves = [self._leaf(entry) for entry in structure.entries]
             self.tree: Node = build_tree(structure, leaves)
@@ -162,9 +162,8 @@ class OrbaxReader:
             raise self._unknown_type(entry)
         if entry.skipped:
             raise self._corrupt(entry, f"its value should be in the msgpack file {MSGPACK_FILE!r}, which lacks it")
-        metadata = self._array_metadata(entry) if entry.value_type != STRING else None
-        if metadata is not None:
-            stored = self._stored_leaf(entry, *metadata)
+        stored = self._stored_leaf(entry)
+        if stored is not None:
             return self._handle(entry, stored.described, stored, stored.possible_kinds)
         if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
@@ -179,38 +178,41 @@ class OrbaxReader:
         kind, shape, dtype, nbytes = described
         return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, locator, False, possible_kinds)
 
-    def _array_metadata(self, entry: LeafEntry) -> tuple[str, bytes, bool] | None:
-        """Return key and text of an array's metadata, and whether it is zarr v3."""
-        if self._index is None:
+    def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
+        """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
+        if self._index is None or entry.value_type == STRING:
             return None
-        prefix, zarr3 = key_prefix(entry.name), self._structure.zarr3
-        for version in (zarr3, not zarr3):
-            key = prefix + ARRAY_METADATA_FILES[version]
-            text = self._index.get(key)
-            if text is not None:
-                return key, text, version
-        return None
-
-    def _stored_leaf(self, entry: LeafEntry, key: str, text: bytes, zarr3: bool) -> StoredLeaf:
-        """Return how a leaf is stored; leaves of one type share it."""
-        structure, annotation, value_type = self._structure, None, entry.value_type
+        structure, name, value_type = self._structure, entry.name, entry.value_type
+        prefix, zarr3 = key_prefix(name), structure.zarr3
+        text = self._index.get(prefix + ARRAY_METADATA_FILES[zarr3])
+        if text is None:
+            zarr3 = not zarr3
+            text = self._index.get(prefix + ARRAY_METADATA_FILES[zarr3])
+            if text is None:
+                return None
+        annotation = None
         if structure.annotations is not None:
-            annotation = structure.annotations.leaves.get(entry.name, _UNANNOTATED)
-        elif value_type == UNKNOWN and entry.name in structure.shardings:
+            annotation = structure.annotations.leaves.get(name, _UNANNOTATED)
+        elif value_type == UNKNOWN and name in structure.shardings:
             value_type = JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
-        same = (text, zarr3, value_type, annotation, structure.key_impls.get(entry.name))
-        known = self._known.get(same)
-        if known is None:
-            try:
-                info = parse_array_metadata(text, zarr3)
-            except ValueError as error:
-                raise self._corrupt(entry, f"{key!r}: {error}") from error
-            try:
-                known = describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
-            except ValueError as error:
-                raise self._corrupt(entry, str(error)) from error
-            self._known[same] = known
-        return known
+        alike = (text, zarr3, value_type, annotation, structure.key_impls.get(name))
+        stored = self._stored.get(alike)
+        if stored is None:
+            stored = self._stored[alike] = self._describe(entry, value_type, text, zarr3, annotation)
+        return stored
+
+    def _describe(
+        self, entry: LeafEntry, value_type: str, text: bytes, zarr3: bool, annotation: LeafType | None
+    ) -> StoredLeaf:
+        try:
+            info = parse_array_metadata(text, zarr3)
+        except ValueError as error:
+            key = key_prefix(entry.name) + ARRAY_METADATA_FILES[zarr3]
+            raise self._corrupt(entry, f"{key!r}: {error}") from error
+        try:
+            return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
+        except ValueError as error:
+            raise self._corrupt(entry, str(error)) from error
 
     def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
         impl = self._structure.key_impls.get(entry.name)

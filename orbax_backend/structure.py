@@ -30,6 +30,8 @@ from flax_ckpt_compat._core.orbax_layout import (
     STRING,
     STRINGS,
     TREE_METADATA,
+    pointer_tokens,
+    stored_name,
 )
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -38,7 +40,6 @@ from .files import corrupt, read_ahead, read_json, stays_inside
 from .items import holds_array_folder, is_single_array, is_typed_key
 from .key_index import holds_array, process_databases
 from .shardings import read_shardings
-from .stored_names import pointer_tokens, stored_name
 from .type_annotations import TypeAnnotations, parse_annotations
 
 # Value type of a leaf with only a name: an array or a text.

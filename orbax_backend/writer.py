@@ -20,9 +20,10 @@ from flax_ckpt_compat._core.orbax_layout import (
     STRINGS,
     TREE_METADATA,
 )
+from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 
 from . import metadata
-from .database import Database, tensorstore_errors
+from .database import Database
 from .encode import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .plan import Plan
@@ -100,7 +101,7 @@ def start_arrays(
     if not arrays:
         return None
     _start_transfers(arrays)
-    with tensorstore_errors(path):
+    with translated(path, "written", TENSORSTORE_ERRORS):
         database = Database(path)
         with pause_gc():
             for name, stored in arrays:
@@ -112,7 +113,7 @@ def start_arrays(
 def finish_arrays(path: str, database: Database | None) -> None:
     """Wait for the arrays, and sync their directory."""
     if database is not None:
-        with tensorstore_errors(path):
+        with translated(path, "written", TENSORSTORE_ERRORS):
             database.finish_commit()
         sync_database(path)
 

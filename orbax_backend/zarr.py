@@ -12,51 +12,16 @@ import numpy as np
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 
 # The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
-_NAMED = frozenset(
-    [
-        "bfloat16",
-        "float4_e2m1fn",
-        "float8_e3m4",
-        "float8_e4m3b11fnuz",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "int2",
-        "int4",
-    ]
-)
-_TYPESTRS = frozenset(
-    [
-        "|b1",
-        "|i1",
-        "|u1",
-        *(
-            f"{order}{kind}"
-            for order in "<>"
-            for kind in ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
-        ),
-    ]
-)
-_V3_NAMES = _NAMED | frozenset(
-    [
-        "bool",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-    ]
-)
+_NAMED = frozenset([
+    "bfloat16", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int2", "int4",
+])  # fmt: skip
+_WIDE = ["i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+_TYPESTRS = frozenset(["|b1", "|i1", "|u1", *(order + kind for order in "<>" for kind in _WIDE)])
+_V3_NAMES = _NAMED | frozenset([
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+])  # fmt: skip
 _COMPRESSED_CHUNK_BYTES = 32 << 20
 # A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30

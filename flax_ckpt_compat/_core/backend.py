@@ -123,13 +123,13 @@ class Reader(Protocol):
         """
         ...
 
-    def sharding_of(self, name: str) -> str | None:
+    def sharding_of(self, name: str) -> str | None:  # noqa: ARG002  (readers of formats without shardings inherit it)
         """Return the saved sharding of a leaf as Orbax's JSON text, or None."""
-        ...
+        return None
 
     def close(self) -> None:
         """Release files. Values that were read stay valid."""
-        ...
+        return
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -46,11 +46,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 def pack(
     arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]],
 ) -> list[np.ndarray[Any, Any]]:
-    """Copy small arrays into blocks of memory, each array on a 64-byte boundary.
-
-    Args:
-        arrays: shape, dtype and bytes of each.
-    """
+    """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary."""
     left = sum([len(data) for _, _, data in arrays]) + ALIGNMENT * len(arrays)
     packed = []
     offset = end = 0

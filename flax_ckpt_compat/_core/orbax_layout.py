@@ -1,6 +1,10 @@
-"""File names, markers and words of Orbax's on-disk format."""
+"""Define what an Orbax directory looks like: file names, markers, words, and the names of leaves in it."""
 
 from __future__ import annotations
+
+import re
+
+from flax_ckpt_compat._core.tree import Path
 
 # A tree.
 TREE_METADATA = "_METADATA"
@@ -38,3 +42,32 @@ JAX_KEY = "jax_random_key"
 NUMPY_KEY = "np_random_key"
 JAX_KEY_METADATA = "jax_random_key_metadata/metadata"
 JSON_FILES = ("metadata", "metrics")
+
+# The names of leaves.
+_BAD_ESCAPE = re.compile(r"~(?![01])")
+
+
+def stored_name(path: Path) -> str:
+    """Return Orbax's name of a leaf: its key path joined with dots; a bare leaf is ``""``."""
+    return ".".join(path)
+
+
+def key_prefix(name: str) -> str:
+    """Return the key prefix of an array.
+
+    TensorStore's zarr drivers add the ``/`` only where it is missing, so the names ``a`` and ``a/`` share
+    their keys, and so do ``""`` and ``/`` (measured).
+    """
+    if name == "/":
+        return ""
+    return name if not name or name.endswith("/") else name + "/"
+
+
+def pointer_tokens(name: str) -> tuple[str, ...] | None:
+    """Return the tokens by which real Orbax looks a name up in ``_strings.json``; None if it cannot.
+
+    Orbax 0.12.8 uses ``/`` + name, unescaped, as a JSON pointer (measured).
+    """
+    if _BAD_ESCAPE.search(name):
+        return None
+    return tuple(token.replace("~1", "/").replace("~0", "~") for token in name.split("/"))

@@ -13,12 +13,7 @@ _UNPRINTABLE = re.compile(r"[^\n -~]")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    r"""Escape unprintable characters, such as ``\x1b``.
-
-    Args:
-        text: any text.
-        one_line: escape line breaks too.
-    """
+    r"""Escape unprintable characters, such as ``\x1b``; with ``one_line`` also line breaks."""
     if text.isprintable():
         return text
     shown = _UNPRINTABLE.sub(_escaped, text)

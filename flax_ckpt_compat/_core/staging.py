@@ -13,10 +13,9 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 
 @dataclasses.dataclass(slots=True)
 class Staging:
-    """The temporary of one save, as one of its processes sees it.
+    """The temporary of one save, as one of its processes sees it; for a save to a store it is local.
 
     Attributes:
-        path: local temporary; for a save to a store, only this process sees it.
         upload: the upload of a save to a store, or None.
         publishing: process 0 has begun to publish.
     """
@@ -41,12 +40,8 @@ class Staging:
     def cleanup(self, is_primary: bool, *, late: bool = False) -> None:
         """Remove what this process wrote, and in process 0 what all wrote, after a failed save.
 
-        Keep what a store may already count as a checkpoint.
-
-        Args:
-            is_primary: true in process 0.
-            late: process 0 gave up before this process finished writing, which may have recreated removed files.
-        """
+        Keep what a store may already count as a checkpoint. ``late``: process 0 gave up before this process finished
+        writing, which may have recreated removed files."""
         if is_primary or late or self.upload is not None:
             atomic.remove_temporary(self.path)
         if is_primary and self.upload is not None and not self.publishing:
@@ -59,27 +54,13 @@ class Staging:
 
 
 def begin(path: str, *, in_gda_folder: bool) -> Staging:
-    """Choose the temporary; called in process 0.
-
-    Args:
-        path: path or URL of the checkpoint.
-        in_gda_folder: arrays go into a folder beside the checkpoint.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    if not paths.is_url(path):
-        return Staging(atomic.temporary_path(path))
-    return Staging(commit.staging_path(path), multiprocess.begin(path, in_gda_folder=in_gda_folder))
+    """Choose the temporary; called in process 0."""
+    upload = multiprocess.begin(path, in_gda_folder=in_gda_folder) if paths.is_url(path) else None
+    return Staging(paths.storage_of(path).temporary_path(path), upload)
 
 
 def from_json(text: str, is_primary: bool) -> Staging:
-    """Decode the temporary that process 0 chose.
-
-    Args:
-        text: result of `Staging.to_json` in process 0.
-        is_primary: true in process 0 itself.
-    """
+    """Decode the temporary that process 0 chose."""
     found = json.loads(text)
     if found["upload"] is None:
         return Staging(found["path"])

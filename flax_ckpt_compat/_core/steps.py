@@ -77,15 +77,7 @@ def in_order(names: Iterable[str], prefix: str) -> list[str]:
 
 
 def step_text(step: Any) -> str:
-    """Validate a step and format it for a checkpoint's name.
-
-    Args:
-        step: int, float, numpy scalar, 0-d numpy or jax array of an integer or floating dtype, or text
-            (``best``), which names a checkpoint outside the order of steps.
-
-    Raises:
-        StepError: bools, non-finite numbers, arrays with more than one element, anything else.
-    """
+    """Validate a step, a number or 0-d array or text such as ``best``, and format it for a checkpoint's name."""
     if isinstance(step, str):
         if not step.strip(".") or "/" in step or "\0" in step or step == FLAX_TEMPORARY:
             raise StepError(f"step {step!r} cannot be part of a checkpoint's name")
@@ -104,11 +96,7 @@ def step_text(step: Any) -> str:
 
 
 def check_name(name: str) -> str:
-    """Validate and return the name of a checkpoint to save.
-
-    Raises:
-        StepError: Flax or Orbax reserve the name for unfinished checkpoints.
-    """
+    """Return the name of a checkpoint to save; raise StepError if Flax or Orbax reserve it for unfinished ones."""
     if is_foreign(name):
         raise StepError(f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones")
     return name
@@ -139,11 +127,7 @@ def _is_traced(step: Any) -> bool:
 
 
 def check_keep(keep: Any) -> int:
-    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``.
-
-    Raises:
-        StepError: negative, not a number, or not whole.
-    """
+    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
     try:
         value = float(keep)
     except (TypeError, ValueError):
@@ -158,11 +142,7 @@ def check_keep(keep: Any) -> int:
 
 
 def check_every(every: Any) -> float | None:
-    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra.
-
-    Raises:
-        StepError: not a number.
-    """
+    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
     try:
         value = 0.0 if every is None else float(every)
     except (TypeError, ValueError):
@@ -173,14 +153,7 @@ def check_every(every: Any) -> float | None:
 
 
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
-    """Return the numeric checkpoints that retention removes.
-
-    Args:
-        names: numeric checkpoints of the prefix, oldest first (`in_order`).
-        prefix: their prefix.
-        keep: number of newest checkpoints to keep; 0 keeps all.
-        keep_every_n_steps: keep older checkpoints at least this far from the last one kept.
-    """
+    """Return the checkpoints that retention removes, of a prefix's numeric ones, oldest first (`in_order`)."""
     if keep == 0:
         return []
     removed = []

@@ -15,13 +15,7 @@ _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 def compile_template(pattern: re.Pattern[str], template: str) -> Callable[[re.Match[str]], str]:
     """Return a function that expands a template with a match's groups, as ``re.Match.expand`` does.
 
-    Args:
-        pattern: pattern of the matches.
-        template: text with references to groups, such as ``block_\\1`` or ``\\g<name>``.
-
-    Raises:
-        re.error, IndexError: a stray backslash, or a group that the pattern lacks.
-    """
+    Raise re.error or IndexError for a stray backslash, or a group that the pattern lacks."""
     # Expand a match whose groups are marks, so that Python's own parser finds the places of the groups.
     empty = _stand_in(pattern, [""] * (pattern.groups + 1)).expand(template)
     mark = next(char for char in map(chr, _PRIVATE) if char not in empty)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+_Item = TypeVar("_Item")
 
 # Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
 
 
 class Once:
-    """A task that runs once, on a thread of a pool or on the caller's if the pool refuses it.
-
-    Attributes:
-        future: its outcome.
-    """
+    """A task that runs once, on a thread of a pool or on the caller's if the pool refuses it."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any):
         self.future: Future[Any] = Future()
@@ -47,6 +46,34 @@ class Pool(ThreadPoolExecutor):
             with suppress(BaseException):  # raised by the future
                 task()
             return task.future
+
+
+def in_parallel(work: Callable[[_Item], Any], items: Collection[_Item], at_once: int = 16) -> None:
+    """Call ``work`` for each item, on several threads; after a failure, start no more, and raise it."""
+    if len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    pending = collections.deque(items)
+    n_threads = min(at_once, len(items)) - 1
+    with Pool(n_threads, thread_name_prefix="flax-ckpt") as pool:
+        futures = [pool.submit(_drain, work, pending) for _ in range(n_threads)]
+        _drain(work, pending)
+        for future in futures:
+            future.result()
+
+
+def _drain(work: Callable[[_Item], Any], pending: collections.deque[_Item]) -> None:
+    while pending:
+        try:
+            item = pending.popleft()
+        except IndexError:
+            return  # another thread took the last one
+        try:
+            work(item)
+        except BaseException:
+            pending.clear()
+            raise
 
 
 def is_refusal(error: RuntimeError) -> bool:

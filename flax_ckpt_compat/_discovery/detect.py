@@ -10,8 +10,8 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.foreign_folders import folder_looks_like, foreign_remedy
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
@@ -67,7 +67,7 @@ def what_is_missing(path: str) -> str | None:
     """Return why the checkpoint is incomplete, judged by names and sizes, or None."""
     try:
         if not paths.isdir(path):
-            return "the file is empty" if paths.is_empty(path) else None
+            return "the file is empty" if paths.storage_of(path).is_empty(path) else None
         names = set(paths.listdir(path))
     except FileNotFoundError:
         return ABSENT
@@ -77,7 +77,7 @@ def what_is_missing(path: str) -> str | None:
 
 
 def _what_is_missing_in(path: str, names: set[str]) -> str | None:
-    if paths.is_url(path) and (why := commit.why_unfinished(path, names)):
+    if why := paths.storage_of(path).why_unfinished(path, names):
         return why
     unfinished = sorted(name for name in names if layout.TEMPORARY in name)
     if unfinished:
@@ -177,7 +177,7 @@ def detect(path: str) -> Found:
     if paths.isdir(path):
         names = set(paths.listdir(path))
         if _is_tree(path, names):
-            return Found(path, {"": Item(Format.ORBAX, paths.content_root(path))})
+            return Found(path, {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))})
         note = _json_file(path, names)
         items = {"": Item(None, note)} if note else _items(path, names)
         if not items:
@@ -297,5 +297,5 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
 
 
 def _read_first(path: str) -> bytes:
-    with atomic.translated(path):
-        return paths.read(path, _FIRST_BYTES)
+    with translated(path):
+        return paths.read(path, 0, _FIRST_BYTES)

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.storage_errors import translated
 
 _FIRST_BYTES = 512
 _LOOKS: Sequence[tuple[bytes, str]] = (
@@ -29,8 +29,8 @@ _TREE_STARTS = (*range(0x80, 0x90), 0xDE, 0xDF, 0xC7, 0xC8, 0xC9)
 
 def looks_like(path: str) -> str | None:
     """Return what a file that does not decode as msgpack looks like, or None."""
-    with atomic.translated(path):
-        first, size = paths.read(path, _FIRST_BYTES), paths.getsize(path)
+    with translated(path):
+        first, size = paths.read(path, 0, _FIRST_BYTES), paths.getsize(path)
     # First: the length at its beginning may look like a pickle or any other magic number.
     if first[8:9] == b"{" and 2 <= int.from_bytes(first[:8], "little") <= size - 8:
         return "a safetensors file"
@@ -49,8 +49,8 @@ def looks_like(path: str) -> str | None:
 
 def may_be_msgpack_tree(path: str) -> bool:
     """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
-    with atomic.translated(path):
-        first = paths.read(path, 1)
+    with translated(path):
+        first = paths.read(path, 0, 1)
     return bool(first) and first[0] in _TREE_STARTS and looks_like(path) is None
 
 

@@ -12,8 +12,7 @@ from collections.abc import Container
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, file_types
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -55,13 +54,9 @@ def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
 def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
     """Return all names in the directory; none if it does not exist."""
     try:
-        with atomic.translated(checkpoint_dir.directory):
+        with translated(checkpoint_dir.directory):
             names = paths.listdir(checkpoint_dir.directory)
-        return (
-            names
-            if paths.is_url(checkpoint_dir.directory)
-            else names + atomic.restore_set_aside(checkpoint_dir.directory, names)
-        )
+        return names + paths.storage_of(checkpoint_dir.directory).restore_set_aside(checkpoint_dir.directory, names)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return []
@@ -79,10 +74,9 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str] | None = None
     complete, broken = [], []
     with paths.listing_cache(checkpoint_dir.directory):
         ours = steps.in_order(names_in(checkpoint_dir) if names is None else names, checkpoint_dir.prefix)
-        if paths.is_url(checkpoint_dir.directory):
-            client.prefetch_emptiness(
-                [checkpoint_dir.path(name) for name in ours if paths.isfile(checkpoint_dir.path(name))]
-            )
+        storage = paths.storage_of(checkpoint_dir.directory)
+        if storage.is_remote:
+            storage.prefetch_emptiness(list(filter(storage.isfile, map(checkpoint_dir.path, ours))))
         for name in ours:
             missing = what_is_missing(checkpoint_dir.path(name))
             if missing is None:
@@ -116,7 +110,7 @@ def what_is_missing(path: str) -> str | None:
         StorageError: it cannot be accessed.
     """
     try:
-        with atomic.translated(path):
+        with translated(path):
             return detect.what_is_missing(path)
     except StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
@@ -127,7 +121,7 @@ def what_is_missing(path: str) -> str | None:
 def is_checkpoint(path: str) -> bool:
     """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
-        with atomic.translated(path):
+        with translated(path):
             of_its_kind = detect.is_orbax_directory(path) if paths.isdir(path) else file_types.may_be_msgpack_tree(path)
             return detect.what_is_missing(path) is None and of_its_kind
     except StorageError:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from flax_ckpt_compat import config
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -134,8 +133,7 @@ def read_found(
         step: the step in the directory; None is the latest, and the new latest if that was removed.
         prefix: as the caller wrote it.
         read: reads the checkpoint at a path, with `check_same` after reading several files.
-        otherwise: returns the result if there is no checkpoint and the setting ``must_exist`` is off; None always
-            raises.
+        otherwise: returns the result if there is no checkpoint; None raises.
         doing: completes "nothing to …".
 
     Raises:
@@ -177,7 +175,7 @@ def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Excepti
 def _nothing(
     ckpt_dir: str, prefix: str, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
 ) -> _Result:
-    if otherwise is None or config.current().must_exist:
+    if otherwise is None:
         raise CheckpointNotFoundError(f"nothing to {doing}: {found.why}", path=paths.absolute(ckpt_dir))
     message = f"Nothing to restore: {found.why}; the target is returned unchanged"
     notices.log_once(_subject(ckpt_dir, prefix), message, found.level)
@@ -206,13 +204,7 @@ def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callabl
 
 def identity(path: str) -> tuple[int, int] | None:
     """Return device and inode of a local path; None in stores, or if it does not exist."""
-    if paths.is_url(path):
-        return None
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    return paths.storage_of(path).identity(path)
 
 
 def check_same(path: str, before: tuple[int, int] | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._discovery import listing, notices
 from flax_ckpt_compat._discovery.directory import Classified, Directory, Entry, State, list_again_while_it_changes
 
@@ -84,8 +83,9 @@ def _is_listed(directory: Directory, classified: Classified) -> bool:
 
 def _classified_steps(directory: Directory) -> list[Classified]:
     entries = directory.steps or directory.other_family
-    if paths.is_url(directory.checkpoint_dir.directory):
-        client.prefetch_sizes([entry.path for entry in entries if paths.isfile(entry.path)])
+    storage = paths.storage_of(directory.checkpoint_dir.directory)
+    if storage.is_remote:
+        storage.prefetch_sizes([entry.path for entry in entries if storage.isfile(entry.path)])
     return [directory.classify(entry) for entry in entries]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
 from flax_ckpt_compat._discovery import detect, file_types
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -87,7 +87,7 @@ def open_item(item: detect.Item) -> Reader:
         ) from None  # the advice for damaged msgpack files would mislead
 
 
-class JsonReader:
+class JsonReader(Reader):
     """Reader of a JSON item of an Orbax directory; its values are read on opening."""
 
     format = Format.ORBAX
@@ -95,7 +95,7 @@ class JsonReader:
     def __init__(self, path: str):
         self.path = path
         try:
-            with atomic.translated(path):
+            with translated(path):
                 self.tree: Node = self._node(json.loads(paths.read(path).decode()), ())
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(
@@ -116,14 +116,7 @@ class JsonReader:
         """Return the values of handles; there are no arrays, so no slices."""
         return [handle.locator for handle in handles if isinstance(handle, LeafHandle)]
 
-    def sharding_of(self, name: str) -> None:  # noqa: ARG002  (nothing is an array)
-        """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
-        return
 
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-
-def gives_lists(reader: Any) -> bool:
+def gives_lists(reader: Reader) -> bool:
     """Return whether stored lists stay lists: Flax writes none in msgpack, so they are the caller's own."""
     return reader.format is Format.MSGPACK or isinstance(reader, JsonReader)

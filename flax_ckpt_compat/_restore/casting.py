@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._restore import cast_losses
 
 _AT_ONCE = 64 * 2**20
@@ -78,37 +78,31 @@ def _has_direct_cast(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return True
 
 
-def cast_of(handle: LeafHandle, wanted: Any) -> np.dtype[Any] | None:
-    """Return the dtype to cast an array to as soon as it is read, or None if it is decided later or not cast."""
-    stored = handle.dtype
-    if handle.kind is not LeafKind.ARRAY or handle.possible_kinds or stored is None or not isinstance(wanted, np.dtype):
-        return None
-    return wanted if stored != wanted and stored.kind in _NUMBERS and wanted.kind in _NUMBERS else None
-
-
 def read(
-    read_all: Callable[[Sequence[Readable]], list[Any]], wanted: Sequence[Readable], casts: Mapping[Readable, Cast]
-) -> list[Any]:
+    reader: Reader, wanted: Sequence[Readable], casts: Mapping[Readable, Cast], mapped: Set[Readable] = frozenset()
+) -> dict[Readable, Any]:
     """Read values and cast them.
 
     Args:
-        read_all: the reader's `read`.
+        reader: of the checkpoint.
         wanted: handles and slices, each once.
         casts: handle or slice → its cast, for those that are cast.
+        mapped: those that may be memory-mapped.
 
     Returns:
-        The values, in the order of ``wanted``.
+        Handle or slice → value.
     """
-    if not casts:
-        return list(read_all(wanted))
-    uncast = [one for one in wanted if one not in casts]
-    values = dict(zip(uncast, read_all(uncast), strict=True))
-    for batch in _batches([one for one in wanted if one in casts]):
-        read_now = read_all(batch)
-        read_now.reverse()
-        for one in batch:
-            values[one] = casts[one](read_now.pop())
-    return [values[one] for one in wanted]
+    values: dict[Readable, Any] = {}
+    for is_mapped in (False, True):
+        group = [one for one in wanted if (one in mapped) is is_mapped]
+        at_once = [one for one in group if one not in casts]
+        batches = [at_once] if at_once else []
+        for batch in [*batches, *_batches([one for one in group if one in casts])]:
+            found = reader.read(batch, mapped=True) if is_mapped else reader.read(batch)
+            for at, one in enumerate(batch):
+                values[one] = casts[one](found[at]) if one in casts else found[at]
+                found[at] = None  # so that little memory holds both dtypes
+    return values
 
 
 def _batches(wanted: Sequence[Readable]) -> Iterator[list[Readable]]:

@@ -33,7 +33,7 @@ _EXAMPLES = {LeafKind.BOOL: False, LeafKind.INT: 0, LeafKind.FLOAT: 0.0}
 _ABSENT = object()
 
 
-class Reader:
+class CheckpointerReader(backend.Reader):
     """Reader over the caller's checkpointer; the tree comes from our own metadata reader.
 
     Orbax's handlers leave out leaves that they have no example for, and return numpy scalars as Python numbers. Values
@@ -51,7 +51,8 @@ class Reader:
             tree: the checkpoint's tree of leaf handles.
             own: our reader of the same checkpoint, if there is one.
         """
-        self._checkpointer, self.path, self.tree, self._own = checkpointer, path, tree, own
+        self.path, self.tree = path, tree
+        self._checkpointer, self._own = checkpointer, own
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles of the tree, or slices of them, in order; arrays in host memory."""

@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.folding import MAX_SHOWN, Row, fold, one_line, shown
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path, topmost
-from flax_ckpt_compat._restore.matching import Match, ShapeDifference
+from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import state_dict
 
 _MAX_STORED = 200
@@ -20,11 +20,11 @@ _RENAMED = (
 )
 
 
-def missing_leaves(match: Match, stored: Node, source: str) -> str:
+def missing_leaves(plan: TreePlan) -> str:
     """Return the folded list of missing leaves, each with the nearest stored names; without remedies."""
-    lines = [f"{source} lacks {len(match.missing)} of the leaves that the target asks for:"]
-    rows, more = shown([Row((show_path(path),), ("empty",) * (path in match.empty)) for path in match.missing])
-    names = Names(_names_of(stored))
+    lines = [f"{plan.path} lacks {len(plan.missing)} of the leaves that the target asks for:"]
+    rows, more = shown([Row((show_path(path),), ("empty",) * (path in plan.empty)) for path in plan.missing])
+    names = Names(_names_of(plan.tree))
     any_near = False
     for row in rows:
         near = names.nearest(row.names[0])
@@ -37,7 +37,7 @@ def missing_leaves(match: Match, stored: Node, source: str) -> str:
             f"  and {more} more; the error's attribute missing and flax_ckpt_compat.plan_restore name them all"
         )
     if not any_near:
-        lines.append(_top_level(stored))
+        lines.append(_top_level(plan.tree))
     return "\n".join(lines)
 
 
@@ -54,17 +54,17 @@ def _top_level(stored: Node) -> str:
     return f"None of the stored names is similar. At the top level the checkpoint holds: {one_line(stored.children)}"
 
 
-def missing_remedies(match: Match, target: Node, suggestion: str) -> str:
+def missing_remedies(missing: Sequence[Path], target: Node, suggestion: str) -> str:
     """Return the remedies for missing leaves.
 
     Args:
-        match: the outcome.
+        missing: their key paths.
         target: the target's neutral tree.
         suggestion: rules that map the checkpoint to the target; empty if none are clear.
     """
     # Where most of it is missing, this is another model, and nothing to keep part by part.
-    is_little = 2 * len(match.missing) < sum(1 for _ in iter_leaves(target))
-    rule = _from_target(target, match.missing) if is_little else ""
+    is_little = 2 * len(missing) < sum(1 for _ in iter_leaves(target))
+    rule = _from_target(target, missing) if is_little else ""
     named = f"name these leaves, orbax_transforms=[{rule}], or " if rule else ""
     return (
         f"{suggestion or _RENAMED}\nOnly where the target's own values are wanted, {named}"

@@ -1,13 +1,12 @@
-"""Restore in any format: locate, open, plan, apply policies, read, place, rebuild."""
+"""Restore in any format: locate, open, plan, read, place, rebuild."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from jax import monitoring
@@ -17,25 +16,20 @@ from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery import listing, locating, opening
-from flax_ckpt_compat._restore import checkpointer_reader, placement, policies, result_builder
-from flax_ckpt_compat._restore.restore_plan import TreePlan, main_item, plan_all, plan_tree
-from flax_ckpt_compat._restore.transform_spec import TransformSpec
+from flax_ckpt_compat._restore import checkpointer_reader, policies
+from flax_ckpt_compat._restore.execute import read_and_place
+from flax_ckpt_compat._restore.items import main_item, plan_all, plan_with_rules
+from flax_ckpt_compat._restore.match import plan_tree
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter
 from flax_ckpt_compat._trees import depth, state_dict
 
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-@depth.limited("restored")
 def restore(
-    ckpt_dir: str,
-    target: Any,
-    step: Any,
-    prefix: str,
-    orbax_checkpointer: Any,
-    transforms: Any,
-    default_to_original: bool = True,
-    strict: bool = False,
+    ckpt_dir: str, target: Any, step: Any, prefix: str, options: RestoreOptions, orbax_checkpointer: Any = None
 ) -> Any:
     """Restore a tree; see `flax_ckpt_compat.checkpoints.restore_checkpoint`.
 
@@ -44,42 +38,50 @@ def restore(
         target: the user's tree, or None.
         step: the step, or None for the latest.
         prefix: of the checkpoints' names.
+        options: policies and transforms.
         orbax_checkpointer: an Orbax checkpointer that reads directories, or None.
-        transforms: None, rules, or a pytree of transforms.
-        default_to_original: leaves that no transform matches come from the checkpoint; else from the target.
-        strict: a missing leaf is an error even with transforms.
     """
     monitoring.record_event("/jax/flax/checkpoint/restore")
     start = time.time()
-    spec = TransformSpec(transforms, default_to_original=default_to_original, strict=strict)
     if target is None:
-        spec.warn_without_target()
+        options.transforms.warn_without_target()
     wait_for_pending_saves(ckpt_dir, prefix, orbax_checkpointer)
 
-    def read(path: str) -> Any:
+    def restore_at(path: str) -> Any:
         before = locating.identity(path)
-        if orbax_checkpointer is not None and paths.isdir(path):
-            restored = _through_checkpointer(orbax_checkpointer, path, target, spec)
-        else:
-            restored = _read(path, target, spec)
+        with ExitStack() as files, ExitStack() as pause:
+            pause.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
+            plans = _plan(path, target, options, files, orbax_checkpointer)
+            # Long reads do not pause the garbage collector.
+            if not all(plan.is_short for plan in plans.items.values()):
+                pause.close()
+            for plan in plans.items.values():  # all policies raise before anything is read
+                policies.enforce(plan)
+            values = {}
+            for name, plan in plans.items.items():
+                values[name] = rebuild(plan, *read_and_place(plan))
         locating.check_same(path, before)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
-        return restored
-
-    return locating.read_found(ckpt_dir, step, prefix, read, otherwise=lambda: target)
-
-
-def _read(path: str, target: Any, transforms: TransformSpec) -> Any:
-    with closing(opening.Opened(path)) as opened, contextlib.ExitStack() as stack:
-        stack.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
-        plans = plan_all(opened, target, transforms)
-        # Long reads do not pause the garbage collector.
-        if not all(plan.is_short for plan in plans.items.values()):
-            stack.close()
-        # All policies raise before anything is read.
-        executions = {name: _prepare(plan) for name, plan in plans.items.items()}
-        values = {name: _execute(plan, executions.pop(name)) for name, plan in plans.items.items()}
         return values if plans.is_mapping else next(iter(values.values()))
+
+    with depth.limited("restored"), closing(options.transforms):
+        otherwise = None if options.settings.must_exist else lambda: target
+        return locating.read_found(ckpt_dir, step, prefix, restore_at, otherwise)
+
+
+def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, checkpointer: Any) -> RestorePlan:
+    """Open the checkpoint at a path and plan its restore; ``files`` closes it."""
+    if checkpointer is None or not paths.isdir(path):
+        return plan_all(files.enter_context(closing(opening.Opened(path))), target, options)
+    own = None
+    try:
+        opened = files.enter_context(closing(opening.Opened(path)))
+        own = opened.reader(main_item(opened)) if opened.trees else None
+    except UnrecognizedFormatError:
+        pass
+    tree = state_dict.describe(checkpointer_reader.restore_raw(checkpointer, path)) if own is None else own.tree
+    reader = checkpointer_reader.CheckpointerReader(checkpointer, path, tree, own)
+    return RestorePlan({"": plan_with_rules(reader, tree, target, options, path)}, False)
 
 
 def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
@@ -94,7 +96,6 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
         async_saves.raise_failures(directory)
 
 
-@depth.limited("read")
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
     """Restore chosen items, or parts of them, without a target.
 
@@ -102,61 +103,31 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
         opened: the checkpoint.
         chosen: item name → its tree of leaf handles, or a part of it.
     """
-    values = {}
-    for name, node in chosen.items():
-        path = opened.items[name].path
-        values[name] = _execute(plan_tree(opened.reader(name), node, None, TransformSpec(None), path))
+    values, options = {}, RestoreOptions(config.current())
+    with depth.limited("read"):
+        for name, node in chosen.items():
+            plan = plan_tree(opened.reader(name), node, None, options, opened.items[name].path)
+            policies.enforce(plan)
+            values[name] = rebuild(plan, *read_and_place(plan))
     return values if opened.is_mapping else next(iter(values.values()))
 
 
-def _through_checkpointer(checkpointer: Any, path: str, target: Any, transforms: TransformSpec) -> Any:
-    try:
-        with closing(opening.Opened(path)) as opened:
-            if opened.trees:
-                own = opened.reader(main_item(opened))
-                reader = checkpointer_reader.Reader(checkpointer, path, own.tree, own)
-                return _execute(plan_tree(reader, own.tree, target, transforms, path))
-    except UnrecognizedFormatError:
-        pass
-    tree = state_dict.describe(checkpointer_reader.restore_raw(checkpointer, path))
-    return _execute(plan_tree(checkpointer_reader.Reader(checkpointer, path, tree), tree, target, transforms, path))
-
-
-def _execute(plan: TreePlan, execution: result_builder.Execution | None = None) -> Any:
-    """Read and rebuild one tree.
-
-    Args:
-        plan: the plan.
-        execution: its execution, if already prepared.
-    """
-    settings = config.current()
-    execution = _prepare(plan) if execution is None else execution
-    lists = opening.gives_lists(plan.reader)
+def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) -> Any:
+    """Rebuild the user's tree, or without a target the stored one, with the results of `read_and_place`."""
+    policies.enforce_shapes(plan, shapes)
+    lists = "lists" if opening.gives_lists(plan.reader) else "flax"
     if plan.target is None:
-        filled = _values(plan, execution, lists)
-        return (
-            placement.as_stored(filled) if settings.structure == "stored" else placement.as_state(filled, lists=lists)
-        )
+        structure = "stored" if plan.options.settings.structure == "stored" else lists
+        return state_dict.from_stored(plan.tree, iter(values), structure)
     try:
-        return plan.target.rebuild(_values(plan, execution, lists))
+        return plan.target.rebuild(plan.target.filled(iter(values), plan.stored_subtrees, lists))
     except CheckpointError:
         raise
     except Exception:  # custom serialization may fail in any way
-        if not plan.custom_paths:
+        if not any(path in plan.stored_subtrees for path in plan.target.custom_paths):
             raise
+    del values
     # The custom serialization does not read this structure: match leaf by leaf, so that policies see what is missing.
-    return _execute(plan.without_custom_paths())
-
-
-def _prepare(plan: TreePlan) -> result_builder.Execution:
-    """Prepare an execution and apply the policies."""
-    execution = policies.execution(plan)
-    policies.enforce(plan, execution.problems)
-    return execution
-
-
-def _values(plan: TreePlan, execution: result_builder.Execution, lists: bool) -> Any:
-    """Return the values of all sources; apply the policy to shapes known only after functions ran."""
-    values, shapes = execution.finish(lists=lists)
-    policies.enforce_shapes(plan, shapes)
-    return values
+    again = plan_tree(plan.reader, plan.tree, plan.target, plan.options, plan.path, leaf_by_leaf=True)
+    policies.enforce(again)
+    return rebuild(again, *read_and_place(again))

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from flax_ckpt_compat import config
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
-    CorruptCheckpointError,
-    DtypeMismatchError,
     KindMismatchError,
     MissingLeavesError,
     ShapeMismatchError,
 )
 from flax_ckpt_compat._core.folding import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
-from flax_ckpt_compat._restore import kind_differences, matching, messages, scalar_kinds, target_shardings
-from flax_ckpt_compat._restore.problems import Problems, no_cast
-from flax_ckpt_compat._restore.restore_plan import TreePlan
-from flax_ckpt_compat._restore.result_builder import Execution
+from flax_ckpt_compat._restore import kinds, messages
+from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _log = logging.getLogger("flax_ckpt_compat")
 # Number of stored leaves above which errors carry no suggestion.
@@ -30,75 +24,56 @@ _MANY = 1500
 Refusal = tuple[type[CheckpointError], Callable[[], CheckpointError]]
 
 
-def execution(plan: TreePlan) -> Execution:
-    """Prepare the execution of a plan."""
-    settings = config.current()
-    cast = settings.dtype == "target"
-    return Execution(plan.match.sources, plan.reader, cast=cast, mapped=settings.mapped)
-
-
-def refusals(plan: TreePlan, problems: Problems) -> Iterator[Refusal]:
+def refusals(plan: TreePlan) -> Iterator[Refusal]:
     """Yield the errors of a restore; it raises the first."""
-    settings, match = config.current(), plan.match
-    module = None if plan.target is None else kind_differences.module_difference(plan.target.tree)
+    settings = plan.options.settings
+    module = None if plan.target is None else kinds.module_difference(plan.target.tree)
     if module is not None and settings.kind_mismatch == "error":
         yield KindMismatchError, lambda: _kinds_error(plan, [module])
-    if match.missing and not plan.transforms.lenient and settings.missing_leaves == "error":
+    if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
         yield MissingLeavesError, lambda: _missing_error(plan)
-    if match.kinds and settings.kind_mismatch == "error":
-        yield KindMismatchError, lambda: _kinds_error(plan, match.kinds)
-    if match.shapes and settings.shape_mismatch == "error":
-        yield ShapeMismatchError, lambda: _shapes_error(plan, match.shapes)
-    yield from _impossible(plan, problems)
+    if plan.kinds and settings.kind_mismatch == "error":
+        yield KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
+    if plan.shapes and settings.shape_mismatch == "error":
+        yield ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
+    for problem in plan.problems:
+        yield type(problem), lambda problem=problem: problem  # type: ignore[misc]
 
 
-def _impossible(plan: TreePlan, problems: Problems) -> Iterator[Refusal]:
-    """Yield the errors that no policy allows."""
-    for handle in problems.ambiguous:
-        yield CorruptCheckpointError, lambda handle=handle: scalar_kinds.ambiguous_key(handle)  # type: ignore[misc]
-    for leaf, shape, sharding in problems.misfits:
-        yield ShapeMismatchError, _deferred(target_shardings.misfit, leaf, shape, sharding, plan.reader.path)
-    for leaf, stored, wanted in problems.casts:
-        yield DtypeMismatchError, _deferred(no_cast, leaf, stored, wanted, plan.reader.path)
-
-
-def _deferred(make: Callable[..., CheckpointError], *arguments: Any) -> Callable[[], CheckpointError]:
-    return lambda: make(*arguments)
-
-
-def enforce(plan: TreePlan, problems: Problems) -> None:
+def enforce(plan: TreePlan) -> None:
     """Apply all policies: raise, or log the differences.
 
     Raises:
         CheckpointError: the first of `refusals`.
     """
-    match, path, settings = plan.match, plan.path, config.current()
-    missing = tuple(map(show_path, match.missing))
+    settings, lenient = plan.options.settings, plan.options.transforms.lenient
+    missing = tuple(map(show_path, plan.missing))
     _warn_of_unmatched(plan, missing)
-    for _, error in refusals(plan, problems):
+    for _, error in refusals(plan):
         raise error()
-    if missing and plan.transforms.lenient:
-        _log.info("%s: not in the checkpoint, kept: %s", path, one_line(missing))
+    if missing and lenient:
+        _log.info("%s: not in the checkpoint, kept: %s", plan.path, one_line(missing))
     elif missing and settings.missing_leaves == "warn":
-        _log.warning("%s\nThe target's own values were kept.", messages.missing_leaves(match, plan.tree, path))
-    if match.kinds and settings.kind_mismatch == "warn":
-        _log.warning(kind_differences.explain(match.kinds, path, refused=False))
-    enforce_shapes(plan, match.shapes)
-    if match.unused and plan.target is not None:
-        _log.info("%s: not in the target, dropped: %s", path, one_line(map(show_path, match.unused)))
+        _log.warning("%s\nThe target's own values were kept.", messages.missing_leaves(plan))
+    if plan.kinds and settings.kind_mismatch == "warn":
+        _log.warning(kinds.explain(plan.kinds, plan.path, refused=False))
+    enforce_shapes(plan, plan.shapes)
+    if plan.unused and plan.target is not None:
+        _log.info("%s: not in the target, dropped: %s", plan.path, one_line(map(show_path, plan.unused)))
 
 
 def _warn_of_unmatched(plan: TreePlan, missing: tuple[str, ...]) -> None:
     """Warn about transforms that match nothing, and name the leaves that kept the target's values."""
-    unmatched = None if plan.target is None else plan.transforms.explain_unmatched(plan.target.node, plan.tree)
+    transforms = plan.options.transforms
+    unmatched = None if plan.target is None else transforms.explain_unmatched(plan.target.node, plan.tree)
     if unmatched:
-        kept = f"; these leaves kept the target's own values: {one_line(missing)}" if plan.transforms.lenient else ""
+        kept = f"; these leaves kept the target's own values: {one_line(missing)}" if transforms.lenient else ""
         _log.warning("%s: %s%s", plan.path, unmatched, kept if missing else "")
 
 
-def enforce_shapes(plan: TreePlan, shapes: Sequence[matching.ShapeDifference]) -> None:
+def enforce_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> None:
     """Apply the policy for shapes that differ."""
-    policy = config.current().shape_mismatch
+    policy = plan.options.settings.shape_mismatch
     if not shapes or policy == "ignore":
         return
     if policy == "error":
@@ -108,23 +83,23 @@ def enforce_shapes(plan: TreePlan, shapes: Sequence[matching.ShapeDifference]) -
 
 def _missing_error(plan: TreePlan) -> MissingLeavesError:
     assert plan.target is not None
-    message = messages.missing_leaves(plan.match, plan.tree, plan.path)
-    remedies = messages.missing_remedies(plan.match, plan.target.node, _suggestion(plan))
-    missing = tuple(map(show_path, plan.match.missing))
+    message = messages.missing_leaves(plan)
+    remedies = messages.missing_remedies(plan.missing, plan.target.node, _suggestion(plan))
+    missing = tuple(map(show_path, plan.missing))
     return MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)
 
 
-def _kinds_error(plan: TreePlan, differences: Sequence[kind_differences.KindDifference]) -> KindMismatchError:
-    message = kind_differences.explain(differences, plan.path, refused=True)
+def _kinds_error(plan: TreePlan, differences: Sequence[kinds.KindDifference]) -> KindMismatchError:
+    message = kinds.explain(differences, plan.path, refused=True)
     return KindMismatchError(message, path=plan.path, leaf=show_path(differences[0].path))
 
 
-def _shapes_error(plan: TreePlan, shapes: Sequence[matching.ShapeDifference]) -> ShapeMismatchError:
+def _shapes_error(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> ShapeMismatchError:
     message = _explain_shapes(plan, shapes, refused=True)
     return ShapeMismatchError(message, path=plan.path, leaf=show_path(shapes[0][0]))
 
 
-def _explain_shapes(plan: TreePlan, shapes: Sequence[matching.ShapeDifference], *, refused: bool) -> str:
+def _explain_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: bool) -> str:
     assert plan.target is not None
     suggestion = _suggestion(plan) if refused else ""
     return messages.other_shapes(
@@ -141,5 +116,5 @@ def _suggestion(plan: TreePlan) -> str:
         return ""
     if len(suggestion.steps) > MAX_SHOWN:
         return f"{len(suggestion.steps)} rules would map it: the attribute suggestion of flax_ckpt_compat.plan_restore."
-    after = ", after those that were given" if plan.transforms.rules else ""
+    after = ", after those that were given" if plan.options.transforms.rules else ""
     return f"These rules would map it to the target{after} (orbax_transforms= in restore_checkpoint):\n{suggestion}"

@@ -7,20 +7,21 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.errors import CheckpointError, TransformError
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.similar import Names
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
-from flax_ckpt_compat._restore.matching import Choose
-from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, FromTarget
+from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
+from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._discovery.absence import Absence
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, PlacedInput
 from flax_ckpt_compat._trees.old_namedtuples import modernize
-from flax_ckpt_compat.rules import Rule
+from flax_ckpt_compat.rules import Rule, sources
 from flax_ckpt_compat.transforms import restore_args
 from flax_ckpt_compat.transforms._resolve import (
     AbsentSourceError,
@@ -33,6 +34,9 @@ from flax_ckpt_compat.transforms._resolve import (
 
 _log = logging.getLogger("flax_ckpt_compat")
 
+# Key path and leaf of the target → its source; None for the checkpoint's leaf of the same path.
+Choose = Callable[[Path, Any], LeafHandle | Derived | Own | None]
+
 
 class TransformSpec:
     """The ``transforms`` of one call.
@@ -41,15 +45,17 @@ class TransformSpec:
         rules: ready-made rules, in order.
         orbax_semantics: transforms were given, ``{}`` included: None in the target stays None, and a stored None
             counts as missing.
+        other_readers: readers of the other checkpoints that rules opened.
         lenient: leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are
             strict.
     """
 
-    def __init__(self, given: Any, *, default_to_original: bool = True, strict: bool = False):
+    def __init__(self, given: Any = None, *, default_to_original: bool = True, strict: bool = False):
         """Parse the argument.
 
         Args:
-            given: None, a rule, a list or tuple of rules, or a pytree of transforms (ours or Orbax's).
+            given: None, a rule, a mapping of names, a list or tuple of these and of pytrees of transforms, or a pytree
+                of transforms (ours or Orbax's).
             default_to_original: leaves that no transform matches come from the checkpoint; else from the target.
             strict: a leaf that the checkpoint lacks is an error, whatever was given.
 
@@ -57,6 +63,8 @@ class TransformSpec:
             TransformError: neither rules nor transforms.
         """
         self.rules = _rules(given)
+        self.other_readers: list[Reader] = []
+        self._others = contextlib.ExitStack()
         # An empty list, as of a program that found nothing to change, is as strict as no transforms.
         self.orbax_semantics = (
             given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
@@ -65,6 +73,20 @@ class TransformSpec:
         self._transforms = Transforms(given if self.orbax_semantics else None)
         self._default_to_original = default_to_original
         self._is_active = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
+
+    def close(self) -> None:
+        """Close the other checkpoints that rules opened."""
+        self._others.close()
+
+    def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
+        """Open another checkpoint for a rule, until this is closed; return its path and tree."""
+        found = locating.find(path, step, prefix)
+        if isinstance(found, Absence):
+            raise CheckpointNotFoundError(found.why, path=path)
+        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.path)))
+        trees = {name: opened.reader(name).tree for name in opened.trees}
+        self.other_readers.extend(map(opened.reader, opened.trees))
+        return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
         """Apply all rules to a checkpoint's tree.
@@ -81,7 +103,7 @@ class TransformSpec:
             tree = modernize(tree, target)
         for rule in self.rules:
             try:
-                tree = rule.apply(tree, target)
+                tree = rule.apply_to(tree, target, self._open)
             except CheckpointError as error:
                 raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
         return tree
@@ -122,8 +144,9 @@ class TransformSpec:
 
 
 def _rules(given: Any) -> tuple[Rule, ...]:
-    if isinstance(given, Rule):
-        return (given,)
+    """Return the rules given, and mappings of names as rules; none for Orbax's transforms alone."""
+    if isinstance(given, Rule) or _is_of_names(given):
+        given = [given]
     found = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
     if isinstance(given, Iterator) or any(
         inspect.isfunction(one) or (isinstance(given, Mapping) and isinstance(one, Rule)) for one in found
@@ -132,15 +155,44 @@ def _rules(given: Any) -> tuple[Rule, ...]:
             "rules are given as a list of calls, such as [rules.rename('Dense_0', 'encoder'), rules.drop('extra')]; "
             f"found {given!r:.100}"
         )
-    if not isinstance(given, Sequence) or isinstance(given, str) or not any(isinstance(one, Rule) for one in given):
-        return ()
-    for one in given:
-        if not isinstance(one, Rule):
-            raise TransformError(
-                f"rules and other transforms cannot be mixed: found {one!r:.100} in a list of rules; pass either a "
-                "list of rules, or a dict of Transforms"
-            )
-    return tuple(given)
+    is_list = isinstance(given, list | tuple) and any(isinstance(one, Rule) or _is_of_names(one) for one in given)
+    return tuple(map(_step, given)) if is_list else ()
+
+
+def _is_of_names(given: Any) -> bool:
+    """Return whether a mapping has text among its values: stored names, by the target's."""
+    return isinstance(given, Mapping) and any(isinstance(one, str) for one in given.values())
+
+
+def _step(given: Any) -> Rule:
+    """Return a rule, a mapping of names or a pytree of transforms as a rule."""
+    if isinstance(given, Rule):
+        return given
+    if not isinstance(given, Mapping):
+        raise TransformError(
+            f"found {given!r:.100} in a list of rules; expected rules, and mappings of the target's names to stored "
+            "names or to Transforms"
+        )
+    if _is_of_names(given):
+        if not all(isinstance(one, str) for one in given.values()):
+            raise TransformError(f"names and Transforms in one mapping; give two in a list: {given!r:.200}")
+        return sources.from_names(given)
+    transforms = Transforms(given)
+
+    def apply(tree: Node, target: Node) -> Node:
+        if target is None:
+            raise TransformError("transforms say what becomes of a target's leaves, and there is no target")
+        wanted = {path: leaf for path, leaf in iter_leaves(target) if leaf is not None and not isinstance(leaf, Branch)}
+        if unmatched := transforms.unmatched(["/".join(path) for path in wanted]):
+            raise TransformError(f"transforms whose keys match no leaf of the target: {one_line(unmatched)}")
+        choose = _Chooser(tree, transforms, True)
+        leaves = dict(iter_leaves(tree))
+        for path, leaf in wanted.items():
+            if source := choose(path, leaf):
+                leaves[path] = source
+        return from_leaves(leaves, like=tree)
+
+    return Rule(repr(given), apply)
 
 
 class _Chooser:
@@ -154,24 +206,25 @@ class _Chooser:
         self._paths: dict[str, list[Path]] = {}
         for path in self._leaves:
             self._paths.setdefault("/".join(path), []).append(path)
-        self._inputs: dict[int, dict[Path, FromCheckpoint]] = {}
+        # Inputs of a multi_value_fn, by its transform's key: leaves that share a transform share them.
+        self._inputs: dict[str, dict[Path, Derived | PlacedInput]] = {}
 
-    def __call__(self, path: Path, leaf: Any) -> FromCheckpoint | FromTarget | None:
+    def __call__(self, path: Path, leaf: Any) -> LeafHandle | Derived | Own | None:
         key = "/".join(path)
         outcome = self._resolve(key)
         if isinstance(outcome, Call):
-            return FromCheckpoint(self._derive(key, outcome.transform, leaf), leaf)
+            return self._derive(key, outcome, leaf)
         if isinstance(outcome, Keep):
             # A leaf known to neither is recorded by the match.
-            return FromTarget(leaf, "as the transforms say") if outcome.known else None
+            return Own.TARGET if outcome.known else None
         if outcome.transform is None and outcome.source == key:
             return None
         stored = self._leaf(outcome.source)
         if outcome.transform is None or outcome.transform.value_fn is None:
-            return FromCheckpoint(stored, leaf)
+            return stored
         function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
-        one = stored if isinstance(stored, Derived) else FromCheckpoint(stored, _input_target(leaf, stored))
-        return FromCheckpoint(Derived((one,), function, None, None, "value_fn"), leaf)
+        one = stored if isinstance(stored, Derived) else PlacedInput(stored, _input_target(leaf, stored))
+        return Derived((one,), function, None, None, "value_fn")
 
     def _resolve(self, key: str) -> Any:
         try:
@@ -199,12 +252,12 @@ class _Chooser:
             )
         return self._leaves[paths[0]]
 
-    def _derive(self, key: str, transform: Any, leaf: Any) -> Derived:
+    def _derive(self, key: str, outcome: Call, leaf: Any) -> Derived:
         """Return the derived leaf of a multi_value_fn, with its declared inputs."""
-        if id(transform) not in self._inputs:
-            self._inputs[id(transform)] = self._inputs_of(key, transform)
-        inputs = self._inputs[id(transform)]
-        args = restore_args(leaf)
+        transform, args = outcome.transform, restore_args(leaf)
+        if outcome.key not in self._inputs:
+            self._inputs[outcome.key] = self._inputs_of(key, transform)
+        inputs = self._inputs[outcome.key]
 
         def function(*values: Any) -> Any:
             tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
@@ -213,7 +266,7 @@ class _Chooser:
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
 
-    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Any]:
+    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Derived | PlacedInput]:
         wanted = getattr(transform, "multi_value_fn_input_args", None)
         if wanted is None:
             raise TransformError(
@@ -221,7 +274,7 @@ class _Chooser:
                 "multi_value_fn_input_args, a dict of their names (or regular expressions) to RestoreArgs or None",
                 leaf=key,
             )
-        found: dict[Path, Any] = {}
+        found: dict[Path, Derived | PlacedInput] = {}
         unmatched = dict.fromkeys(wanted)
         for path, leaf in self._leaves.items():
             matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
@@ -229,7 +282,7 @@ class _Chooser:
                 unmatched.pop(pattern, None)
             if matching:
                 args = wanted[matching[0]]
-                found[path] = leaf if isinstance(leaf, Derived) else FromCheckpoint(leaf, _example(leaf, args))
+                found[path] = leaf if isinstance(leaf, Derived) else PlacedInput(leaf, _example(leaf, args))
         for pattern in unmatched:
             raise TransformError(
                 f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key

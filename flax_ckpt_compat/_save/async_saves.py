@@ -78,16 +78,7 @@ class _BackgroundSave:
 def start(
     manager: SaveManager, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
-    """Start a save with a manager, and keep it until its outcome is raised.
-
-    If the manager's pool refuses new tasks, save in the foreground.
-
-    Args:
-        manager: ours, Flax's, or a user's.
-        directory: the checkpoint's.
-        task: the save.
-        lookup_timeout: for a multi-process save, the seconds that look-ups of this process wait for it at most.
-    """
+    """Start a save with a manager, or in the foreground if its pool takes no tasks; see `_BackgroundSave`."""
 
     def run() -> None:
         save.thread = threading.get_ident()
@@ -118,11 +109,7 @@ def start(
 
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
-    """Wait for every background save that this one follows, so that commits keep the order of the calls.
-
-    Raises:
-        Exception: the failure of such a save.
-    """
+    """Wait for the background saves before this one, so that commits keep the order of the calls; raise a failure."""
     if request.async_manager:
         wait(request.async_manager)
     checkpointer_adapter.wait_for_pending_saves(request.orbax_checkpointer, request.directory)
@@ -157,11 +144,7 @@ def wait(manager: Any) -> None:
 
 
 def wait_for_pending_saves(directory: str) -> None:
-    """Wait for every background save into a directory.
-
-    Raises:
-        Exception: the failure of the first one that failed.
-    """
+    """Wait for every background save into a directory; raise the failure of the first one that failed."""
     for save in _saves_into(directory):
         if save.raises:  # a manager without a future may never run its task
             # futures.wait() would never return for a future that its pool's shutdown cancelled.
@@ -179,7 +162,7 @@ def raise_failures(directory: str) -> None:
 
 
 def _key(directory: str) -> str:
-    return directory if paths.is_url(directory) else os.path.realpath(directory)
+    return paths.storage_of(directory).resolve(directory)
 
 
 def _saves_into(directory: str) -> list[_BackgroundSave]:

@@ -35,14 +35,7 @@ def written_path(path: str) -> str:
 def save(request: SaveRequest, target: Any, written: str | None = None, coordinator: Coordinator | None = None) -> None:
     """Save with the request's checkpointer, and publish the result after its commit, if need be in the background.
 
-    Args:
-        request: the save.
-        target: the user's tree.
-        written: `written_path` as agreed by several processes.
-        coordinator: of a multi-process save; process 0 publishes.
-
-    Raises:
-        CheckpointerError: the checkpointer cannot save this tree.
+    In a multi-process save, all processes agree on the `written_path`, and process 0 publishes.
     """
     checkpointer: Any = request.orbax_checkpointer
     written = written or written_path(request.path)
@@ -63,11 +56,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
 
 
 def wait_for_pending_saves(checkpointer: Any, directory: str) -> None:
-    """Wait for background saves of this checkpointer, and of any other into this directory, and for their clean-up.
-
-    Raises:
-        Exception: the failure of such a save.
-    """
+    """Wait for background saves of this checkpointer, and of any other into this directory; raise a failure."""
     if checkpointer is not None and is_async(checkpointer):
         checkpointer.wait_until_finished()
     for pending in list(_pending):
@@ -125,7 +114,8 @@ def _publish_after(
 class _BackgroundSave:
     """A save that a thread follows to its end: Orbax has no public hook after the commit.
 
-    Until its outcome was seen, the checkpointer's ``wait_until_finished`` waits for that thread.
+    Until its outcome was seen, the checkpointer's ``wait_until_finished`` waits for that thread, whose failure its
+    ``check_for_errors`` raises.
 
     Attributes:
         path: the final path.
@@ -133,14 +123,16 @@ class _BackgroundSave:
 
     def __init__(self, checkpointer: Any, path: str, follow: Callable[[], None]):
         self.path, self._checkpointer, self._follow = path, checkpointer, follow
-        self._own = {name: value for name, value in vars(checkpointer).items() if name == "wait_until_finished"}
+        methods = {"wait_until_finished": self.wait, "check_for_errors": self.check}
+        self._methods = {name: method for name, method in methods.items() if hasattr(checkpointer, name)}
+        self._own = {name: vars(checkpointer)[name] for name in methods if name in vars(checkpointer)}
         self._outcome = Future[None]()
 
     def start(self) -> None:
         """Follow the save in a thread; at once if none can be started."""
         _wait_at_exit()
         _pending.append(self)
-        self._checkpointer.wait_until_finished = self.wait
+        vars(self._checkpointer).update(self._methods)
         try:
             threading.Thread(target=self._run, name="flax_ckpt_compat-commit", daemon=True).start()
         except RuntimeError:  # the interpreter ends, and has no more threads
@@ -163,14 +155,21 @@ class _BackgroundSave:
             if self._outcome.done():
                 self.forget()
 
+    def check(self) -> None:
+        """Raise the failure of a save that has ended; do not wait."""
+        if self._outcome.done():
+            self.wait()
+
     def forget(self) -> None:
-        """Give the checkpointer its own ``wait_until_finished`` back."""
+        """Give the checkpointer its own methods back."""
         with suppress(ValueError):
             _pending.remove(self)
-            own = vars(self._checkpointer)
-            if own.get("wait_until_finished") == self.wait:
-                del own["wait_until_finished"]
-                own.update(self._own)
+            attributes = vars(self._checkpointer)
+            for name, method in self._methods.items():
+                if attributes.get(name) == method:
+                    del attributes[name]
+                    if name in self._own:
+                        attributes[name] = self._own[name]
 
 
 @functools.cache

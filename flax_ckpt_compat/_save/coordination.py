@@ -46,12 +46,7 @@ class Coordinator:
     """
 
     def __init__(self, path: str, timeout: float):
-        """Prepare a save; nothing is sent yet.
-
-        Args:
-            path: the checkpoint's, the same in all processes.
-            timeout: seconds to wait at each barrier.
-        """
+        """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
         self.process = ProcessInfo(jax.process_index(), jax.process_count())
         self._path, self.timeout, self._store = path, timeout, KeyValueStore(path)
         self.is_aborted = False
@@ -71,17 +66,8 @@ class Coordinator:
     ) -> str:
         """Wait at the first barrier, for all processes that save this path.
 
-        Args:
-            failed: as for `barrier`.
-            signature: text that has to be the same in all processes.
-            summary: of this process's tree; arrays spread over processes have to be the same.
-            on_primary: as for `barrier`.
-
-        Returns:
-            What ``on_primary`` returned in process 0, in every process.
-
-        Raises:
-            CheckpointError: see `barrier`.
+        As `barrier`, with what has to be the same in all processes: the signature, and the arrays of the summary that
+        are spread over processes.
         """
         signature += f" and {summary.spread}" if summary is not None else ""
         if self.process.index == 0:
@@ -104,15 +90,12 @@ class Coordinator:
     def barrier(
         self, stage: str, *, failed: BaseException | None = None, on_primary: Callable[[], str] = lambda: ""
     ) -> str:
-        """Wait for all processes; process 0 then runs ``on_primary``, and all get its outcome.
+        """Wait for all processes; process 0 then runs ``on_primary``, and every process returns its result.
 
         Args:
             stage: name of the barrier, unique within a save.
             failed: why this process cannot continue; the save then fails in all.
             on_primary: runs in process 0 once all have arrived and none has failed.
-
-        Returns:
-            What ``on_primary`` returned in process 0, in every process.
 
         Raises:
             ProcessTimeoutError: processes did not arrive in time.
@@ -138,12 +121,7 @@ class Coordinator:
         self._delete_later(f"{self._prefix}/")
 
     def receive(self, stage: str) -> str:
-        """Wait for the outcome of process 0, which may itself wait for the full timeout before it works.
-
-        Raises:
-            ProcessTimeoutError: it sent none in time.
-            CheckpointError: the failure of process 0.
-        """
+        """Wait for the outcome of process 0, which may itself wait for the full timeout before it works."""
         result = self._store.wait_for(f"{self._prefix}/{stage}/result", 2 * self.timeout)
         if result is None:
             raise self._timeout_error(stage, [0])
@@ -210,11 +188,7 @@ class Coordinator:
         return value
 
     def _wait_for_registrations(self, failed: bool) -> tuple[_Registrations, _Registrations]:
-        """Wait for the other processes, for a shorter time once the save has failed.
-
-        Returns:
-            Registrations for this path, and those of processes that registered for other paths only.
-        """
+        """Wait for the other processes, for a shorter time once the save has failed; see `_registrations`."""
         start = time.monotonic()
         for pause in growing(0.005, min(0.5, self.timeout / 20)):
             here, others = self._registrations()
@@ -229,6 +203,7 @@ class Coordinator:
         return here, others
 
     def _registrations(self) -> tuple[_Registrations, _Registrations]:
+        """Return registrations for this path, and those of processes that registered for other paths only."""
         here: _Registrations = {}
         others: _Registrations = {}
         for name, content in self._store.read_folder(f"{_REGISTRATIONS}/").items():

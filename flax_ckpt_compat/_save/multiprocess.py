@@ -12,7 +12,7 @@ from jax import monitoring
 
 from flax_ckpt_compat._core import paths, staging
 from flax_ckpt_compat._core.backend import Backend, Format
-from flax_ckpt_compat._core.write_errors import writing
+from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator

@@ -12,8 +12,8 @@ from jax import monitoring
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend, Format
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import Node
-from flax_ckpt_compat._core.write_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, multiprocess, snapshot, validation
 from flax_ckpt_compat._save.request import SaveRequest
@@ -51,7 +51,7 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node) ->
     if request.format is Format.MSGPACK:
         monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
     paths.prepare_directory(request.directory)
-    temporary = paths.temporary_path(request.path)
+    temporary = paths.storage_of(request.path).temporary_path(request.path)
     try:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):

@@ -7,7 +7,6 @@ of the other. Other processes cannot know, so a save warns.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 from flax_ckpt_compat._core import paths, steps
@@ -43,12 +42,7 @@ def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
 
 
 def warn_of_overlap(checkpoint_dir: CheckpointDir, name: str) -> None:
-    """Warn, once for a pair of prefixes, if a saved checkpoint, or the one to be saved, is a step of both.
-
-    Args:
-        checkpoint_dir: directory and prefix.
-        name: name of the checkpoint to be saved.
-    """
+    """Warn, once for a pair of prefixes, if a saved checkpoint, or the one to be saved, is a step of both."""
     with _lock:
         known = dict(_saved.get(_key(checkpoint_dir), {}))
     for other_name, other in known.items():
@@ -70,8 +64,4 @@ def _is_step(name: str, prefix: str) -> bool:
 
 
 def _key(checkpoint_dir: CheckpointDir) -> str:
-    return (
-        checkpoint_dir.directory
-        if paths.is_url(checkpoint_dir.directory)
-        else os.path.realpath(checkpoint_dir.directory)
-    )
+    return paths.storage_of(checkpoint_dir.directory).resolve(checkpoint_dir.directory)

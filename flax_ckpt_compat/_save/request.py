@@ -90,19 +90,9 @@ class SaveRequest:
 def of_step(
     ckpt_dir: str, step: Any, prefix: str, *, keep: Any, keep_every_n_steps: Any, overwrite: Any, **options: Any
 ) -> SaveRequest:
-    """Validate the arguments of a save of one step of a directory; read the settings.
+    """Validate the arguments of a save of one step of a normalised directory, and read the settings.
 
-    Args:
-        ckpt_dir: normalised directory of checkpoints.
-        step: see `steps.step_text`.
-        prefix: literal text before the step.
-        keep: see `SaveRequest`, like the following.
-        keep_every_n_steps: see `SaveRequest`.
-        overwrite: see `SaveRequest`.
-        options: other fields of `SaveRequest`; a ``format`` of None follows Flax's flag.
-
-    Raises:
-        StepError: an argument is invalid.
+    ``options`` are other fields of `SaveRequest`; a ``format`` of None follows Flax's flag.
     """
     text, checkpoint_dir = steps.step_text(step), _checkpoint_dir(ckpt_dir, prefix)
     directory, name = checkpoint_dir.directory, steps.check_name(checkpoint_dir.prefix + text)
@@ -125,11 +115,7 @@ def of_step(
 
 
 def of_path(path: str, **options: Any) -> SaveRequest:
-    """Validate the arguments of a save at exactly this normalised path; ``options`` as for `of_step`.
-
-    Raises:
-        StepError: the path names nothing to write.
-    """
+    """Validate a save at exactly this normalised path, and read the settings; ``options`` as for `of_step`."""
     directory, name = os.path.split(paths.local(path))
     if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
         raise StepError(f"{path!r} names no file or directory to write; add a name, or pass step=")

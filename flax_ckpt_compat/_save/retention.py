@@ -20,11 +20,7 @@ _last_saved = time.time()
 
 
 def retain(request: SaveRequest) -> None:
-    """Clean up after the commit, and record the event that Flax records.
-
-    Raises:
-        CleanupError: the checkpoint is saved, but others could not be listed or removed.
-    """
+    """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved."""
     global _last_saved
     try:
         if request.step is not None:
@@ -67,12 +63,7 @@ def _remove_others(request: SaveRequest) -> None:
 
 
 def _doomed(request: SaveRequest, ordered: list[str]) -> list[str]:
-    """Return the checkpoints to remove: what ``overwrite`` replaced, newer ones, then old ones (``keep``).
-
-    Args:
-        request: the save.
-        ordered: names of the complete steps of the prefix, with the one just saved.
-    """
+    """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
     numbers = {name: number for name in ordered if (number := steps.step_of(name, prefix)) is not None}
     # Two names can mean one step (7 and 7.0): overwriting replaces the other name too.
@@ -96,7 +87,7 @@ def _remove(checkpoint_dir: CheckpointDir, name: str) -> None:
 
 def _remove_path(path: str) -> None:
     try:
-        paths.discard(path)
+        paths.storage_of(path).discard(path)
     except StorageError as error:
         if not isinstance(error.__cause__, FileNotFoundError):  # another process cleans the same directory
             raise

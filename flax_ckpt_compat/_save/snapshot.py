@@ -30,21 +30,18 @@ from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
 
 def tree_to_save(target: Any, request: SaveRequest) -> Node:
-    """Return the neutral tree of a user's tree; for a background save, with copies of all values.
-
-    Raises:
-        UnsupportedLeafError: a leaf has no values, or the tree has no state.
-        MPACheckpointingRequiredError: an array is spread over processes in a save by one process.
-    """
+    """Return the neutral tree of a user's tree; for a background save, with copies of all values."""
     snapshot = _Snapshot(request)
     tree = state_dict.describe(target)
-    if isinstance(tree, Branch):
-        snapshot.convert(tree, ())
-    else:
-        tree = snapshot.leaf(tree, ())
-    depth.check(snapshot.levels, request.path)
-    if snapshot.copies is not None:
-        snapshot.copies.make()
+    # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
+    with jax.transfer_guard_device_to_host("allow"):
+        if isinstance(tree, Branch):
+            snapshot.convert(tree, ())
+        else:
+            tree = snapshot.leaf(tree, ())
+        depth.check(snapshot.levels, request.path)
+        if snapshot.copies is not None:
+            snapshot.copies.make()
     return tree
 
 
@@ -61,11 +58,11 @@ class _Snapshot:
         self.copies = Copies() if request.async_manager else None
         # In save_checkpoint_multiprocess only, Flax sorts the maps of a msgpack file (0.12.8, measured).
         self._in_order = request.multiprocess and request.format is Format.MSGPACK
-        # Types of leaves that need no conversion, and types of jax arrays that need none if fully addressable.
+        # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()
         self._addressable = AddressableMemo()
-        self._in_host_memory = Memo[bool](lambda sharding: all(d.platform == "cpu" for d in sharding.device_set))
+        self._shardings = Memo(_traits)
 
     def convert(self, branch: Branch, path: Path) -> None:
         """Convert all leaves below a branch, in place."""
@@ -76,39 +73,53 @@ class _Snapshot:
         children, is_addressable = branch.children, self._addressable.is_fully_addressable
         for name, child in children.items():
             kind = type(child)
-            if kind is Branch:
+            if kind in self._simple_types:
+                continue
+            if kind in self._array_types and is_addressable(child) and not child.is_deleted():
+                if self.copies is not None:
+                    children[name] = self._copy_array(child, self.copies)
+            elif kind is Branch:
                 self.convert(child, (*path, name))
-            elif kind not in self._simple_types and not (
-                kind in self._array_types and is_addressable(child) and not child.is_deleted()
-            ):
+            else:
                 children[name] = self.leaf(child, (*path, name))
 
     def leaf(self, leaf: Any, path: Path) -> Any:
         """Return a leaf as it is saved."""
         taken = _checked(path, plain(leaf, path), self._request)
         apart = state_dict.split_key(taken)
-        if self.copies is not None:
-            return self._copied(apart, self.copies)
         if apart is taken and type(taken) is type(leaf):
-            (self._array_types if isinstance(taken, jax.Array) else self._simple_types).add(type(taken))
-        return apart
+            if isinstance(taken, jax.Array):
+                self._array_types.add(type(taken))
+            elif self.copies is None or not isinstance(taken, np.ndarray):
+                self._simple_types.add(type(taken))
+        if self.copies is None or (isinstance(leaf, jax.Array) and isinstance(apart, np.ndarray)):
+            return apart  # for an array of another process, no memory is held
+        return self._copy(apart, self.copies)
 
-    def _copied(self, leaf: Any, copies: Copies) -> Any:
+    def _copy(self, leaf: Any, copies: Copies) -> Any:
         """Return a copy of the leaf on the host; its values are filled in by `Copies.make`."""
-        if isinstance(leaf, np.ndarray):
-            if type(leaf) is not np.ndarray or leaf.dtype.hasobject:
-                return leaf.copy()
-            return leaf if tree_summary.is_placeholder(leaf) else copies.add(leaf)
-        if isinstance(leaf, KeyData):
-            return KeyData(leaf.impl, self._copied(leaf.data, copies))
-        if not isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array):
+            return self._copy_array(leaf, copies)
+        if isinstance(leaf, KeyData) and isinstance(leaf.data, jax.Array):
+            return KeyData(leaf.impl, self._copy_array(leaf.data, copies))
+        if not isinstance(leaf, np.ndarray):
             return leaf
-        if not self._in_host_memory.of(leaf.sharding):
-            leaf.copy_to_host_async()
-        if leaf.is_fully_replicated and leaf.is_fully_addressable:
-            return HostCopy.whole(copies.add(leaf), leaf.sharding)
-        shards = tuple(Shard(shard.index, copies.add(shard.data)) for shard in shards_of(leaf))
-        return HostCopy(leaf.shape, leaf.dtype, shards, leaf.sharding)
+        return copies.add(leaf) if type(leaf) is np.ndarray and not leaf.dtype.hasobject else leaf.copy()
+
+    def _copy_array(self, array: jax.Array, copies: Copies) -> HostCopy:
+        is_whole, on_host = self._shardings.of(array.sharding)
+        if not on_host:
+            array.copy_to_host_async()
+        if is_whole:
+            return HostCopy.whole(copies.add(np.asarray(array) if on_host else array), array.sharding)
+        shards = tuple(Shard(shard.index, copies.add(shard.data)) for shard in shards_of(array))
+        return HostCopy(array.shape, np.dtype(array.dtype), shards, array.sharding)
+
+
+def _traits(sharding: Any) -> tuple[bool, bool]:
+    """Return whether one device of this process holds a whole array, and whether numpy sees the devices' memory."""
+    is_whole = sharding.is_fully_replicated and sharding.is_fully_addressable
+    return is_whole, all(device.platform == "cpu" for device in sharding.device_set)
 
 
 def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
@@ -143,11 +154,7 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
 
 
 def _from_processes(path: Path, leaf: jax.Array) -> Any:
-    """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole.
-
-    Raises:
-        UnsupportedLeafError: the array lies on the devices of one other process, for which it looks local.
-    """
+    """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
     owners = {int(device.process_index) for device in cast(Any, leaf.sharding).device_set}
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
         return leaf.addressable_data(0) if leaf.addressable_shards else tree_summary.placeholder(leaf)

@@ -28,12 +28,7 @@ _ATTEMPTS = 100
 
 
 def check(request: SaveRequest) -> None:
-    """Raise unless the save may write, and ``overwrite`` allows what it replaces.
-
-    Raises:
-        InvalidCheckpointError: something may not be replaced, or the step is outdated.
-        StorageError: an orbax_checkpointer cannot save to a store.
-    """
+    """Raise unless the save may write, and ``overwrite`` allows what it replaces."""
     if request.step is not None:
         prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
     with paths.listing_cache(request.directory):
@@ -51,12 +46,7 @@ def check(request: SaveRequest) -> None:
 def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
     """Check again what other writers put there during the save, and give the checkpoint its final name.
 
-    Args:
-        request: the save.
-        rename: renames or uploads; its argument ``new`` forbids to replace what another writer saved meanwhile.
-
-    Raises:
-        InvalidCheckpointError: something has that name, and ``overwrite`` was not given.
+    ``rename`` renames or uploads; its argument ``new`` forbids to replace what another writer saved meanwhile.
     """
     # In a store this would be one more request.
     if request.replace_only_checkpoints or not paths.is_url(request.directory):

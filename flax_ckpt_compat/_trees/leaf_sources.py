@@ -1,4 +1,4 @@
-"""Define the sources of target leaves: stored, derived from stored leaves, or the target's own."""
+"""Define the sources of target leaves: derived from stored leaves, or the target's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import iter_leaves
 
 
 class Own(enum.Enum):
@@ -20,32 +19,17 @@ class Own(enum.Enum):
     TARGET = "from the target"
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # not frozen, which makes it thrice as slow to make
-class FromCheckpoint:
-    """A target leaf that comes from the checkpoint.
-
-    Attributes:
-        node: a leaf handle, a `Derived`, None, or a whole branch for a target that takes any structure.
-        target: the target's leaf, for placement and casts; or None.
-        cast: cast arrays to the target's dtype, whatever the settings.
-    """
-
-    node: Any
-    target: Any
-    cast: bool = False
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FromTarget:
-    """A target leaf that keeps the target's value.
+class PlacedInput:
+    """A stored leaf as an input of a user's function: placed and cast as for a leaf of the target.
 
     Attributes:
-        value: the target's leaf.
-        why: the reason, in a few words.
+        handle: the stored leaf.
+        target: the leaf, or None for host memory.
     """
 
-    value: Any
-    why: str
+    handle: LeafHandle
+    target: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -54,14 +38,14 @@ class Derived:
 
     Attributes:
         inputs: `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python);
-            or, for functions of the user, `FromCheckpoint`s, whose values are placed and cast as their targets say.
+            or, for functions of the user, `PlacedInput`s.
         function: takes the inputs' values in order and must not write to them.
         shape: of the result; None if only the function knows.
         dtype: of the result; None if only the function knows, or if the result is `KeyData` of that shape of keys.
         how: the operation in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
     """
 
-    inputs: tuple[LeafHandle | ArraySlice | Derived | FromCheckpoint, ...]
+    inputs: tuple[LeafHandle | ArraySlice | Derived | PlacedInput, ...]
     function: Callable[..., Any]
     shape: tuple[int, ...] | None
     dtype: np.dtype[Any] | None
@@ -77,10 +61,8 @@ def handles_of(source: Any) -> list[LeafHandle]:
     """Return the stored leaves that a leaf of a tree of sources, or an input, reads; none for None and `Own`."""
     if isinstance(source, LeafHandle):
         return [source]
-    if isinstance(source, ArraySlice):
+    if isinstance(source, ArraySlice | PlacedInput):
         return [source.handle]
-    if isinstance(source, FromCheckpoint):
-        return handles_of(source.node)
     return source.handles if isinstance(source, Derived) else []
 
 
@@ -111,10 +93,10 @@ def needs(source: Any) -> dict[Any, int]:
     """Return the reads of a source: a key that is equal for equal reads → size in memory, in bytes.
 
     Args:
-        source: `FromCheckpoint`, `FromTarget`, a leaf of a tree of sources, or an input.
+        source: a leaf of a tree of sources, or an input.
     """
-    if isinstance(source, FromCheckpoint):
-        return {key: size for _, leaf in iter_leaves(source.node) for key, size in needs(leaf).items()}
+    if isinstance(source, PlacedInput):
+        source = source.handle
     if isinstance(source, LeafHandle):
         return {source: source.nbytes}
     if isinstance(source, ArraySlice):

@@ -8,7 +8,7 @@ user classes) are expanded by their JAX key paths.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -33,6 +33,7 @@ class TargetTree:
     Attributes:
         tree: the user's tree.
         node: its neutral tree, the leaves untouched.
+        custom_paths: key paths of nodes whose type has its own Flax serialization, which may read older states.
     """
 
     def __init__(self, tree: Any):
@@ -43,35 +44,59 @@ class TargetTree:
         """
         self.tree = tree
         self._state = _state_dict(tree)
-        self._foreign: list[Path] = []
+        self._has_foreign = False
         self._misread: list[Path] = []
-        self.node = _describe(tree, self._state, (), self._foreign, self._misread)
+        custom: list[Path] = []
+        self.node = self._describe(tree, self._state, (), custom)
+        self.custom_paths = frozenset(custom)
 
-    def custom_serialized_paths(self) -> set[Path]:
-        """Return key paths of nodes whose type has its own Flax serialization, which may read older states."""
-        found: set[Path] = set()
-        # Types of leaves without custom serialization, which are almost all nodes.
-        plain: set[type] = set()
+    def _describe(self, original: Any, state: Any, path: Path, custom: list[Path]) -> Node:
+        """Return the neutral tree; note pytrees that Flax does not expand and namedtuples that it misreads."""
+        entries = _entries(original, state, path)
+        if entries is None:
+            return state
+        if type(original) is not dict and _has_custom_serialization(original):
+            custom.append(path)
+            custom = []  # what is below is its own matter
+        children: dict[str, Node] = {}
+        for name, child, value in entries:
+            is_leaf = type(value) in _LEAF_TYPES
+            children[name] = value if is_leaf else self._describe(child, value, (*path, name), custom)
+        if type(state) is not dict:
+            self._has_foreign = True
+            container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
+            return Branch(children, container, _int_keys(state, children))
+        branch = Branch(children, _container(original, children), _int_keys(original, children))
+        if branch.container is Container.NAMEDTUPLE and old_namedtuples.is_misread(branch):
+            self._misread.append(path)
+        return branch
 
-        def look(original: Any, state: Any, path: Path) -> None:
-            if _has_custom_serialization(original):
-                found.add(path)
-                return
-            entries = _entries(original, state, path)
-            if entries is None:
-                plain.add(type(original))
-                return
-            for name, child, value in entries:
-                if value is not child or type(child) not in plain:
-                    look(child, value, (*path, name))
+    def filled(self, values: Iterator[Any], stored_subtrees: Mapping[Path, Node], structure: str) -> Any:
+        """Return the state dict of the tree with other leaves, for `rebuild`.
 
-        look(self.tree, self._state, ())
-        return found
+        Args:
+            values: the leaves in order; at the key paths of ``stored_subtrees``, the leaves of those.
+            stored_subtrees: nodes in whose place a stored subtree is restored.
+            structure: structure of these; see `from_stored`.
+        """
+
+        def fill(node: Branch, path: Path) -> Any:
+            children: dict[str, Any] = {}
+            for name, child in node.children.items():
+                if stored_subtrees and (*path, name) in stored_subtrees:
+                    children[name] = from_stored(stored_subtrees[*path, name], values, structure)
+                else:
+                    children[name] = fill(child, (*path, name)) if type(child) is Branch else next(values)
+            return children
+
+        if () in stored_subtrees:
+            return from_stored(stored_subtrees[()], values, structure)
+        return fill(self.node, ()) if isinstance(self.node, Branch) else next(values)
 
     def rebuild(self, state: Any) -> Any:
         """Rebuild the user's tree with the leaves of ``state``: nested dicts with the structure of `node`."""
         # Most trees have no pytrees that Flax does not expand.
-        unexpanded = _unexpand(self._state, state) if self._foreign else state
+        unexpanded = _unexpand(self._state, state) if self._has_foreign else state
         for path in self._misread:  # the inner ones come first
             unexpanded = old_namedtuples.as_old(unexpanded, path)
         return serialization.from_state_dict(self.tree, unexpanded)
@@ -83,7 +108,33 @@ def describe(target: Any) -> Node:
     Raises:
         UnsupportedLeafError: two children of one node have the same name.
     """
-    return _describe(target, _state_dict(target), (), [], [])
+    return TargetTree(target).node
+
+
+def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any:
+    """Convert a stored tree to Python containers.
+
+    Args:
+        node: the tree.
+        values: its leaves, in order; None takes those of the tree.
+        structure: ``flax`` gives dicts with text keys, as Flax restores without a target: lists become dicts of '0',
+            '1', …; ``lists`` keeps lists; ``stored`` gives lists, tuples and int keys where the format recorded them.
+    """
+    if not isinstance(node, Branch):
+        return node if values is None else next(values)
+    children: dict[str, Any] = {}
+    for name, child in node.children.items():
+        if type(child) is Branch:
+            children[name] = from_stored(child, values, structure)
+        else:
+            children[name] = child if values is None else next(values)
+    if structure != "flax" and node.container is Container.LIST:
+        return list(children.values())
+    if structure != "stored":
+        return children
+    if node.container is Container.TUPLE:
+        return tuple(children.values())
+    return {int(name) if name in node.int_keys else name: child for name, child in children.items()}
 
 
 def _has_custom_serialization(node: Any) -> bool:
@@ -102,25 +153,6 @@ def _state_dict(target: Any) -> Any:
     except (ValueError, AssertionError) as error:
         # Up to flax 0.10.2 at least, keys of a FrozenDict that are not text fail an assertion.
         raise UnsupportedLeafError(f"the tree has no state dict: {error}") from error
-
-
-def _describe(original: Any, state: Any, path: Path, foreign: list[Path], misread: list[Path]) -> Node:
-    """Return the neutral tree; collect paths of pytrees that Flax does not expand and namedtuples it misreads."""
-    entries = _entries(original, state, path)
-    if entries is None:
-        return state
-    children = {
-        name: value if type(value) in _LEAF_TYPES else _describe(child, value, (*path, name), foreign, misread)
-        for name, child, value in entries
-    }
-    if type(state) is not dict:
-        foreign.append(path)
-        container = Container.LIST if _is_sequence(_one_level(state)) else Container.DICT
-        return Branch(children, container, _int_keys(state, children))
-    branch = Branch(children, _container(original, children), _int_keys(original, children))
-    if branch.container is Container.NAMEDTUPLE and old_namedtuples.is_misread(branch):
-        misread.append(path)
-    return branch
 
 
 def _is_leaf(state: Any) -> bool:

@@ -17,8 +17,7 @@ from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
-from flax_ckpt_compat._restore import placement
-from flax_ckpt_compat._trees import depth
+from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._view import metadata
 
 # ``a/b/0``, or ``("a", "b", 0)`` where a name itself contains a slash.
@@ -76,7 +75,7 @@ class Checkpoint:
         self.path, self.step = opened.path, step
         formats = {opened.reader(name).format for name in opened.parts}
         self.format = (formats.pop() if len(formats) == 1 else Format.ORBAX).value
-        self.tree: Any = placement.as_stored(self._root)
+        self.tree: Any = state_dict.from_stored(self._root, None, "stored")
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -73,7 +73,8 @@ def _records(checkpoint_dir: listing.CheckpointDir, last: bool) -> list[Checkpoi
 def _record(checkpoint_dir: listing.CheckpointDir, classified: Classified) -> CheckpointRecord | None:
     path, name = classified.entry.path, classified.entry.name
     format = Format.ORBAX if paths.isdir(path) else Format.MSGPACK
-    nbytes = paths.total_size(path) + paths.total_size(path + steps.ARRAYS_POSTFIX)
+    storage = paths.storage_of(path)
+    nbytes = storage.total_size(path) + storage.total_size(path + steps.ARRAYS_POSTFIX)
     if not paths.lexists(path):  # another process has just evicted it
         return None
     state = classified.state

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.orbax_layout import STEP_METADATA, TREE_METADATA
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.opening import Opened
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -65,7 +65,7 @@ def _object(file: str) -> dict[str, Any]:
     if not paths.isfile(file):
         return {}
     try:
-        with atomic.translated(file):
+        with translated(file):
             value = json.loads(paths.read(file))
     except (ValueError, RecursionError) as error:
         _log.warning("%s does not decode and is left out: %s", file, error)

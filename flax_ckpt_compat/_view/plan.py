@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,20 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
-from flax_ckpt_compat import config
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
-from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
-from flax_ckpt_compat._restore import placement, scalar_kinds
-from flax_ckpt_compat._restore.policies import execution, refusals
-from flax_ckpt_compat._restore.restore_plan import RestorePlan, TreePlan, plan_all
-from flax_ckpt_compat._restore.transform_spec import TransformSpec
+from flax_ckpt_compat._restore.items import plan_all
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
+from flax_ckpt_compat._restore.policies import refusals
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, FromCheckpoint, FromTarget, handles_of, needs, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
 from flax_ckpt_compat._view import plan_text
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ class Plan:
         return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
 
 
-@depth.limited("restored")
 def plan_restore(
     path: str | os.PathLike[str],
     target: Any = None,
@@ -160,28 +159,29 @@ def plan_restore(
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
-    spec = TransformSpec(transforms, default_to_original=transforms_default_to_original, strict=True)
-    given: dict[str, Any] = {
-        "missing_leaves": missing_leaves,
-        "shape_mismatch": shape_mismatch,
-        "kind_mismatch": kind_mismatch,
-        "dtype": dtype,
-        "structure": structure,
-        "must_exist": must_exist,
-        "mapped": mapped,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    options = RestoreOptions.strict(
+        transforms,
+        transforms_default_to_original,
+        missing_leaves=missing_leaves,
+        shape_mismatch=shape_mismatch,
+        kind_mismatch=kind_mismatch,
+        dtype=dtype,
+        structure=structure,
+        must_exist=must_exist,
+        mapped=mapped,
+    )
 
     def plan_one(found: str) -> Plan:
         before = locating.identity(found)
         with closing(opening.Opened(found)) as opened:
-            plan = _plan(opened, plan_all(opened, target, spec))
+            plan = _plan(opened, plan_all(opened, target, options))
         locating.check_same(found, before)
         return plan
 
-    with config.defaults(config.STRICT), config.override(**given):
-        restore_pipeline.wait_for_pending_saves(ckpt_dir, prefix)
-        return locating.read_found(ckpt_dir, step, prefix, plan_one, lambda: _nothing(paths.absolute(ckpt_dir), target))
+    otherwise = None if options.settings.must_exist else lambda: _nothing(paths.absolute(ckpt_dir), target)
+    restore_pipeline.wait_for_pending_saves(ckpt_dir, prefix)
+    with depth.limited("restored"), closing(options.transforms):
+        return locating.read_found(ckpt_dir, step, prefix, plan_one, otherwise)
 
 
 def _nothing(path: str, target: Any) -> Plan:
@@ -191,9 +191,9 @@ def _nothing(path: str, target: Any) -> Plan:
     return Plan(path, "", tuple(kept), (), 0, None)
 
 
-def _kept(path: str, leaf: Any, why: str) -> PlannedLeaf:
+def _kept(path: str, leaf: Any, why: str, origin: str = "target") -> PlannedLeaf:
     shape, dtype = shape_and_dtype(leaf)
-    return PlannedLeaf(path, "target", (), why, shape, dtype, shape, dtype, 0)
+    return PlannedLeaf(path, origin, (), why, shape, dtype, shape, dtype, 0)
 
 
 def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
@@ -202,19 +202,12 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     needed: dict[Any, int] = {}
     for name, tree_plan in plans.items.items():
         item = (name,) if plans.is_mapping else ()
-        describe = _Describer(tree_plan, item)
-        node = None if tree_plan.target is None else tree_plan.target.node
-        for path, source, target in _pairs(tree_plan.match.sources, node, ()):
-            leaves.append(describe(path, source, target))
-            needed.update(needs(source))
-        leaves.extend(
-            describe(path, FromTarget({}, "not in the checkpoint"), None) for path in sorted(tree_plan.match.empty)
-        )
-        stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.match.unused else {}
+        leaves += _planned_leaves(tree_plan, item)
+        for leaf in tree_plan.leaves:
+            needed.update(needs(leaf.source))
+        stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.unused else {}
         # None and empty containers hold no values.
-        idle = [
-            (path, stored[path]) for path in tree_plan.match.unused if isinstance(stored[path], LeafHandle | Derived)
-        ]
+        idle = [(path, stored[path]) for path in tree_plan.unused if isinstance(stored[path], LeafHandle | Derived)]
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     formats = {tree_plan.reader.format.value for tree_plan in plans.items.values()}
     return Plan(
@@ -231,69 +224,57 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     """Return the name of a restore's first error, and its message unless the leaves show the reason."""
     for tree_plan in plans.items.values():
-        for kind, error in refusals(tree_plan, execution(tree_plan).problems):
-            is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.match.shapes)
+        for kind, error in refusals(tree_plan):
+            is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.shapes)
             return kind.__name__, "" if is_shown else str(error())
     return None, ""
 
 
-def _pairs(sources: Any, target: Any, path: Path) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield (key path, source, target's leaf) of every leaf; without a target the sources are a branch."""
-    if not isinstance(sources, dict | Branch):
-        yield path, sources, target
-        return
-    children = sources.children if isinstance(sources, Branch) else sources
-    for name, child in children.items():
-        below = target.children.get(name) if isinstance(target, Branch) else None
-        yield from _pairs(child, below, (*path, name))
-
-
-class _Describer:
-    """Describer of the leaves of one tree."""
-
-    def __init__(self, tree_plan: TreePlan, item: Path):
-        settings = config.current()
-        self._item, self._cast = item, settings.dtype == "target"
-        raises = settings.missing_leaves == "error" and not tree_plan.transforms.lenient
-        self._missing = frozenset(tree_plan.match.missing) if raises else frozenset()
-
-    def __call__(self, path: Path, source: FromCheckpoint | FromTarget, target: Any) -> PlannedLeaf:
-        wanted = shape_and_dtype(target)
-        shape, dtype = wanted
-        sources: tuple[str, ...] = ()
-        if isinstance(source, FromTarget):
-            origin, how = "missing" if path in self._missing else "target", source.why
+def _planned_leaves(plan: TreePlan, item: Path) -> Iterator[PlannedLeaf]:
+    """Yield the leaves of a tree's plan; a subtree that is restored as stored counts as one."""
+    raises = plan.options.settings.missing_leaves == "error" and not plan.options.transforms.lenient
+    missing = frozenset(plan.missing) if raises else frozenset()
+    subtrees = {} if plan.target is None else plan.stored_subtrees
+    for path, group in itertools.groupby(plan.leaves, lambda leaf: leaf.path):
+        if path in subtrees:
+            yield _planned_subtree(path, subtrees[path], item)
         else:
-            node = source.node
-            origin, how = _origin_of(node)
-            sources = tuple(self._name(handle.path) for _, leaf in iter_leaves(node) for handle in handles_of(leaf))
-            shape, dtype = getattr(node, "shape", None), getattr(node, "dtype", None)
-            if isinstance(node, LeafHandle) and node.kind not in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR):
-                # Of a key, shape and dtype are those of its data; Python values have none.
-                wanted = shape, dtype = None, None
-                if isinstance(target, jax.ShapeDtypeStruct) and scalar_kinds.is_converted(node, target, self._cast):
-                    shape, dtype = (), scalar_kinds.stored_dtype(node)
-                    wanted = target.shape, target.dtype
-            dtype = None if dtype is None else placement.TargetLeafSpec(target, self._cast, False).dtype(dtype)
-        return PlannedLeaf(
-            self._name(path),
-            origin,
-            sources,
-            how,
-            None if shape is None else tuple(shape),
-            dtype,
-            None if wanted[0] is None else tuple(wanted[0]),
-            wanted[1],
-            sum(needs(source).values()),
-        )
-
-    def _name(self, path: Path) -> str:
-        return show_path((*self._item, *path))
+            for leaf in group:
+                yield _planned(leaf, item, "missing" if path in missing else "target")
+    for path, stored in subtrees.items():
+        if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
+            yield _planned_subtree(path, stored, item)
+    for path in sorted(plan.empty):
+        yield _kept(show_path((*item, *path)), {}, "not in the checkpoint", "missing" if path in missing else "target")
 
 
-def _origin_of(node: Any) -> tuple[str, str]:
-    if isinstance(node, Derived):
-        return "computed", node.how
-    if isinstance(node, Branch):
-        return "checkpoint", "by the rules of the target's own type, or leaf by leaf if they refuse it"
-    return "checkpoint", ""
+def _planned_subtree(path: Path, stored: Node, item: Path) -> PlannedLeaf:
+    leaves = [leaf for _, leaf in iter_leaves(stored)]
+    sources = tuple(show_path((*item, *handle.path)) for leaf in leaves for handle in handles_of(leaf))
+    how = "by the rules of the target's own type, or leaf by leaf if they refuse it"
+    nbytes = sum(size for leaf in leaves for size in needs(leaf).values())
+    return PlannedLeaf(show_path((*item, *path)), "checkpoint", sources, how, None, None, None, None, nbytes)
+
+
+def _planned(leaf: LeafPlan, item: Path, kept: str) -> PlannedLeaf:
+    name, source, target = show_path((*item, *leaf.path)), leaf.source, leaf.target
+    if source is Own.TARGET:
+        return _kept(name, target, leaf.why, kept)
+    (shape, dtype), wanted = shape_and_dtype(source), shape_and_dtype(target)
+    if isinstance(source, LeafHandle) and source.kind not in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR):
+        # Of a key, shape and dtype are those of its data; Python values have none.
+        if isinstance(target, jax.ShapeDtypeStruct) and leaf.cast is not None:
+            shape, dtype = (), leaf.cast
+        else:
+            wanted = shape, dtype = None, None
+    is_cast = dtype is not None and leaf.cast is not None
+    return PlannedLeaf(
+        name,
+        "computed" if isinstance(source, Derived) else "checkpoint",
+        tuple(show_path((*item, *handle.path)) for handle in handles_of(source)),
+        source.how if isinstance(source, Derived) else "",
+        shape,
+        leaf.cast if is_cast else dtype,
+        *wanted,
+        sum(needs(source).values()),
+    )

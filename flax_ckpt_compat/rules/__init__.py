@@ -8,6 +8,7 @@ rule                                      what it does
 ``copy(source, to)``                      the same, and they stay where they are, too
 ``drop(*patterns)``                       leaves out what is not wanted
 ``from_target(*patterns)``                the target keeps its own values there
+``from_checkpoint(path, *patterns)``      takes them from another checkpoint
 ``wrap(name, at)``                        one level more: params/… → params/model/…
 ``unwrap(name, at)``                      one level less: params/model/… → params/…
 ``stack(pattern, into, axis)``            layer_0 … layer_11 → layers, with one axis more
@@ -40,9 +41,10 @@ from __future__ import annotations
 from flax_ckpt_compat.rules._rule import Rule
 from flax_ckpt_compat.rules.eras import pre_linen, pre_optax
 from flax_ckpt_compat.rules.layers import fuse, split, stack, unstack
-from flax_ckpt_compat.rules.names import copy, drop, from_target, move, rename, unwrap, wrap
+from flax_ckpt_compat.rules.names import copy, drop, move, rename, unwrap, wrap
 from flax_ckpt_compat.rules.optimizers import optimizer_state
 from flax_ckpt_compat.rules.shapes import cut, index, reshape, resize, transpose, unreplicate
+from flax_ckpt_compat.rules.sources import from_checkpoint, from_target
 from flax_ckpt_compat.rules.values import apply, cast, key_data, pad, wrap_key_data
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "copy",
     "cut",
     "drop",
+    "from_checkpoint",
     "from_target",
     "fuse",
     "index",

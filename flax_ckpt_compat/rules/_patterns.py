@@ -46,6 +46,14 @@ def whole_names(pattern: str, rule_name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![^/])(?:{_FLAGS.sub('', pattern)}{end})(?![^/])", flags)
 
 
+def check(patterns: Sequence[str], rule_name: str) -> None:
+    """Raise if there is no pattern for `select`, an empty one, or one that is no regular expression."""
+    if not all(patterns) or not patterns:
+        raise TransformError(f"{rule_name}: name at least one path; '.*' is the whole tree")
+    for pattern in patterns:
+        compiled(pattern, rule_name)
+
+
 def filled(pattern: re.Pattern[str], replacement: Replacement, rule_name: str) -> Fill:
     r"""Return a function that fills a replacement with a match: text with ``\1`` as in ``re.sub``, or a function.
 

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -15,7 +16,9 @@ from flax_ckpt_compat._core.dtypes import stored_name
 from flax_ckpt_compat._core.tree import Node
 
 _Given = ParamSpec("_Given")
-Apply = Callable[[Node, Node], Node]
+# Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
+OpenTree = Callable[[str, Any, str], tuple[str, Node]]
+Apply = Callable[..., Node]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,10 +30,16 @@ class Rule:
         apply: takes the checkpoint's tree (leaves: `LeafHandle`, `Derived`, `Own` or None; see
             `flax_ckpt_compat._trees.leaf_sources`) and the target's neutral tree, and returns a new checkpoint tree. It
             reads no array data, changes neither, and raises `TransformError` if the rule does not fit.
+        opens: `apply` also takes an `OpenTree`.
     """
 
     source: str
     apply: Apply = dataclasses.field(repr=False, compare=False)
+    opens: bool = dataclasses.field(default=False, repr=False, compare=False)
+
+    def apply_to(self, tree: Node, target: Node, open_tree: OpenTree) -> Node:
+        """Apply it, with the means to open another checkpoint if it needs that."""
+        return self.apply(tree, target, open_tree) if self.opens else self.apply(tree, target)
 
     def __str__(self) -> str:
         return self.source
@@ -59,7 +68,8 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
             else:
                 words.append(_shown(value))
         rule_name = f"{make.__name__}({', '.join(words)})"
-        return Rule(f"rules.{rule_name}", make(rule_name, *args, **kwargs))
+        apply = make(rule_name, *args, **kwargs)
+        return Rule(f"rules.{rule_name}", apply, opens="open_tree" in inspect.signature(apply).parameters)
 
     made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made
@@ -75,6 +85,10 @@ def _shown(value: object) -> str:
         return repr(stored_name(dtype))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
+    if isinstance(value, Rule):
+        return value.source
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_shown(key)}: {_shown(one)}' for key, one in value.items())}}}"
     if inspect.isroutine(value):

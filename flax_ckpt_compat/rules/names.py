@@ -1,4 +1,4 @@
-"""Rename, move, copy and drop stored leaves, and keep the target's own; no value changes."""
+"""Rename, move, copy and drop stored leaves; no value changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves, show_path
-from flax_ckpt_compat._trees.leaf_sources import Own
+from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat.rules import _patterns, _trees
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -120,35 +119,13 @@ def drop(_rule_name: str, *patterns: str) -> Apply:
     Raises:
         TransformError: no pattern, or a bad one; when applied: the checkpoint has no such path.
     """
-    _check(patterns, _rule_name)
+    _patterns.check(patterns, _rule_name)
 
     def apply(stored: Node, _: Node) -> Node:
         dropped = _patterns.select(stored, patterns, _rule_name)
         return _trees.remap(
             stored, lambda path: [] if _trees.prefix_in(path, dropped) is not None else [path], _rule_name
         )
-
-    return apply
-
-
-@rule
-def from_target(_rule_name: str, *patterns: str) -> Apply:
-    """Keep the target's own values, whatever is stored: ``from_target("batch_stats", ".*/lora_[ab]")``.
-
-    Args:
-        patterns: of whole key paths of subtrees or leaves in the target.
-
-    Raises:
-        TransformError: no pattern, or a bad one; when applied: the target has no such path, or the checkpoint has a
-            leaf where the target has a subtree around it.
-    """
-    _check(patterns, _rule_name)
-
-    def apply(stored: Node, target: Node) -> Node:
-        for path in _patterns.select(target, patterns, _rule_name, whose="the target"):
-            own = map_leaves(lambda _, __: Own.TARGET, _trees.node_at(target, path))
-            stored = _trees.put(stored, path, own, _rule_name)
-        return stored
 
     return apply
 
@@ -211,13 +188,6 @@ def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
         return _trees.remap(stored, higher, _rule_name)
 
     return apply
-
-
-def _check(patterns: tuple[str, ...], rule_name: str) -> None:
-    if not all(patterns) or not patterns:
-        raise TransformError(f"{rule_name}: name at least one path; '.*' is the whole tree")
-    for pattern in patterns:
-        _patterns.compiled(pattern, rule_name)
 
 
 def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], rule_name: str) -> None:

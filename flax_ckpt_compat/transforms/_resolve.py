@@ -32,9 +32,15 @@ class Take:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Outcome: call the transform's multi_value_fn."""
+    """Outcome: call the transform's multi_value_fn.
+
+    Attributes:
+        transform: the transform.
+        key: its key.
+    """
 
     transform: Any
+    key: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +156,7 @@ def _of_one(
     if transform.use_fallback and default_to_original:
         return None
     if transform.multi_value_fn is not None:
-        return Call(transform)
+        return Call(transform, entry.key)
     source = _source(entry, key)
     if not has(source):
         note = " (use_fallback with default_to_original=False takes the stored leaf)" if transform.use_fallback else ""

@@ -6,12 +6,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import flax_ckpt_compat
-from flax_ckpt_compat._restore import matching
+from flax_ckpt_compat import config
+from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._restore.match import plan_tree
+from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
 from tests.benchmarks.report import Table
 from tests.benchmarks.systems import OURS, timed
@@ -87,15 +92,17 @@ def _list(directory: str) -> None:
 def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
     """Seconds to describe a tree and to match it, by number of leaves."""
     rows = []
+    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="")
+    options = RestoreOptions(config.current())
     for count in counts:
         leaf = np.zeros(1, np.float32)
         tree = {f"part_{n // 100}": {} for n in range(0, count, 100)}
         for n in range(count):
             tree[f"part_{n // 100}"][f"leaf_{n % 100}"] = leaf
-        described = state_dict.describe(tree)
+        described = state_dict.TargetTree(tree)
         times = {
             "describe": lambda tree=tree: state_dict.describe(tree),
-            "match": lambda node=described: matching.match(node, node, lenient=False, is_custom=lambda path: False),
+            "match": lambda one=described: plan_tree(reader, one.node, one, options, ""),
             "rebuild": lambda tree=tree: state_dict.rebuild(tree, tree),
         }
         for name, call in times.items():

@@ -15,7 +15,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.local import atomic, no_replace, processes
+from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
 
@@ -41,14 +41,14 @@ def read(path: str | Path) -> str:
 def temporary_of(pid: int, path: Path, role: str = "new", start: int | None = None) -> str:
     """The temporary path that a process with this id would choose."""
     mine = atomic.temporary_path(str(path), role)
-    own = f"-{os.getpid()}-{processes.start_time(os.getpid())}-"
+    own = f"-{os.getpid()}-{temporaries.start_time(os.getpid())}-"
     assert own in mine
-    return mine.replace(own, f"-{pid}-{max(1, processes.start_time(pid)) if start is None else start}-")
+    return mine.replace(own, f"-{pid}-{max(1, temporaries.start_time(pid)) if start is None else start}-")
 
 
 def of_other_machine(path: str) -> str:
     """Renames a temporary so that another machine seems to have made it."""
-    name = os.path.basename(path).replace(processes.machine(), "0" * 12)
+    name = os.path.basename(path).replace(temporaries.machine(), "0" * 12)
     moved = os.path.join(os.path.dirname(path), name)
     os.rename(path, moved)
     return moved
@@ -265,7 +265,7 @@ def test_recover_never_replaces_a_checkpoint(tmp_path: Path, kind: str, dead: in
     make(tmp_path / "c_1", "new", kind)
     aside = temporary_of(dead, tmp_path / "c_1", "old")
     make(aside, "old", kind)
-    assert not no_replace.rename_new(aside, str(tmp_path / "c_1"))
+    assert not atomic.rename_new(aside, str(tmp_path / "c_1"))
     atomic.remove_stale(str(tmp_path))
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("new", ["c_1"])
 
@@ -311,7 +311,6 @@ def test_a_forked_child_is_another_writer(tmp_path: Path) -> None:
 FORK = """
 import os, sys
 from flax_ckpt_compat._core.local import atomic as files
-from flax_ckpt_compat._core.local import no_replace as unreplaced
 files.temporary_path(sys.argv[1])
 child = os.fork()
 os.write(1, files.temporary_path(sys.argv[1]).encode() + b"\\n")

@@ -15,7 +15,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.local import no_replace
+from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.atomic import temporary_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import pipeline as save_pipeline
@@ -81,10 +81,10 @@ def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: s
         final.write_text("" if "empty" in there else "old")
     if there in ("file", "directory"):
         with pytest.raises(errors.StorageError, match="another process has saved"):
-            no_replace.publish_new(str(temporary), str(final))
+            atomic.publish_new(str(temporary), str(final))
         assert temporary.exists()
         assert (final / "old").exists() if there == "directory" else final.read_text() == "old"
     else:
-        no_replace.publish_new(str(temporary), str(final))
+        atomic.publish_new(str(temporary), str(final))
         assert os.listdir(tmp_path) == ["c_1"]
         assert (final / "new" if directory else final).read_text() == "new"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
-from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, storage
 from tests.support.saves import dead_pid, names, tree, use_flag
 
 
@@ -128,7 +127,7 @@ def test_suggestions_keep_to_what_may_be_read(tmp_path: Path, monkeypatch: pytes
     """A file that cannot be opened is not suggested, and is no other error than that there is nothing."""
     with use_flag(False):
         checkpoints.save_checkpoint(tmp_path, tree(1), 1)
-    monkeypatch.setattr(paths, "open", _refuse, raising=False)
+    monkeypatch.setattr(storage, "open", _refuse, raising=False)
     assert why_not("step", tmp_path, "ckpt_").endswith("the prefix 'ckpt_')")
 
 

@@ -8,7 +8,7 @@ import flax.serialization
 import jax
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import format, host_arrays, write
+from flax_ckpt_compat.legacy import encode, format
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,17 +21,17 @@ SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 @pytest.fixture
 def tiny(monkeypatch):
     """Limits so small that arrays of a few bytes take every way that large ones take."""
-    monkeypatch.setattr(host_arrays, "_BLOCK", 24)
-    monkeypatch.setattr(host_arrays, "_MIN_SHARDED", 1)
-    monkeypatch.setattr(write, "_COPY_BELOW", 1)
+    monkeypatch.setattr(encode, "_BLOCK", 24)
+    monkeypatch.setattr(encode, "_MIN_SHARDED", 1)
+    monkeypatch.setattr(encode, "_COPY_BELOW", 1)
 
 
 @given(SHAPES, st.sampled_from(NUMPY_DTYPES + ML_DTYPES), st.permutations(range(4)), st.integers(1, 3))
 def test_blocks_are_the_array_in_c_order(shape, dtype, order, step):
     """Joined, they are what numpy makes of the array, whatever its strides; each is small, or one element."""
     array = fill(shape, dtype, 1).transpose([axis for axis in order if axis < len(shape)])[::step]
-    blocks = list(host_arrays._blocks(array.shape, dtype.itemsize))
-    joined = b"".join(piece.tobytes() for piece in host_arrays.pieces(array))
+    blocks = list(encode._blocks(array.shape, dtype.itemsize))
+    joined = b"".join(piece.tobytes() for piece in encode.pieces(array))
     assert joined == array.tobytes()
     assert sum(np.prod([side.stop - side.start for side in block]) for block in blocks) == array.size
 

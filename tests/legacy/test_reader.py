@@ -77,7 +77,7 @@ def test_window_seams(load_bytes, step, tiny, tree):
 def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"_GAP": gap, "_BLOCK": block, "_PIECE": piece}.items():
+        for name, value in {"_GAP": gap, "_RUN": block, "_PIECE": piece}.items():
             patch.setattr(reader, name, value)
         patch.setattr("flax_ckpt_compat.legacy.reader._SMALL", 40)
         path = save({str(index): array for index, array in enumerate(tree)})

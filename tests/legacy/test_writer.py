@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, format, write
+from flax_ckpt_compat.legacy import BACKEND, encode, format
 from hypothesis import given, settings
 
 from flax_ckpt_compat._core.backend import WriteOptions
@@ -133,9 +133,9 @@ def test_short_writes(save, load, monkeypatch):
 
 def test_batches(save, monkeypatch):
     """Arrays that cross the ends of batches, and more pieces than one call takes, come out whole."""
-    monkeypatch.setattr(write, "_BATCH", 4096)
-    monkeypatch.setattr(write, "_COPY_BELOW", 16)
-    monkeypatch.setattr(write, "_MAX_PIECES", 7)
+    monkeypatch.setattr(encode, "_BATCH", 4096)
+    monkeypatch.setattr(encode, "_COPY_BELOW", 16)
+    monkeypatch.setattr(encode, "_MAX_PIECES", 7)
     tree = {str(n): np.arange(n * 37 % 3000, dtype=np.uint16) for n in range(300)} | {"text": "y" * 9000}
     assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
 

@@ -159,7 +159,7 @@ def fail_unnoticed(folder: str, orbax: bool) -> tuple[tuple[str, ...], str]:
 
 @contextmanager
 def _writing(orbax: bool, first: Any) -> Iterator[None]:
-    """Calls something before this process writes its share."""
+    """Calls something before this process writes its part."""
     backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
     own = backend.write_process_part
 

@@ -140,9 +140,9 @@ def save_split_otherwise(folder: str, orbax: bool) -> str:
 def save_differing(folder: str, orbax: bool, background: bool) -> list[str]:
     """Saves two steps with leaves that differ between processes, and one after that without; what was warned of."""
     use(orbax)
-    told: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("flax_ckpt_compat")
     logger.addHandler(handler)
     manager = checkpoints.AsyncManager() if background else None
@@ -160,7 +160,7 @@ def save_differing(folder: str, orbax: bool, background: bool) -> list[str]:
         np.testing.assert_array_equal(got["v"], np.zeros(3))
         np.testing.assert_array_equal(np.asarray(got["copies"].addressable_data(0)), WHOLE)
         check_shards("halves", got["halves"], WHOLE)
-    return told
+    return warnings
 
 
 def _differing(own: int) -> dict[str, Any]:

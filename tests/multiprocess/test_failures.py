@@ -1,4 +1,4 @@
-"""Processes that stay away, fail, fill the disk or die: the others hear why within the bound, and go on."""
+"""Processes that stay away, fail, fill the disk or die: the others raise the reason within the bound, and go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, abs
     assert team.call(jobs.restore_small, str(tmp_path)) == [2] * count
 
 
-def test_whoever_comes_too_late_hears_it_too(orbax: bool, tmp_path: Path) -> None:
+def test_a_late_process_raises_the_same_error(orbax: bool, tmp_path: Path) -> None:
     """A process that comes when the others have given up fails soon, with the same reason."""
     team = team_of(4)
     waited = team.run(jobs.save_small, str(tmp_path), orbax, 1, None, WAIT, only=[0, 1, 3], timeout=20)

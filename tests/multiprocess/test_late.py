@@ -18,7 +18,7 @@ needs_arrays_without_shards = pytest.mark.skipif(
 
 
 def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Path) -> None:
-    """It writes its share, learns that nobody waits for it, and removes what it made anew."""
+    """It writes its part, finds that nobody waits for it, and removes what it made anew."""
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), orbax, 1)
     before = jobs.names(str(tmp_path))
@@ -38,7 +38,7 @@ def test_no_descriptors_in_process_0(orbax: bool, tmp_path: Path) -> None:
     assert jobs.names(str(tmp_path)) == (["checkpoint_2"] if orbax else jobs.both(2))
 
 
-def test_an_interrupted_wait_leaves_no_seat(orbax: bool, tmp_path: Path) -> None:
+def test_an_interrupted_wait_leaves_no_registration(orbax: bool, tmp_path: Path) -> None:
     """The next save of the same step, and of another one, finds all processes and accuses none."""
     team = team_of(2)
     for step in (1, 2):
@@ -49,7 +49,7 @@ def test_an_interrupted_wait_leaves_no_seat(orbax: bool, tmp_path: Path) -> None
 
 
 def test_a_manager_that_takes_no_task(orbax: bool, tmp_path: Path) -> None:
-    """The others hear at once why, and nothing is left."""
+    """The others raise the reason at once, and nothing is left."""
     team = team_of(2)
     errors = team.run(late_jobs.save_without_a_manager, str(tmp_path), orbax, 1, timeout=15)
     assert [outcome.value.partition(":")[0] for outcome in errors] == ["MultiprocessSaveError", "OSError"], errors
@@ -58,7 +58,7 @@ def test_a_manager_that_takes_no_task(orbax: bool, tmp_path: Path) -> None:
 
 
 def test_a_sharding_that_differs_in_one_leaf(orbax: bool, tmp_path: Path) -> None:
-    """It is told as that, with the name of the leaf, before anything is written."""
+    """The error names the leaf, before anything is written."""
     for error in team_of(2).call(late_jobs.save_split_otherwise, str(tmp_path), orbax):
         assert error.startswith("MultiprocessSaveError: "), error
         assert "process 1 saves" in error
@@ -68,7 +68,7 @@ def test_a_sharding_that_differs_in_one_leaf(orbax: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_values_that_differ_are_told_once(orbax: bool, tmp_path: Path, background: bool) -> None:
+def test_values_that_differ_are_warned_of_once(orbax: bool, tmp_path: Path, background: bool) -> None:
     """Process 0's are saved, and it warns once, naming the leaves; arrays alike in all processes are not named."""
     warned, *others = team_of(2).call(late_jobs.save_differing, str(tmp_path), orbax, background)
     assert others == [[]]

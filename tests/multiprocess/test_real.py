@@ -66,7 +66,7 @@ def test_what_a_given_checkpointer_replaced_is_seen_at_once(tmp_path: Path, back
 
 
 def test_an_async_checkpointer_whose_save_is_not_published(tmp_path: Path) -> None:
-    """Both processes hear from their waits why process 0 could not; the version before stays."""
+    """The waits of both processes raise the error of process 0; the version before stays."""
     team = team_of(2)
     team.call(jobs.save_small, str(tmp_path), True, 2)
     for kind, text in team.call(real_jobs.fail_to_publish, str(tmp_path)):

@@ -103,7 +103,7 @@ SAME: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "found"),
     [
         ({"step": 6}, ["checkpoint_6", "checkpoint_5"]),
         ({"below": "/elsewhere"}, ["/elsewhere/checkpoint_5"]),
@@ -111,13 +111,13 @@ SAME: dict[str, Any] = {}
         ({"orbax": None}, ["msgpack", "orbax"]),
     ],
 )
-def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any], told: list[str]) -> None:
+def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any], found: list[str]) -> None:
     """All processes fail within the bound and name the process and the difference; nothing is saved."""
     other = {"orbax": not orbax} if "orbax" in other else other
     for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), orbax, [SAME, other], 0.5, timeout=20):
         assert outcome.kinds[0] == "MultiprocessSaveError"
         assert "process 1 saves" in outcome.error
-        assert all(text in outcome.error for text in told), outcome.error
+        assert all(text in outcome.error for text in found), outcome.error
         assert outcome.seconds < 4
     assert jobs.names(str(tmp_path)) == []
     team_of(2).call(rule_jobs.save_with, str(tmp_path), orbax, [SAME, SAME])

@@ -1,17 +1,23 @@
 """Checkpoint tree + target tree → where each target leaf comes from."""
 
+import types
 from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Path, iter_leaves, map_leaves, show_path
-from flax_ckpt_compat._restore import matching, placement
+from flax_ckpt_compat import config
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._restore import match as matching
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import TreePlan
+from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Own
 from tests.support.profiles import examples
-from tests.support.samples import Pair
+from tests.support.samples import Pair, Serialized
 
 
 def handles(tree: Any) -> Any:
@@ -28,9 +34,16 @@ def handles(tree: Any) -> Any:
     return map_leaves(handle, state_dict.describe(tree))
 
 
-def match(stored: Any, target: Any, *, lenient: bool = False, own: Any = ()) -> matching.Match:
-    """A match of two plain trees."""
-    return matching.match(handles(stored), state_dict.describe(target), lenient=lenient, is_custom=own.__contains__)
+def plan(stored: Node, target: Any, *, lenient: bool = False) -> TreePlan:
+    """The plan of a restore; lenient as with ``orbax_transforms={}``."""
+    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="/p")
+    options = RestoreOptions(config.current(), TransformSpec({} if lenient else None))
+    return matching.plan_tree(reader, stored, state_dict.TargetTree(target), options, "/p")
+
+
+def match(stored: Any, target: Any, *, lenient: bool = False) -> TreePlan:
+    """The plan for two plain trees."""
+    return plan(handles(stored), target, lenient=lenient)
 
 
 NAMES = st.sampled_from("abcd")
@@ -41,42 +54,23 @@ TREES = st.recursive(
 )
 
 
-def leaf_paths(node: Any) -> set[Path]:
-    """Key paths of leaves and of branches without children."""
-    return {path for path, _ in iter_leaves(node)}
-
-
-def result_paths(sources: Any, path: Path = ()) -> set[Path]:
-    """Key paths of the leaves of nested dicts."""
-    if not isinstance(sources, dict) or not sources:
-        return {path}
-    return {found for name, child in sources.items() for found in result_paths(child, (*path, name))}
-
-
 @settings(max_examples=examples(300), deadline=None)
 @given(stored=TREES, target=TREES, lenient=st.booleans())
 def test_every_target_leaf_has_one_source(stored: Any, target: Any, lenient: bool) -> None:
-    """The outcome has the target's structure; kept leaves are the target's, the others are stored there."""
+    """The plan has the target's leaves in order; kept leaves are the target's, the others are stored there."""
     outcome = match(stored, target, lenient=lenient)
-    assert result_paths(outcome.sources) == leaf_paths(state_dict.describe(target))
-    flat = dict(iter_leaves(state_dict.describe(target)))
-
-    def check(sources: Any, path: Path) -> None:
-        if isinstance(sources, dict):
-            for name, child in sources.items():
-                check(child, (*path, name))
-        elif isinstance(sources, matching.FromTarget):
-            assert sources.value is flat[path]
-            assert path in outcome.missing or (lenient and flat[path] is None)
+    leaves = {path: leaf for path, leaf in iter_leaves(state_dict.describe(target)) if not isinstance(leaf, Branch)}
+    subtrees = outcome.stored_subtrees
+    planned = dict.fromkeys([*(leaf.path for leaf in outcome.leaves), *subtrees])
+    assert set(planned) == set(leaves) and len(outcome.leaves) >= len(leaves) - len(subtrees)
+    assert [path for path in leaves if path not in subtrees] == [path for path in planned if path not in subtrees]
+    for leaf in outcome.leaves:
+        if leaf.source is Own.TARGET:
+            assert leaf.target is leaves[leaf.path]
+            assert leaf.path in outcome.missing or (lenient and leaf.target is None)
         else:
-            assert path not in outcome.missing
-            assert all(leaf is None or leaf.path[: len(path)] == path for _, leaf in _real_leaves(sources.node))
-
-    check(outcome.sources, ())
-
-
-def _real_leaves(node: Any) -> list[tuple[Path, Any]]:
-    return [(path, leaf) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)]
+            assert leaf.path not in outcome.missing
+            assert leaf.source is None or leaf.source.path[: len(leaf.path)] == leaf.path
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -84,17 +78,8 @@ def _real_leaves(node: Any) -> list[tuple[Path, Any]]:
 def test_no_stored_leaf_is_lost_in_silence(stored: Any, target: Any, lenient: bool) -> None:
     """Every stored leaf is used, or named as unused, unless a leaf that is missing or None stands in its place."""
     outcome = match(stored, target, lenient=lenient)
-    used: set[Path] = set()
-
-    def collect(sources: Any) -> None:
-        if isinstance(sources, dict):
-            for child in sources.values():
-                collect(child)
-        elif isinstance(sources, matching.FromCheckpoint):
-            used.update(leaf.path for _, leaf in _real_leaves(sources.node) if leaf is not None)
-
-    collect(outcome.sources)
-    stored_paths = {path for path, leaf in _real_leaves(handles(stored)) if leaf is not None}
+    used = {leaf.source.path for leaf in outcome.leaves if isinstance(leaf.source, LeafHandle)}
+    stored_paths = {path for path, leaf in iter_leaves(handles(stored)) if isinstance(leaf, LeafHandle)}
     lost = stored_paths - used - set(outcome.unused)
     excused = {*outcome.missing, *_kept_nones(state_dict.describe(target), lenient)}
     assert all(any(path[:n] in excused or any(m[:n] == path for m in excused) for n in range(len(path) + 1))
@@ -115,13 +100,16 @@ def test_a_tree_matches_itself(tree: Any) -> None:
 
 def test_types_with_own_rules_take_the_whole_branch() -> None:
     """Where the structure differs below such a type, it gets the stored branch as it is; else leaf by leaf."""
-    stored = {"s": {"old": 1, "n": {"x": 2}}}
-    outcome = match(stored, {"s": {"new": 1}}, own={("s",)})
-    assert isinstance(outcome.sources["s"], matching.FromCheckpoint)
-    assert placement.as_state(map_leaves(lambda _, leaf: leaf.locator, outcome.sources["s"].node)) == stored["s"]
+    stored = {"s": {"value": 1, "n": {"x": 2}}}
+    outcome = match(stored, {"s": Serialized(1)})
+    assert [leaf.path for leaf in outcome.leaves] == [("s",), ("s",)]
+    values = iter([leaf.source.locator for leaf in outcome.leaves if isinstance(leaf.source, LeafHandle)])
+    assert state_dict.from_stored(outcome.stored_subtrees["s",], values, "flax") == stored["s"]
     assert outcome.missing == [] and outcome.unused == []
-    outcome = match(stored, stored, own={("s",)})
-    assert set(outcome.sources["s"]) == {"old", "n"}
+    described = state_dict.TargetTree({"s": Serialized(1)})
+    (name,) = described.node.children["s"].children
+    outcome = match({"s": {name: 3}}, {"s": Serialized(1)})
+    assert not outcome.stored_subtrees and [leaf.path for leaf in outcome.leaves] == [("s", name)]
 
 
 def test_old_namedtuples_are_read_as_new_ones() -> None:
@@ -131,16 +119,14 @@ def test_old_namedtuples_are_read_as_new_ones() -> None:
     for index, name in enumerate(("left", "right")):
         field = stored.children["p"].children["fields"].children[str(index)]
         field.reader = type("Reader", (), {"read": staticmethod(lambda wanted, name=name: [name])})
-    outcome = matching.match(
-        stored, state_dict.describe({"p": Pair(0, 0)}), lenient=False, is_custom=lambda path: False
-    )
-    assert [outcome.sources["p"][name].node.locator for name in Pair._fields] == [7, 8]
+    outcome = plan(stored, {"p": Pair(0, 0)})
+    assert {leaf.path: leaf.source.locator for leaf in outcome.leaves} == {("p", "left"): 7, ("p", "right"): 8}
     assert match({"p": old}, {"p": {"name": 0}}).missing == []
 
 
 def test_a_missing_whole_tree_is_called_root() -> None:
     """A bare leaf has no key path: the message says <root>."""
     outcome = match({"a": 1}, 5)
-    assert isinstance(outcome.sources, matching.FromCheckpoint)
+    assert [leaf.path for leaf in outcome.leaves] == [()] and list(outcome.stored_subtrees) == [()]
     outcome = match(5, {"a": {"b": 1}})
     assert outcome.missing == [("a", "b")]

@@ -20,7 +20,8 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._save import async_saves
+from flax_ckpt_compat._save import async_saves, snapshot
+from flax_ckpt_compat._save.host_copies import Copies
 from tests.support.saves import names, run_python, tree
 
 MANAGERS = {"ours": ours.AsyncManager, "Flax's": flax_checkpoints.AsyncManager}
@@ -88,6 +89,56 @@ def test_values_are_those_of_the_call(flag: bool, tmp_path: Path, manager: Any, 
         np.testing.assert_array_equal(found[name], value)
     assert list(found["l"]) == ["0", "1"]
     np.testing.assert_array_equal(jax.random.key_data(found["k"]), jax.random.key_data(jax.random.key(7)))
+
+
+class Later:
+    """A user's own manager, which runs a save only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], Any]] = []
+
+    def wait_previous_save(self) -> None:
+        while self.tasks:
+            self.tasks.pop()()
+
+    def save_async(self, task: Callable[[], Any]) -> None:
+        self.tasks.append(task)
+
+
+def test_a_read_only_view_of_what_is_changed_later(flag: bool, tmp_path: Path) -> None:
+    """A broadcast array cannot be written to, but what it shows can."""
+    value, manager = np.zeros(1), Later()
+    ours.save_checkpoint(tmp_path, {"view": np.broadcast_to(value, (3,))}, 1, async_manager=manager)
+    value[0] = 7
+    manager.wait_previous_save()
+    np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["view"], np.zeros(3))
+
+
+def test_arrays_of_an_accelerator(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their transfers are started before any is waited for, also where implicit transfers are forbidden."""
+    monkeypatch.setattr(snapshot, "_traits", lambda sharding: (sharding.is_fully_replicated, False))
+    kind, manager, calls = type(jnp.zeros(1)), ours.AsyncManager(), list[Any]()
+    start, make = kind.copy_to_host_async, Copies.make
+
+    def started(array: Any) -> None:
+        calls.append(array.shape)
+        start(array)
+
+    def made(copies: Copies) -> None:
+        calls.append(jax.config.jax_transfer_guard_device_to_host)  # type: ignore[attr-defined]
+        make(copies)
+
+    monkeypatch.setattr(kind, "copy_to_host_async", started)
+    monkeypatch.setattr(Copies, "make", made)
+    with jax.transfer_guard_device_to_host("disallow"):
+        target = {"a": jnp.arange(3), "b": jnp.ones((2, 2), jnp.bfloat16), "k": jax.random.key(7)}
+        ours.save_checkpoint(tmp_path, target, 1, async_manager=manager)
+    manager.wait_previous_save()
+    assert calls == [(3,), (2, 2), (2,), "allow"]
+    found = ours.restore_checkpoint(tmp_path, None)
+    np.testing.assert_array_equal(found["a"], np.arange(3))
+    np.testing.assert_array_equal(found["b"], np.ones((2, 2)))
+    np.testing.assert_array_equal(jax.random.key_data(found["k"]), [0, 7])
 
 
 def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:

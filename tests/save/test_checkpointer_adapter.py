@@ -276,6 +276,25 @@ def test_a_background_failure_surfaces_at_the_next_call(then: str, tmp_path: Pat
     checkpointer.close()
 
 
+def test_check_for_errors_raises_a_background_failure(tmp_path: Path) -> None:
+    """As Orbax's own method does, once, without waiting."""
+    handler = Gated()
+    checkpointer = ocp.AsyncCheckpointer(handler)
+    handler.error = True
+    handler.gate.clear()
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    checkpointer.check_for_errors()
+    handler.gate.set()
+    with pytest.raises(RuntimeError, match="fire"):
+        for _ in range(3000):
+            checkpointer.check_for_errors()
+            threading.Event().wait(0.01)
+    checkpointer.check_for_errors()
+    checkpointer.wait_until_finished()
+    assert not {"wait_until_finished", "check_for_errors"} & vars(checkpointer).keys()
+    checkpointer.close()
+
+
 @pytest.mark.parametrize("target", [None, np.zeros(5)], ids=["no target", "target"])
 @pytest.mark.parametrize("through", [True, False], ids=["through it", "without it"])
 def test_a_single_array(target: Any, through: bool, tmp_path: Path) -> None:

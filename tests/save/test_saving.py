@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +105,27 @@ def test_files_of_any_tree_are_flaxs_to_the_byte(
     """So it is for any nesting of dicts, lists, tuples, namedtuples and dataclasses."""
     mine, theirs = both_files(tmp_path_factory.mktemp("bytes"), function, target)
     assert mine == theirs
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_few_frames_to_the_first_byte(
+    flag: bool, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most nine calls of ours lie between the caller and the arrays' first byte (put to TensorStore, or written)."""
+    packages = (importlib.import_module(f"flax_ckpt_compat{name}") for name in ("", ".legacy", ".orbax_backend"))
+    depths, rooms = list[int](), {Path(str(package.__file__)).parent for package in packages}
+    holder: Any = importlib.import_module("flax_ckpt_compat.orbax_backend.database").Database if flag else os
+    name = "put" if flag else "writev"
+    write = getattr(holder, name)
+
+    def counted(*args: Any) -> Any:
+        frames = [Path(frame.filename) for frame in traceback.extract_stack()]
+        depths.append(sum(not rooms.isdisjoint(frame.parents) for frame in frames) + flag)
+        return write(*args)
+
+    monkeypatch.setattr(holder, name, counted)
+    getattr(ours, function)(tmp_path, {"w": np.arange(9.0)}, 1)
+    assert 3 < depths[0] <= 9
 
 
 @pytest.fixture

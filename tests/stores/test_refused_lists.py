@@ -14,7 +14,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import client, gcs_listing, tokens
+from flax_ckpt_compat._core.object_store import client, gs
 from tests.support import s3
 from tests.support.gs import TOKEN, GsBucket
 from tests.support.saves import tree
@@ -71,7 +71,7 @@ def test_who_may_not_list(
     call: Callable[[str], Any], known: bool, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the token is not known here, because TensorStore alone has it."""
-    monkeypatch.setattr(tokens, "token", lambda: TOKEN if known else None)
+    monkeypatch.setattr(gs, "token", lambda: TOKEN if known else None)
     gs_bucket.proxy.may_list = False
     with pytest.raises(errors.StorageError, match=r"storage\.objects\.list denied.*none that may do that"):
         call(f"{gs_bucket.url}/run")
@@ -80,7 +80,7 @@ def test_who_may_not_list(
 @pytest.mark.parametrize("bucket_there", [True, False])
 def test_where_the_token_is_not_known(bucket_there: bool, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request without one tells whether there is a bucket."""
-    monkeypatch.setattr(tokens, "token", lambda: None)
+    monkeypatch.setattr(gs, "token", lambda: None)
     if bucket_there:
         assert ours.available_steps(f"{gs_bucket.url}/run") == []
         return
@@ -165,7 +165,7 @@ def test_a_refused_list_in_a_save(how: str, on: bool, gs_bucket: GsBucket) -> No
 @pytest.mark.parametrize("fault", ["400", "401", "403", "404"])
 def test_a_refused_page(fault: str, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later page that is refused does not cut the list."""
-    monkeypatch.setattr(gcs_listing, "_PAGE", 3)
+    monkeypatch.setattr(gs, "_PAGE", 3)
     gs_bucket.proxy.page = 3
     for number in range(10):
         gs_bucket.put(f"run/{number}", b"x")
@@ -212,7 +212,7 @@ def issuer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
         for name in ("GOOGLE_AUTH_TOKEN_FOR_TESTING", "GOOGLE_APPLICATION_CREDENTIALS"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-        monkeypatch.setattr(tokens, "_cache", {})
+        monkeypatch.setattr(gs, "_cache", {})
         yield f"127.0.0.1:{server.server_address[1]}", asked
         server.shutdown()
         thread.join()
@@ -225,7 +225,7 @@ def test_the_token_of_a_user(issuer: tuple[str, list[Any]], tmp_path: Path) -> N
     (tmp_path / "application_default_credentials.json").write_text(
         json.dumps({**user, "token_uri": f"http://{host}/token"})
     )
-    assert [tokens.token(), tokens.token()] == ["issued", "issued"]
+    assert [gs.token(), gs.token()] == ["issued", "issued"]
     ((path, _, body),) = asked
     assert path == "/token"
     assert b"refresh_token=r" in body
@@ -236,7 +236,7 @@ def test_the_token_of_a_machine(issuer: tuple[str, list[Any]], monkeypatch: pyte
     """Of the metadata server of a virtual machine."""
     host, asked = issuer
     monkeypatch.setenv("GCE_METADATA_ROOT", host)
-    assert tokens.token() == "issued"
+    assert gs.token() == "issued"
     assert asked == [("/computeMetadata/v1/instance/service-accounts/default/token", "Google", b"")]
 
 
@@ -246,5 +246,5 @@ def test_a_key_that_would_have_to_sign(
     """No token is known then, and nothing is asked."""
     (tmp_path / "key.json").write_text(json.dumps({"type": "service_account"}))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
-    assert tokens.token() is None
+    assert gs.token() is None
     assert issuer[1] == []

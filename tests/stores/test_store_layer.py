@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.object_store import client, specs, store_errors, uploads
+from flax_ckpt_compat._core import paths, storage_errors
+from flax_ckpt_compat._core.object_store import client, requests, uploads
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
 
@@ -93,7 +93,7 @@ def test_names_that_look_like_paths(bucket: Bucket) -> None:
     stray = ["run/checkpoint_1//d", "run/checkpoint_1/../../other", "run/checkpoint_1/./x"]
     for key in ["other", "run/checkpoint_10", "run/checkpoint_1.txt", *stray]:
         bucket.put(key, b"mine")
-    paths.discard(f"{bucket.url}/run/checkpoint_1")
+    paths.storage_of(bucket.url).discard(f"{bucket.url}/run/checkpoint_1")
     left = set(bucket.keys())
     assert left >= {"other", "run/checkpoint_1.txt", "run/checkpoint_10"}
     assert all(".." in key or "/./" in key for key in left if key.startswith("run/checkpoint_1/"))
@@ -240,9 +240,9 @@ def test_names_that_no_bucket_has(url: str) -> None:
 def test_a_refusal_within_a_database_is_no_damage() -> None:
     """Whatever TensorStore says while it reads one: answers that tell of an object alone may be of what is stored."""
     told = "ExpiredToken: it is. [http_response_code='{}']"
-    assert store_errors.is_store_error(ValueError(told.format(400)))
-    assert not store_errors.is_store_error(ValueError(told.format(404)))
-    assert not store_errors.is_store_error(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
+    assert storage_errors.is_store_error(ValueError(told.format(400)))
+    assert not storage_errors.is_store_error(ValueError(told.format(404)))
+    assert not storage_errors.is_store_error(ValueError("FAILED_PRECONDITION: CRC-32C checksum mismatch"))
 
 
 @pytest.fixture
@@ -252,10 +252,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     few = {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"}
     context = ts.Context({"s3_request_retries": few, "gcs_request_retries": few})
-    specs._open.cache_clear()
-    monkeypatch.setattr(specs, "context", lambda: context)
-    monkeypatch.setattr(store_errors, "_TIMEOUT", 0.3)
-    monkeypatch.setattr(store_errors, "_ATTEMPTS", 2)
+    requests.open_bucket.cache_clear()
+    monkeypatch.setattr(requests, "context", lambda: context)
+    monkeypatch.setattr(requests, "_TIMEOUT", 0.3)
+    monkeypatch.setattr(requests, "_ATTEMPTS", 2)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 import subprocess
-import tempfile
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from tests.support.s3 import Answer, Fault, Proxy, forward
+from tests.support.s3 import Answer, Fault, Folders, Proxy, forward, server
 
 TOKEN = "test-token"
 _PATIENCE = 20.0  # s
@@ -133,7 +129,7 @@ def _bucket_of(path: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class GsBucket:
+class GsBucket(Folders):
     """An empty bucket for one test; the same methods as `tests.support.s3.Bucket`.
 
     Attributes:
@@ -178,52 +174,15 @@ class GsBucket:
         """Deletes an object."""
         self._ask("DELETE", self._at(key))
 
-    def upload(self, directory: Path, prefix: str) -> str:
-        """Puts all files of a directory below a prefix, and returns its URL."""
-        for file in sorted(directory.rglob("*")):
-            if file.is_file():
-                self.put(f"{prefix}/{file.relative_to(directory).as_posix()}", file.read_bytes())
-        return f"{self.url}/{prefix}"
-
-    def download(self, prefix: str, directory: Path) -> Path:
-        """Writes all objects below a prefix as files of a new directory."""
-        for key in self.keys(prefix + "/"):
-            file = directory / key[len(prefix) + 1 :]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(self.get(key))
-        return directory
-
 
 @contextmanager
 def serving() -> Iterator[GsProxy]:
     """A new server behind a proxy."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    at = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]
-    # Into a file: a pipe that nobody empties would stop the server.
-    with tempfile.TemporaryFile() as told:
-        server = subprocess.Popen([_binary(), "-backend", "memory", *at], stdout=told, stderr=told)
-        try:
-            _wait_for(port, server)
-            proxy = GsProxy(port)
-            yield proxy
-            proxy.close()
-        finally:
-            server.kill()
-            server.wait()
-
-
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end:
-        assert server.poll() is None, "fake-gcs-server ended"
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/storage/v1/b", timeout=_PATIENCE).close()
-            return
-        except OSError:
-            time.sleep(0.02)
-    raise AssertionError("fake-gcs-server did not answer")
+    at = ["-scheme", "http", "-host", "127.0.0.1", "-backend", "memory"]
+    with server(lambda port: [_binary(), *at, "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]) as port:
+        proxy = GsProxy(port)
+        yield proxy
+        proxy.close()
 
 
 def new_bucket(proxy: GsProxy) -> GsBucket:

@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -24,9 +25,9 @@ import botocore.config
 # Ends when its standard input does, so also when the tests are killed.
 _SERVER = (
     "import sys; from moto.server import ThreadedMotoServer;"
-    "server = ThreadedMotoServer('127.0.0.1', 0, verbose=False); server.start();"
-    "print(server.get_host_and_port()[1], flush=True); sys.stdin.read()"
+    "ThreadedMotoServer('127.0.0.1', int(sys.argv[1]), verbose=False).start(); sys.stdin.read()"
 )
+_PATIENCE = 60.0  # s
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
     "501": b"<Error><Code>NotImplemented</Code><Message>A header implies what is not implemented.</Message></Error>",
@@ -235,8 +236,27 @@ def forward(port: int, method: str, path: str, headers: dict[str, str], body: by
         onward.close()
 
 
+class Folders:
+    """What buckets of each kind do with whole folders."""
+
+    def upload(self: Any, directory: Path, prefix: str) -> str:
+        """Puts all files of a directory below a prefix, and returns its URL."""
+        for file in sorted(directory.rglob("*")):
+            if file.is_file():
+                self.put(f"{prefix}/{file.relative_to(directory).as_posix()}", file.read_bytes())
+        return f"{self.url}/{prefix}"
+
+    def download(self: Any, prefix: str, directory: Path) -> Path:
+        """Writes all objects below a prefix as files of a new directory."""
+        for key in self.keys(prefix + "/"):
+            file = directory / key[len(prefix) + 1 :]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(self.get(key))
+        return directory
+
+
 @dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(Folders):
     """An empty bucket for one test.
 
     Attributes:
@@ -272,38 +292,39 @@ class Bucket:
         """Deletes an object."""
         self.client.delete_object(Bucket=self.name, Key=key)
 
-    def upload(self, directory: Path, prefix: str) -> str:
-        """Puts all files of a directory below a prefix, and returns its URL."""
-        for file in sorted(directory.rglob("*")):
-            if file.is_file():
-                self.put(f"{prefix}/{file.relative_to(directory).as_posix()}", file.read_bytes())
-        return f"{self.url}/{prefix}"
 
-    def download(self, prefix: str, directory: Path) -> Path:
-        """Writes all objects below a prefix as files of a new directory."""
-        for key in self.keys(prefix + "/"):
-            file = directory / key[len(prefix) + 1 :]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(self.get(key))
-        return directory
+@contextmanager
+def server(command: Callable[[int], list[str]], environment: dict[str, str] | None = None) -> Iterator[int]:
+    """The port of a new server on loopback, whose command ends with its standard input if it can."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    # Into a file: a pipe that nobody empties would stop the server.
+    with (
+        tempfile.TemporaryFile() as told,
+        subprocess.Popen(command(port), stdin=subprocess.PIPE, stdout=told, stderr=told, env=environment) as process,
+    ):
+        try:
+            end = time.monotonic() + _PATIENCE
+            while True:
+                assert process.poll() is None, f"the server ended: {command(port)}"
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                assert time.monotonic() < end, "the server did not answer"
+                time.sleep(0.02)
+            yield port
+        finally:
+            process.kill()
 
 
 @contextmanager
 def serving() -> Iterator[tuple[int, Proxy]]:
     """The port of a new server, and a proxy before it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOTO_"))}
-    command = [sys.executable, "-W", "ignore", "-c", _SERVER]
-    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
+    with server(lambda port: [sys.executable, "-W", "ignore", "-c", _SERVER, str(port)], environment) as port:
         proxy = Proxy(port)
-        try:
-            yield port, proxy
-        finally:
-            proxy.close()
-            server.kill()
+        yield port, proxy
+        proxy.close()
 
 
 def new_bucket(port: int, proxy: Proxy) -> Bucket:

@@ -314,8 +314,8 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_bad_transforms_are_told(saved: str, tmp_path: Path) -> None:
-    """What is neither rule nor transform, a mixture, and a source that is not there name the culprit."""
-    with pytest.raises(TransformError, match="mixed"):
+    """What is neither rule nor transform, a transform for no leaf, and a source that is not there name the culprit."""
+    with pytest.raises(TransformError, match="match no leaf of the target: a"):
         plan_restore(tmp_path, TARGET, transforms=[rules.drop("extra"), {"a": Transform()}])
     with pytest.raises(TransformError, match="dens"):
         plan_restore(tmp_path, TARGET, transforms=[rules.rename("dens", "encoder")])

@@ -12,20 +12,23 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
-from flax_ckpt_compat._core.local.no_replace import publish_new, rename_new
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
 from flax_ckpt_compat._core.local.temporaries import GONE, abandon, is_alive, parse
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
+from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
+# Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -88,16 +91,8 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
 def publish(temporary: str, final: str, *, new: bool = False) -> None:
     """Rename a finished temporary to its final path, atomically replacing what is there, and sync the names to disk.
 
-    Folders of arrays beside the two are moved along; see `gda_folder`.
-
-    Args:
-        temporary: result of `temporary_path`.
-        final: final path.
-        new: replace nothing but an empty file or directory.
-
-    Raises:
-        StorageError: the file system refused, or with ``new`` another checkpoint has the name.
-    """
+    Folders of arrays beside the two are moved along; see `gda_folder`. With ``new`` nothing but an empty file or
+    directory is replaced."""
     with translated(final):
         move = gda_folder.place_arrays(temporary, final)
         try:
@@ -172,11 +167,7 @@ def remove_temporary(temporary: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Create a directory and its parents, and sync the new names.
-
-    Raises:
-        StorageError: it, or one of its parents, is a file; or the file system refused.
-    """
+    """Create a directory and its parents, and sync the new names."""
     with translated(path):
         missing = []
         head = path
@@ -191,16 +182,68 @@ def make_directory(path: str) -> None:
             sync_directory(os.path.dirname(new))
 
 
-@contextmanager
-def translated(path: str) -> Iterator[None]:
-    """Translate OSError into StorageError."""
+def rename_new(path: str, final: str) -> bool:
+    """Rename without replacing anything but an empty directory; return False if the name is taken."""
     try:
-        yield
-    except StorageError:
-        raise
+        if os.path.isdir(path) or os.path.islink(path):
+            os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
+            return True
+        os.link(path, final)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"{path}: {reason}", path=path, errno=error.errno) from error
+        if error.errno in _TAKEN:
+            return False
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(final):
+            return False
+        os.rename(path, final)  # a file system without hard links
+        return True
+    os.unlink(path)
+    return True
+
+
+def publish_new(temporary: str, final: str) -> None:
+    """Rename a finished temporary to its final name, replacing only an empty file or directory."""
+    for _ in range(_TRIES):
+        if rename_new(temporary, final):
+            return
+        _clear(final)
+    raise _taken(final)
+
+
+def _clear(final: str) -> None:
+    """Remove an empty file or directory; rename it first, because another process may publish under the name."""
+    if not is_empty(final):
+        raise _taken(final)
+    aside = temporary_path(final)
+    try:
+        os.rename(final, aside)
+    except GONE:
+        return
+    if not is_empty(aside):
+        rename_new(aside, final)
+        raise _taken(final)
+    if os.path.isdir(aside):
+        os.rmdir(aside)
+    else:
+        os.unlink(aside)
+
+
+def is_empty(path: str) -> bool:
+    """Return whether a local path is an empty directory or file; False for links."""
+    if os.path.islink(path):
+        return False
+    try:
+        if os.path.isdir(path):
+            return not os.listdir(path)
+        return os.path.isfile(path) and os.path.getsize(path) == 0
+    except GONE:
+        return False
+
+
+def _taken(final: str) -> StorageError:
+    message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was not saved"
+    return StorageError(f"{message}; pass overwrite=True to replace it", path=final, errno=errno.EEXIST)
 
 
 def _delete(path: str) -> None:

@@ -53,9 +53,7 @@ class Move:
     """Steps done by `place_arrays`, for `undo` and `remove_replaced`.
 
     Attributes:
-        temporary: path of the file to rename next.
-        final: its final path.
-        identity: device and inode of the file, which a rename keeps.
+        identity: device and inode of the file ``temporary``, which its rename to ``final`` keeps.
         generation: subfolder of its arrays, or None.
         marker: second hard link to the file, or None.
         renamed: the folder of arrays has its final name.

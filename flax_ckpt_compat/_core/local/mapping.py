@@ -37,19 +37,11 @@ class _Mapping:
 
 
 def map_regions(fd: int, regions: Sequence[Region]) -> list[np.ndarray[Any, Any] | None]:
-    """Map regions of a file as arrays over one mapping.
+    """Map regions (offset and length) of a file as writable uint8 arrays over one mapping.
 
-    Writing to an array changes neither the file nor another region. Truncating the file while an array is alive kills
-    the process that touches it. The descriptor may be closed afterwards.
-
-    Args:
-        fd: descriptor of a local file.
-        regions: offset and length of each, in bytes.
-
-    Returns:
-        Writable arrays of uint8. None for regions to read instead: those beyond the end of the file or overlapping
-        another region, and all if the system cannot map the file.
-    """
+    Return None for regions to read instead: those beyond the end of the file or overlapping another region, and all
+    if the system cannot map the file. Writing to an array changes neither the file nor another region. Truncating the
+    file while an array is alive kills the process that touches it. The descriptor may be closed afterwards."""
     size = os.fstat(fd).st_size
     views: list[np.ndarray[Any, Any] | None] = [None] * len(regions)
     chosen, last = [], 0

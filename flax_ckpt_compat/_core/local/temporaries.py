@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import itertools
 import os
+import platform
 import re
+import sys
 import time
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import processes
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
@@ -38,7 +41,7 @@ _abandoned: set[str] = set()
 def temporary_path(path: str, role: str = "new") -> str:
     """Return a path beside ``path``, unique to this writer, with a name that `parse` recognizes."""
     directory, name = os.path.split(path)
-    tag = f".{processes.machine()}-{os.getpid()}-{processes.start_time(os.getpid())}-{next(_counter)}{role}"
+    tag = f".{machine()}-{os.getpid()}-{start_time(os.getpid())}-{next(_counter)}{role}"
     tail = tag + TEMPORARY + ARRAYS_POSTFIX
     encoded, room = os.fsencode(name), _MAX_NAME - len(tail) - 1
     if len(encoded) > room and role == "old":  # putting it back needs its whole name
@@ -106,8 +109,8 @@ def is_alive(match: re.Match[str], path: str) -> bool:
     """Return whether the writer of a temporary, given its parsed name, may still be running."""
     if match["tag"] in _abandoned:
         return False
-    if match["machine"] == processes.machine():
-        return processes.start_time(int(match["pid"])) == int(match["start"])
+    if match["machine"] == machine():
+        return start_time(int(match["pid"])) == int(match["start"])
     return time.time() - _last_change(path) < _STALE_AFTER[match["role"]]
 
 
@@ -120,3 +123,35 @@ def _last_change(path: str) -> float:
             for entry in (folder, *(os.path.join(folder, file) for file in files)):
                 newest = max(newest, os.lstat(entry).st_mtime)
     return newest
+
+
+@functools.cache
+def machine() -> str:
+    """Return an id of this host, boot and pid namespace, within which pids can be looked up."""
+    parts = [platform.node()]
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def start_time(pid: int) -> int:
+    """Return the start time of a process in kernel ticks; 0 if it lives but that is unknown, -1 if it is dead."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command in parentheses may contain blanks, so split behind it.
+            fields = file.read().rpartition(b")")[2].split()
+        # A zombie never writes again, even if its parent never reaps it.
+        return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        pass
+    if sys.platform.startswith("linux") and os.path.isdir("/proc/self"):
+        return -1
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return -1
+    except OSError:
+        pass
+    return 0

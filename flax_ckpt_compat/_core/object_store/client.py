@@ -1,4 +1,4 @@
-"""Access object stores (``s3://``, ``gs://``) as folders of objects, through TensorStore, loaded on first use.
+"""Access object stores (``s3://``, ``gs://``) as folders of objects.
 
 A URL is ``scheme://bucket/key``. A missing object is a FileNotFoundError, as in a file system; every other failure is
 a `StorageError` with a remedy. Idempotent requests are retried: reads, lists, deletions, and writes of whole objects.
@@ -7,20 +7,21 @@ a `StorageError` with a remedy. Idempotent requests are retried: reads, lists, d
 from __future__ import annotations
 
 import posixpath
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import specs, views
-from flax_ckpt_compat._core.object_store.gcs_listing import list_all
-from flax_ckpt_compat._core.object_store.request_cache import cache
-from flax_ckpt_compat._core.object_store.specs import context as context
-from flax_ckpt_compat._core.object_store.specs import normal as normal
-from flax_ckpt_compat._core.object_store.specs import spec as spec
-from flax_ckpt_compat._core.object_store.store_errors import OutOfRangeError, not_found, retry, store_error
-from flax_ckpt_compat._core.object_store.threads import in_parallel as in_parallel
+from flax_ckpt_compat._core.object_store import views
+from flax_ckpt_compat._core.object_store.gs import Gs
+from flax_ckpt_compat._core.object_store.requests import key_of, retry, split
+from flax_ckpt_compat._core.object_store.s3 import S3
+from flax_ckpt_compat._core.orbax_layout import MANIFEST
+from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
+_SCHEMES = {"s3": S3(), "gs": Gs()}
 # TensorStore's version of a missing object (measured).
 NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
@@ -29,65 +30,96 @@ _SMALL_BYTES = 64 * 2**20
 _BEYOND_END = 2**40 * 5
 
 
-def is_url(path: str) -> bool:
-    """Return whether a path is a URL, and not of the local file system."""
-    return "://" in path
+class _Cache(threading.local):
+    """Answers of this thread's requests by URL; listings has, by nesting, a folder, its keys, and the visible ones."""
+
+    def __init__(self) -> None:
+        self.listings: list[tuple[str, list[str], list[str]]] = []
+        self.sizes: dict[str, int] = {}
+        self.emptiness: dict[str, bool] = {}
+        self.contents: dict[str, bytes] = {}
+
+    def keys(self, url: str, *, every: bool = False) -> list[str] | None:
+        """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
+        every = every or views.is_in_next_folder(url)
+        for root, found, visible in self.listings:
+            inside = found if every else visible
+            if url == root:
+                return inside
+            if url.startswith(root + "/"):
+                inner = url[len(root) + 1 :] + "/"
+                return [key[len(inner) :] for key in inside if key.startswith(inner)]
+        return None
+
+    def clear_objects(self) -> None:
+        """Clear all but the listings."""
+        self.sizes.clear()
+        self.emptiness.clear()
+        self.contents.clear()
+
+
+_cache = _Cache()
+
+
+def scheme_of(url: str) -> S3:
+    """Return what the scheme of a URL has of its own."""
+    return _SCHEMES[split(url)[0]]
+
+
+def bucket_store(url: str) -> Any:
+    """Open the bucket of a URL as a TensorStore ``KvStore``."""
+    return scheme_of(url).open(split(url)[1])
+
+
+def spec(url: str) -> dict[str, Any]:
+    """Return TensorStore's spec of the folder ``url``, as the base of an array or of a database."""
+    _, bucket, key = split(url)
+    found, folder = scheme_of(url).bucket_spec(bucket), views.parent(key)
+    if folder is not None:  # the manifest is the only file of a database whose name another one has too
+        manifest = {"base": found | {"path": f"{key.removesuffix('/')}/{MANIFEST}"}, "exact": MANIFEST}
+        data = {"base": found | {"path": f"{folder}/"}}
+        return {"driver": "kvstack", "layers": [data, manifest | {"strip_prefix": len(MANIFEST)}], "path": ""}
+    return found | {"path": key.removesuffix("/") + "/"} if key else found
 
 
 @contextmanager
 def listing_cache(url: str) -> Iterator[None]:
     """List ``url`` once, and answer this thread's look-ups below it from that list within the context."""
-    if not is_url(url) or cache.keys(url) is not None:
+    if _cache.keys(url) is not None:
         yield
         return
     found = fresh_keys(url)
-    cache.listings.append((url, found, views.visible(found)))
+    _cache.listings.append((url, found, views.visible(found)))
     try:
         yield
     finally:
-        cache.listings.pop()
-        if not cache.listings:
-            cache.clear_objects()
+        _cache.listings.pop()
+        if not _cache.listings:
+            _cache.clear_objects()
 
 
 def keys(url: str) -> list[str]:
     """Return the names of all objects below the folder ``url``, relative to it; none if there is no such folder."""
-    cached_keys = cache.keys(url)
+    cached_keys = _cache.keys(url)
     return views.visible(fresh_keys(url)) if cached_keys is None else cached_keys
 
 
 def content_root(url: str) -> str:
     """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
-    cached_keys = cache.keys(url, every=True)
+    cached_keys = _cache.keys(url, every=True)
     inside = views.current_folder(fresh_keys(url) if cached_keys is None else cached_keys)
     return url if inside is None else f"{url}/{inside}"
 
 
 def fresh_keys(url: str) -> list[str]:
     """List all objects below a folder, without the cache and with those of running saves."""
-    prefix = _prefix(url)
-
+    key = key_of(url)
+    prefix = key.encode() + b"/" if key else b""
     stop = prefix[:-1] + b"0" if prefix else b""  # "0" follows "/"
-
-    def list_keys(start: bytes, stop: bytes) -> list[bytes]:
-        names: list[bytes] = retry(url, "listed", lambda: specs.bucket_store(url).list(_range(start, stop)))
-        return names
-
-    whole = list_all(url, prefix, stop, list_keys) if url.startswith("gs://") else list_keys(prefix, stop)
+    whole = scheme_of(url).list_keys(url, prefix, stop)
     found = (key[len(prefix) :].decode("utf-8", "surrogateescape") for key in whole)
     # Consoles create an empty object for a folder. Requests for keys with . or .. would reach other objects.
     return sorted(key for key in found if key and not _DOTS.intersection(key.split("/")))
-
-
-def _prefix(url: str) -> bytes:
-    key = specs.split(url)[2]
-    return key.encode() + b"/" if key else b""
-
-
-def _range(start: bytes, stop: bytes) -> Any:
-    import tensorstore as ts
-
-    return ts.KvStore.KeyRange(start, stop)
 
 
 def names(url: str) -> list[str]:
@@ -103,28 +135,18 @@ def is_folder(url: str) -> bool:
 def is_object(url: str) -> bool:
     """Return whether ``url`` is an object itself."""
     folder, name = posixpath.split(url)
-    cached_keys = cache.keys(folder)
+    cached_keys = _cache.keys(folder)
     return name in cached_keys if cached_keys is not None else _read(url, slice(0, 0)) is not None
 
 
 def read(url: str) -> bytes:
-    """Read a whole object.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
-    cached = cache.contents.get(url)
+    """Read a whole object; raise FileNotFoundError if there is none."""
+    cached = _cache.contents.get(url)
     return _require(url, _read(url, None)) if cached is None else cached
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """Read a range of an object; fewer bytes, or none, if it ends before ``stop``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
+    """Read a range of an object; fewer bytes, or none, if it ends before ``stop``."""
     if stop <= start:
         return b""
     found = _read(url, slice(start, stop))
@@ -135,14 +157,9 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def size(url: str) -> int:
-    """Return the size of an object in bytes, without reading any.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
-    if url in cache.sizes:
-        return cache.sizes[url]
+    """Return the size of an object in bytes, without reading any."""
+    if url in _cache.sizes:
+        return _cache.sizes[url]
     found = _read(url, slice(_BEYOND_END, _BEYOND_END + 1))  # the error for a range beyond the end has the size
     if found is None:
         raise _not_found_error(url)
@@ -150,17 +167,12 @@ def size(url: str) -> int:
 
 
 def is_empty(url: str) -> bool:
-    """Return whether an object has no bytes.
-
-    Raises:
-        FileNotFoundError: there is none.
-        StorageError: the store refused.
-    """
-    if url in cache.sizes:
-        return cache.sizes[url] == 0
-    if url in cache.emptiness:
-        return cache.emptiness[url]
-    if not url.startswith("gs://"):
+    """Return whether an object has no bytes."""
+    if url in _cache.sizes:
+        return _cache.sizes[url] == 0
+    if url in _cache.emptiness:
+        return _cache.emptiness[url]
+    if scheme_of(url).tells_sizes:
         return size(url) == 0  # one request
     found = _read(url, slice(0, 1))  # out of range if there is no first byte
     if found is None:
@@ -179,24 +191,24 @@ def version(url: str) -> bytes:
 
 def prefetch_sizes(urls: Collection[str]) -> None:
     """Request the sizes of many objects in parallel, within `listing_cache` only."""
-    _prefetch(cache.sizes, urls, size)
+    _prefetch(_cache.sizes, urls, size)
 
 
 def prefetch_emptiness(urls: Collection[str]) -> None:
     """Request in parallel whether many objects are empty, within `listing_cache` only."""
-    if all(url.startswith("gs://") for url in urls):
-        _prefetch(cache.emptiness, urls, is_empty)
-    else:
+    if any(scheme_of(url).tells_sizes for url in urls):
         prefetch_sizes(urls)
+    else:
+        _prefetch(_cache.emptiness, urls, is_empty)
 
 
 def prefetch_contents(urls: Collection[str]) -> None:
     """Read many small objects in parallel, within `listing_cache` only."""
-    _prefetch(cache.contents, urls, read)
+    _prefetch(_cache.contents, urls, read)
 
 
 def _prefetch(known: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:
-    if cache.listings:
+    if _cache.listings:
         found: dict[str, Any] = {}
 
         def look(url: str) -> None:
@@ -232,12 +244,12 @@ def _read(url: str, span: slice | None) -> bytes | int | None:
 
 
 def _request(url: str, span: slice | None) -> Any:
-    key = views.resolve_key(specs.split(url)[2])
+    key = views.resolve_key(key_of(url))
     if not key:
         return None  # the bucket itself
 
     def request() -> Any:
-        bucket = specs.bucket_store(url)
+        bucket = bucket_store(url)
         return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
 
     found = retry(url, "read", request, _SMALL_BYTES if span is None else span.stop - span.start)
@@ -247,12 +259,7 @@ def _request(url: str, span: slice | None) -> Any:
 
 
 class Object:
-    """One version of an object, read in parts.
-
-    Attributes:
-        url: the object's URL.
-        size: its size in bytes.
-    """
+    """One version of an object, of ``size`` bytes, read in parts."""
 
     def __init__(self, url: str):
         self.url = url
@@ -265,11 +272,7 @@ class Object:
         return bytes(result.stamp.generation)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Read the bytes from ``start`` to ``stop``, or to the end of the object.
-
-        Raises:
-            StorageError: the object was replaced or removed since it was opened, or the store refused.
-        """
+        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
         stop = min(stop, self.size)
         if stop <= start:
             return b""
@@ -296,19 +299,13 @@ def _not_found_error(url: str) -> FileNotFoundError:
 
 
 def write(url: str, data: bytes) -> None:
-    """Write a whole object; the old one stays until it is complete.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    key = specs.split(url)[2]
-    _write(url, "written", lambda: specs.bucket_store(url).write(key, data), len(data))
+    """Write a whole object; the old one stays until it is complete."""
+    _write(url, "written", lambda: bucket_store(url).write(key_of(url), data), len(data))
 
 
 def delete(url: str) -> None:
     """Delete an object, if it exists."""
-    key = specs.split(url)[2]
-    _write(url, "deleted", lambda: specs.bucket_store(url).write(key, None))
+    _write(url, "deleted", lambda: bucket_store(url).write(key_of(url), None))
 
 
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:

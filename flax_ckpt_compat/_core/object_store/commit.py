@@ -31,6 +31,7 @@ from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
 from flax_ckpt_compat._core.object_store.views import LIST_FILE
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.storage_errors import translated
 
 _CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 _log = logging.getLogger("flax_ckpt_compat")
@@ -53,7 +54,7 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
     there = set(names)
     if is_unfinished(there):
         return f"{COMMIT_FILE} is missing: its upload never ended, or it is being removed"
-    if url.startswith("gs://") and COMMIT_FILE not in there:
+    if client.scheme_of(url).needs_commit_file and COMMIT_FILE not in there:
         return (
             f"{COMMIT_FILE} is missing, which Orbax writes last in this store; if all of it was copied here, add an "
             "empty object of that name"
@@ -64,7 +65,7 @@ def why_unfinished(url: str, names: Iterable[str]) -> str | None:
 def staging_path(url: str) -> str:
     """Return a local path for a checkpoint before its upload, and remove local files of dead writers."""
     folder = os.path.join(tempfile.gettempdir(), f"flax_ckpt_compat-{os.getuid()}")
-    with atomic.translated(folder):
+    with translated(folder):
         os.makedirs(folder, mode=0o700, exist_ok=True)
         status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
@@ -76,15 +77,8 @@ def staging_path(url: str) -> str:
 def publish(staged: str, url: str, *, new: bool = False) -> None:
     """Upload a local checkpoint, replace what has its name, and remove the local copy.
 
-    Args:
-        staged: local path.
-        url: the checkpoint's URL.
-        new: replace no other checkpoint, by a conditional write if the store has these.
-
-    Raises:
-        ConcurrentWriteError: another process writes, or has just written, the same checkpoint.
-        StorageError: the store refused.
-    """
+    With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
+    ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
     if os.path.isdir(staged):
         replaced = client.version(url)
         publish_folder(staged, WriteLease(url, replaces=not new), replaced, new=new)
@@ -124,13 +118,7 @@ def publish_folder(
 ) -> None:
     """Upload a directory, and remove an object of its name; see `publish`.
 
-    Args:
-        staged: local path.
-        lease: lease of the folder.
-        replaced: version of the object before the lease began.
-        new: as for `publish`.
-        uploaded: names of objects of the checkpoint that are uploaded already.
-    """
+    ``replaced`` is the object's version before the lease began; ``uploaded`` names objects that are there already."""
     names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *uploaded}]
     versions = swaps.shared_versions(lease, names)
     if not new and views.commit_files(lease.initial):

@@ -51,12 +51,7 @@ def _order(marker: str) -> tuple[int, str]:
 
 @contextmanager
 def after_commit(url: str) -> Iterator[None]:
-    """Convert store errors within the context to errors that say that the checkpoint was saved.
-
-    Raises:
-        ConcurrentWriteError: another writer replaces it.
-        CleanupError: the store refused.
-    """
+    """Convert StorageErrors within the context to CleanupErrors, which say that the checkpoint was saved."""
     try:
         yield
     except (ConcurrentWriteError, CleanupError):
@@ -69,21 +64,15 @@ def after_commit(url: str) -> Iterator[None]:
 class WriteLease:
     """Exclusive access of one writer, or remover, to a folder, until a newer one begins.
 
+    All methods raise ConcurrentWriteError if it is lost.
+
     Attributes:
-        url: the folder's URL.
-        marker: name of the marker object.
         initial: names of the objects in the folder before the marker.
         adopted: names of the folders of other saves whose objects this lease commits.
     """
 
     def __init__(self, url: str, marker: str = "", *, replaces: bool = False):
-        """Write the marker, or continue the lease of an earlier one.
-
-        Args:
-            url: the folder's URL.
-            marker: name of the earlier marker.
-            replaces: an existing checkpoint stays complete until the new one is.
-        """
+        """Write the marker, or continue with an earlier one; with ``replaces`` the checkpoint there stays complete."""
         self.url, self.marker, self.adopted = url, marker, list[str]()
         self.initial = frozenset(client.fresh_keys(url))
         if marker:
@@ -97,11 +86,7 @@ class WriteLease:
         client.write(f"{url}/{self.marker}", b"")
 
     def list_others(self) -> set[str]:
-        """Return the names of all other objects in the folder.
-
-        Raises:
-            ConcurrentWriteError: the lease is lost to another writer.
-        """
+        """Return the names of all other objects in the folder."""
         there = set(client.fresh_keys(self.url))
         if self.marker not in there or self.is_superseded(there):
             self.abort()
@@ -112,26 +97,14 @@ class WriteLease:
         return any(_order(name) > _order(self.marker) for name in there)
 
     def clear(self, *, keep_committed: bool = False, keep: Collection[str] = ()) -> None:
-        """Remove all objects but the marker, commit files first.
-
-        Args:
-            keep_committed: abort if there is a committed checkpoint.
-            keep: names of objects that stay.
-
-        Raises:
-            ConcurrentWriteError: the lease is lost, or another writer has committed.
-        """
+        """Remove all objects but the marker and ``keep``; abort for ``keep_committed`` if a checkpoint is committed."""
         there = self.list_others().difference(keep)
         if keep_committed and views.commit_files(there):
             self.abort()
         self.remove(there)
 
     def uncommit(self) -> None:
-        """Remove the commit files only.
-
-        Raises:
-            ConcurrentWriteError: the lease is lost to another writer.
-        """
+        """Remove the commit files only."""
         self.remove(views.commit_files(self.list_others()))
 
     def remove(self, names: Collection[str]) -> None:
@@ -142,16 +115,7 @@ class WriteLease:
         client.delete_all(f"{self.url}/{name}" for name in names if name not in commit_files)
 
     def commit(self, names: Collection[str], leftovers: Collection[str] = ()) -> None:
-        """Write the commit file, and release the lease.
-
-        Args:
-            names: names of all objects of the checkpoint.
-            leftovers: names of objects to remove after the commit.
-
-        Raises:
-            ConcurrentWriteError: the lease was lost before the commit.
-            CleanupError: the checkpoint is committed, but the store refused the rest.
-        """
+        """Write the commit file for these objects, remove ``leftovers``, and release the lease."""
         if not uploads.write_if(f"{self.url}/{COMMIT_FILE}", self.commit_content()):
             self.abort()
         with after_commit(self.url):

@@ -31,7 +31,6 @@ class MultiprocessUpload:
     """A multi-process save to a store.
 
     Attributes:
-        url: the checkpoint's URL.
         folder: URL that all processes write below: the checkpoint's, or its GDA folder's.
         marker: name of the marker object in ``folder``.
         replaced: version of the object at ``url`` before the save, in hexadecimal.
@@ -57,40 +56,23 @@ class MultiprocessUpload:
 
 
 def begin(url: str, *, in_gda_folder: bool) -> MultiprocessUpload:
-    """Write the marker, in process 0; remove nothing.
-
-    Args:
-        url: the checkpoint's URL.
-        in_gda_folder: the arrays go into a folder beside it.
-    """
+    """Write the marker, in process 0; remove nothing."""
     folder = url + ARRAYS_POSTFIX if in_gda_folder else url
     replaced = client.version(url)
     return MultiprocessUpload(url, folder, WriteLease(folder, replaces=not in_gda_folder).marker, replaced.hex())
 
 
 def upload_files(upload: MultiprocessUpload, directory: str, names: Collection[str], last: str) -> None:
-    """Upload a process's files as objects of the same names in the folder.
+    """Upload a process's files, each `MultiprocessUpload.is_part`, as objects of the same names in the folder.
 
-    Args:
-        upload: the save.
-        directory: local path that the names are relative to.
-        names: names of the files, each `MultiprocessUpload.is_part`.
-        last: name of the file to upload last, which tells that all others are complete.
-
-    Raises:
-        StorageError: the store refused, or process 0 has aborted the save.
-    """
+    ``last`` tells others that all are complete. Raise ConcurrentWriteError if process 0 has aborted the save."""
     uploads.upload(directory, upload.folder, [name for name in names if name != last], {})
     uploads.upload_file(posixpath.join(directory, last), f"{upload.folder}/{last}")
     check_active(upload, names)
 
 
 def check_active(upload: MultiprocessUpload, written: Collection[str]) -> None:
-    """Raise, after removing what this process wrote, if process 0 has aborted the save.
-
-    Raises:
-        ConcurrentWriteError: the save's marker is gone.
-    """
+    """Raise ConcurrentWriteError, after removing what this process wrote, if process 0 has aborted the save."""
     if client.is_object(f"{upload.folder}/{upload.marker}"):
         return
     client.delete_all(f"{upload.folder}/{name}" for name in written)
@@ -99,17 +81,7 @@ def check_active(upload: MultiprocessUpload, written: Collection[str]) -> None:
 
 
 def publish(upload: MultiprocessUpload, staged: str, *, new: bool) -> None:
-    """Commit what all processes wrote with what process 0 has still to upload, replacing what is there.
-
-    Args:
-        upload: the save.
-        staged: local path of the msgpack file, or the directory, still to upload.
-        new: replace no other checkpoint.
-
-    Raises:
-        ConcurrentWriteError: another process writes, or has just written, the same checkpoint.
-        StorageError: the store refused.
-    """
+    """Commit what all processes wrote with what process 0 has still to upload from ``staged``; see `commit.publish`."""
     lease = WriteLease(upload.folder, upload.marker)
     try:
         if upload.folder == upload.url:

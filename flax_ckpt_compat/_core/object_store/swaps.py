@@ -36,7 +36,7 @@ def shared_versions(lease: WriteLease, names: Iterable[str]) -> dict[str, bytes]
 def replace(
     lease: WriteLease, staged: str, names: Collection[str], versions: dict[str, bytes], uploaded: Collection[str]
 ) -> None:
-    """Replace the existing checkpoint.
+    """Replace the existing checkpoint; if the lease is lost or the store refuses, the old one is unchanged.
 
     Args:
         lease: lease of its folder.
@@ -44,11 +44,6 @@ def replace(
         names: names of the files, relative to ``staged``.
         versions: result of `shared_versions`.
         uploaded: names of objects of the new checkpoint that are uploaded already.
-
-    Raises:
-        ConcurrentWriteError: the lease is lost; the old checkpoint is unchanged.
-        CleanupError: it was replaced, but not all of the old one could be removed.
-        StorageError: the store refused; the old checkpoint is unchanged.
     """
     next_folder = views.next_name(lease.marker)
     data = [name for name in names if not is_shared(name)]
@@ -94,18 +89,9 @@ def _finish(
 def upload_all(
     lease: WriteLease, staged: str, names: Collection[str], versions: dict[str, bytes], kept: Collection[str]
 ) -> None:
-    """Upload files, and remove others, until the folder has just these, despite late requests of aborted writers.
+    """Upload files, and remove others, until the folder has just these and ``kept``.
 
-    Args:
-        lease: lease of the folder.
-        staged: local path of the files.
-        names: names of the files.
-        versions: result of `shared_versions`; updated.
-        kept: names of objects that stay.
-
-    Raises:
-        ConcurrentWriteError: the lease is lost to another writer.
-    """
+    It repeats that because late requests of aborted writers may still take effect; ``versions`` is updated."""
     pending = list(names)
     for _ in range(_ROUNDS):
         conflicts = uploads.upload(staged, lease.url, pending, versions)
@@ -121,16 +107,7 @@ def upload_all(
 
 
 def resume(url: str, staged: str) -> None:
-    """Resume a replacement whose writer died after the new checkpoint was complete.
-
-    Args:
-        url: the checkpoint's URL.
-        staged: path of a local directory to create.
-
-    Raises:
-        ConcurrentWriteError: the lease is lost to another writer.
-        StorageError: the store refused.
-    """
+    """Resume a replacement whose writer died after the new checkpoint was complete, through a local directory."""
     lease = WriteLease(url)
     next_folder = views.current_folder(lease.initial)
     if next_folder is None:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import client, specs
-from flax_ckpt_compat._core.object_store.store_errors import retry
-from flax_ckpt_compat._core.object_store.threads import in_parallel
+from flax_ckpt_compat._core.object_store import client, requests
+from flax_ckpt_compat._core.object_store.requests import key_of, retry, split
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
 # S3's limit for one request; an object from a single request appears whole or not at all.
 MAX_OBJECT = 5 * 2**30
@@ -63,18 +63,8 @@ def download(url: str, directory: str, names: Collection[str]) -> None:
 def upload(directory: str, url: str, names: Collection[str], replaced: Mapping[str, bytes]) -> list[str]:
     """Upload files of a local directory as objects below ``url``, in parallel.
 
-    Args:
-        directory: local path.
-        url: the folder's URL.
-        names: names of the files, relative to the directory.
-        replaced: versions to replace, of objects that other writers may write too; no other version is replaced.
-
-    Returns:
-        The names of the objects that another writer has written meanwhile.
-
-    Raises:
-        StorageError: the store refused.
-    """
+    Of the objects in ``replaced``, which other writers may write too, only these versions are replaced; return the
+    names of those that had another one."""
     conflicts: list[str] = []
 
     def put(name: str) -> None:
@@ -94,19 +84,9 @@ def _read(path: str) -> bytes:
 
 
 def upload_file(path: str, url: str, *, new: bool = False) -> bool:
-    """Upload a local file as an object.
+    """Upload a local file, which must not change meanwhile; return whether it was written.
 
-    Args:
-        path: the file's path; it must not change meanwhile.
-        url: the object's URL.
-        new: write only if there is no object with content yet.
-
-    Returns:
-        Whether it was written; always true without ``new``.
-
-    Raises:
-        StorageError: the store refused.
-    """
+    With ``new`` it is written only if there is no object with content yet."""
     nbytes = os.path.getsize(path)
     if nbytes < _MIN_MAPPED_BYTES:
         if new:
@@ -121,15 +101,7 @@ def upload_file(path: str, url: str, *, new: bool = False) -> bool:
 
 
 def check_sizes(path: str, url: str) -> None:
-    """Raise if a local file, or a file of a directory, is too large for one object.
-
-    Args:
-        path: local path.
-        url: the checkpoint's URL, for messages.
-
-    Raises:
-        StorageError: a file is too large.
-    """
+    """Raise StorageError if a local file, or a file of a directory, is too large for one object."""
     if os.path.isdir(path):
         remedy = (
             "one shard of an array is too large and cannot be cut evenly: give the array a sharding of smaller ones"
@@ -149,18 +121,11 @@ def _check_size(url: str, nbytes: int, remedy: str) -> None:
 def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
     """Write an object if it has this version, or, by default, if there is none with content.
 
-    A store without conditional writes writes it in any case.
-
-    Returns:
-        Whether the object now has this content.
-
-    Raises:
-        StorageError: the store refused.
-    """
-    key = specs.split(url)[2]
+    A store without conditional writes writes it in any case. Return whether the object now has this content."""
+    key = key_of(url)
 
     def request() -> Any:
-        return specs.bucket_store(url).write(key, data, if_equal=version)
+        return client.bucket_store(url).write(key, data, if_equal=version)
 
     return _write_conditionally(url, np.frombuffer(data, np.uint8), request, new=version == client.NO_OBJECT)
 
@@ -212,7 +177,7 @@ def _memory_map(path: str) -> np.ndarray[Any, Any]:
 
 def _start_write(url: str, content: np.ndarray[Any, Any]) -> Any:
     if not content.nbytes:
-        return specs.bucket_store(url).write(specs.split(url)[2], b"")
+        return client.bucket_store(url).write(key_of(url), b"")
     return _as_array(url, content.nbytes).write(content, can_reference_source_data_indefinitely=True).commit
 
 
@@ -242,8 +207,8 @@ def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
     """Open the object as an array of bytes in one chunk, without a request."""
     import tensorstore as ts
 
-    scheme, bucket, key = specs.split(url)
-    base = {**specs.bucket_spec(scheme, bucket), "path": key}
+    _, bucket, key = split(url)
+    base = {**client.scheme_of(url).bucket_spec(bucket), "path": key}
     layer = {"base": base, "exact": _CHUNK, "strip_prefix": len(_CHUNK)}
     metadata = {
         "zarr_format": 2,
@@ -264,4 +229,4 @@ def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    return ts.open(spec, context=specs.context(), transaction=transaction).result()
+    return ts.open(spec, context=requests.context(), transaction=transaction).result()

@@ -1,12 +1,16 @@
-"""Read shardings from target leaves and validate stored shapes against them."""
+"""Decide shardings: what a target's leaf asks for, whether it fits, and which slices of an array it needs here."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import numpy as np
 
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import ShapeMismatchError
+from flax_ckpt_compat._core.tree import normalize_index
 
 
 def of(target: Any) -> Any:
@@ -18,13 +22,11 @@ def of(target: Any) -> Any:
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return None
     sharding = getattr(target, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    return _concrete(sharding, mesh) if isinstance(mesh, jax.sharding.AbstractMesh) else sharding
-
-
-def _concrete(sharding: Any, abstract: Any) -> Any:
+    abstract = getattr(sharding, "mesh", None)
+    if not isinstance(abstract, jax.sharding.AbstractMesh):
+        return sharding
     mesh = _mesh_in_context()
-    if mesh is None or tuple(mesh.shape.items()) != tuple(abstract.shape.items()):
+    if sharding is None or mesh is None or tuple(mesh.shape.items()) != tuple(abstract.shape.items()):
         return None
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
@@ -54,6 +56,12 @@ def wanted(target: Any, on_device: bool) -> Any:
     return None if is_local else sharding
 
 
+def single_device(sharding: Any) -> tuple[Any, bool, int]:
+    """Return a sharding, whether it is one local device, and the least rank that it needs."""
+    is_single = sharding.is_fully_addressable and len(sharding.device_set) == 1
+    return sharding, is_single, len(getattr(sharding, "spec", ()))
+
+
 def fits(sharding: Any, shape: tuple[int, ...]) -> bool:
     """Return whether an array of this shape can have this sharding."""
     try:
@@ -73,3 +81,37 @@ def misfit(leaf: str, shape: tuple[int, ...], sharding: Any, path: str) -> Shape
         path=path,
         leaf=leaf,
     )
+
+
+def slices(handle: LeafHandle, sharding: Any) -> list[ArraySlice] | None:
+    """Return the distinct slices of an array on this process's devices; None to read it whole.
+
+    The list is empty if all shards are on other processes.
+    """
+    if not sharding.addressable_devices:
+        return []
+    if sharding.is_fully_replicated or 0 in handle.shape:
+        return None
+    indices = sharding.addressable_devices_indices_map(handle.shape).values()
+    distinct = {index_key(index): index for index in (normalize_index(index, handle.shape) for index in indices)}
+    return [ArraySlice(handle, index) for index in distinct.values()]
+
+
+def index_key(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+    """Return an index in a form that can be hashed."""
+    return tuple((side.start, side.stop) for side in index)
+
+
+def is_held(dtype: Any) -> bool:
+    """Return whether jax holds arrays of this dtype without narrowing them (64 bits need x64)."""
+    return _can_be_held(np.dtype(dtype), jax.dtypes.canonicalize_dtype(np.float64))
+
+
+@functools.cache
+def _can_be_held(dtype: np.dtype[Any], widest: Any) -> bool:  # noqa: ARG001  (x64 can be switched on and off)
+    """Return whether jax has the dtype and keeps it; cached per x64 mode."""
+    try:
+        kept = jax.eval_shape(lambda x: x, np.zeros((), dtype)).dtype
+    except TypeError:
+        return False
+    return bool(kept == dtype)

@@ -1,0 +1,135 @@
+"""Reach local paths, with the functions of `os`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local.temporaries import GONE
+from flax_ckpt_compat._core.storage_errors import storage_error, translated
+
+_BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
+# Errors of a path that certainly does not exist.
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+class LocalStorage:
+    """The local file system; see `flax_ckpt_compat._core.paths` for the methods."""
+
+    is_remote = False
+    getsize = staticmethod(os.path.getsize)
+    delete = staticmethod(os.unlink)
+    restore_set_aside = staticmethod(atomic.restore_set_aside)
+
+    def content_root(self, path: str) -> str:
+        return path
+
+    def resolve(self, path: str) -> str:
+        return os.path.realpath(path)
+
+    def listdir(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def isdir(self, path: str) -> bool:
+        return stat.S_ISDIR(_mode(path))
+
+    def isfile(self, path: str) -> bool:
+        return stat.S_ISREG(_mode(path))
+
+    def lexists(self, path: str) -> bool:
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return False
+            raise storage_error(path, error) from error
+        except ValueError:  # a NUL in the path
+            return False
+        return True
+
+    def is_empty(self, path: str) -> bool:
+        return os.path.getsize(path) == 0
+
+    def holds_nothing(self, path: str) -> bool:
+        with translated(path):
+            return atomic.is_empty(path)
+
+    def identity(self, path: str) -> tuple[int, int] | None:
+        try:
+            status = os.stat(path)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def total_size(self, path: str) -> int:
+        total = 0
+        with suppress(*GONE):
+            if not os.path.isdir(path):
+                return os.stat(path).st_size
+        for folder, _, names in os.walk(path):
+            for name in names:
+                with suppress(*GONE):
+                    total += os.stat(os.path.join(folder, name)).st_size
+        return total
+
+    def why_unfinished(self, path: str, names: Collection[str]) -> str | None:  # noqa: ARG002
+        return None
+
+    def temporary_path(self, path: str) -> str:
+        return atomic.temporary_path(path)
+
+    def publish(self, temporary: str, path: str, *, new: bool = False) -> None:
+        atomic.publish(temporary, path, new=new)
+
+    def discard(self, path: str) -> None:
+        atomic.discard(path)
+
+    def prepare_directory(self, path: str) -> None:
+        atomic.make_directory(path)
+        atomic.remove_stale(path)
+
+    def listing_cache(self, path: str) -> nullcontext[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def prefetch_sizes(self, found: Collection[str]) -> None:
+        """Do nothing, like the other ``prefetch`` methods: local look-ups are quick."""
+
+    prefetch_emptiness = prefetch_contents = prefetch_sizes
+
+    def kvstore(self, path: str) -> dict[str, Any]:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            message = (
+                f"{path}: a name in this path is not UTF-8; TensorStore, which reads and writes arrays of Orbax's "
+                "format, requires UTF-8; rename the directory, or save as msgpack"
+            )
+            raise StorageError(message, path=path, errno=errno.EILSEQ) from error
+        return {"driver": "file", "path": os.path.join(os.path.abspath(path), "")}
+
+    def context(self) -> None:
+        """Return None, for TensorStore's default context."""
+
+
+def _mode(path: str) -> int:
+    """Return the mode of a local path, following links; 0 if it does not exist."""
+    try:
+        return os.stat(path).st_mode
+    except PermissionError as error:
+        # Otherwise only this path is refused, such as the mount point of another user.
+        if not os.access(os.path.dirname(path) or os.curdir, os.X_OK, effective_ids=_BY_EFFECTIVE_IDS):
+            raise storage_error(path, error) from error
+    except (OSError, ValueError):
+        pass
+    return 0

@@ -1,0 +1,212 @@
+"""Reach ``gs://``: Google Cloud Storage. Lists are verified, because TensorStore's can end too early.
+
+TensorStore's driver mistakes an error response for an empty last page. Measured with TensorStore 0.1.86: every response
+from 400 to 416 with a JSON body ends a list as if there was no more, so also a missing bucket, an expired token or a
+denied list. Reads and writes fail properly, except in a missing bucket, where every object is just missing. So the end
+of a list is verified: by reading an object that cannot exist, and by one request to the JSON API, with TensorStore's
+token where it can be known.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from contextlib import suppress
+from typing import Any
+
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.object_store.requests import retry, split
+from flax_ckpt_compat._core.object_store.s3 import S3
+from flax_ckpt_compat._core.storage_errors import store_error
+
+# Names in a page. A list shorter than its first page had no second one that could fail.
+_PAGE = 1000
+_log = logging.getLogger("flax_ckpt_compat")
+_TRIALS = 4
+_TIMEOUT = 30.0  # s
+_TRANSIENT_CODES = (408, 429)
+_SERVER_FAILED = 500
+_DENIED = (401, 403)
+_TOKEN_URL = "https://oauth2.googleapis.com/token"  # noqa: S105
+_METADATA = "computeMetadata/v1/instance/service-accounts/default/token"
+_TOKEN_TIMEOUT, _METADATA_TIMEOUT = 10.0, 2.0  # s
+_MARGIN = 60.0  # s before expiry at which a token is renewed
+_NO_TOKEN_FOR = 300.0  # s that a failure is cached for
+
+_lock = threading.Lock()
+_cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token
+
+
+class Gs(S3):
+    """The scheme ``gs``; see `S3`."""
+
+    tells_sizes = False
+    needs_commit_file = True
+
+    def bucket_spec(self, bucket: str) -> dict[str, Any]:
+        """See `S3.bucket_spec`."""
+        return {"driver": "gcs", "bucket": bucket}
+
+    def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
+        """See `S3.list_keys`; raise too if the bucket does not exist."""
+        found: list[bytes] = []
+        for _ in range(_TRIALS):
+            more = self.list_once(url, start, stop)
+            while more:
+                found += more
+                if len(more) < _PAGE:
+                    return found
+                start = max(more) + b"\0"
+                more = self.list_once(url, start, stop)
+            if self._nothing_left(url, start, stop):
+                return found
+        raise store_error(url, "listed", "the store lists no names, though objects exist", "")
+
+    def _nothing_left(self, url: str, start: bytes, stop: bytes) -> bool:
+        """Return whether the range has no keys; raise if the bucket is missing or may not be listed."""
+        # An object that cannot exist; fails if credentials are missing, expired or insufficient.
+        _, bucket, key = split(url)
+        absent = f"{key}/.absent-{uuid.uuid4().hex}".lstrip("/")
+        retry(url, "listed", lambda: self.open(bucket).read(absent, byte_range=slice(0, 0)))
+        known_token = token()
+        try:
+            status, content = _request_api(url, start, stop, known_token)
+        except StorageError as error:
+            if not isinstance(error.__cause__, _UnreachableError):
+                raise
+            # TensorStore has just reached the store: its proxy and certificates can differ from Python's.
+            _log.warning("%s: the JSON API cannot be reached to prove that nothing is there: %s", url, error.__cause__)
+            return not self.list_once(url, start, stop)
+        if status == 200:
+            return not content.get("items")
+        if status == 404 or known_token is not None or status not in _DENIED:
+            reason = str(content.get("error", {}).get("message", "no reason was given"))
+            raise store_error(url, "listed", f"{reason} (HTTP {status})", str(status))
+        # An anonymous request learned that the bucket exists. Without permission to list, the read of a missing object
+        # with TensorStore's credentials would have failed too (HTTP 403).
+        return not self.list_once(url, start, stop)
+
+
+def _request_api(url: str, start: bytes, stop: bytes, token: str | None) -> tuple[int, dict[str, Any]]:
+    """Request the first name of a range from the JSON API; return status and content."""
+    bucket = urllib.parse.quote(split(url)[1], safe="")
+    query = {"maxResults": "1", "fields": "items(name),nextPageToken", "startOffset": start}
+    if stop:
+        query["endOffset"] = stop
+    server = (os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com").rstrip("/")
+    endpoint = f"{server}/storage/v1/b/{bucket}/o"
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    page = ""
+    while True:
+        encoded_query = urllib.parse.urlencode(query | ({"pageToken": page} if page else {}))
+        request = urllib.request.Request(f"{endpoint}?{encoded_query}", headers=headers)  # noqa: S310  (the store's own)
+        status, content = retry(url, "listed", functools.partial(_Request, request))
+        page = content.get("nextPageToken", "")
+        if status != 200 or content.get("items") or not page:  # an empty page need not be the last one
+            return status, content
+
+
+class _TransientError(OSError):
+    """A failure that `retry` tries again, by its text."""
+
+
+class _UnreachableError(_TransientError):
+    """The JSON API cannot be reached."""
+
+
+class _Request:
+    """A request with the interface of a TensorStore future, for `retry`."""
+
+    def __init__(self, request: urllib.request.Request) -> None:
+        self._request = request
+
+    def result(self, timeout: float) -> tuple[int, dict[str, Any]]:
+        """Send the request and return the response's status and content."""
+        ssl_context = _ssl_context() if self._request.type == "https" else None
+        try:
+            with urllib.request.urlopen(self._request, timeout=min(timeout, _TIMEOUT), context=ssl_context) as answer:  # noqa: S310
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            if error.code >= _SERVER_FAILED or error.code in _TRANSIENT_CODES:
+                raise _TransientError(f"UNAVAILABLE: {error.reason} (HTTP {error.code})") from error
+            return error.code, _error_content(error)
+        except (OSError, ValueError) as error:
+            raise _UnreachableError(f"UNAVAILABLE: {error}") from error
+
+    def cancel(self) -> None:
+        """Do nothing: `result` leaves nothing running."""
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    """Return the TLS context; loading its certificates takes some 20 ms."""
+    return ssl.create_default_context(cafile=os.environ.get("TENSORSTORE_CA_BUNDLE"))
+
+
+def _error_content(error: urllib.error.HTTPError) -> dict[str, Any]:
+    try:
+        found = json.loads(error.read())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def token() -> str | None:
+    """Return the token that TensorStore would find, or None if it cannot be known here.
+
+    The key of a service account would have to sign a request, which Python's standard library cannot.
+    """
+    given = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    if given:
+        return given
+    file = _credentials_file()
+    with _lock:
+        source = file or "metadata"
+        until, known = _cache.get(source, (0.0, None))
+        if time.monotonic() >= until:
+            seconds, known = _from_file(file) if file else _from_metadata_server()
+            _cache[source] = time.monotonic() + seconds, known
+        return known
+
+
+def _credentials_file() -> str | None:
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    if named:
+        return named
+    folder = os.environ.get("CLOUDSDK_CONFIG") or os.path.expanduser("~/.config/gcloud")
+    usual = os.path.join(folder, "application_default_credentials.json")
+    return usual if os.path.isfile(usual) else None
+
+
+def _from_file(file: str) -> tuple[float, str | None]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        with open(file, encoding="utf-8") as opened:
+            content = json.load(opened)
+        if content.get("type") == "authorized_user":
+            fields = {name: content[name] for name in ("client_id", "client_secret", "refresh_token")}
+            body = urllib.parse.urlencode(fields | {"grant_type": "refresh_token"}).encode()
+            return _request_token(urllib.request.Request(content.get("token_uri") or _TOKEN_URL, body), _TOKEN_TIMEOUT)  # noqa: S310
+    return _NO_TOKEN_FOR, None
+
+
+def _from_metadata_server() -> tuple[float, str | None]:
+    server = os.environ.get("GCE_METADATA_ROOT") or "metadata.google.internal"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        request = urllib.request.Request(f"http://{server}/{_METADATA}", headers={"Metadata-Flavor": "Google"})
+        return _request_token(request, _METADATA_TIMEOUT)
+    return _NO_TOKEN_FOR, None
+
+
+def _request_token(request: urllib.request.Request, timeout: float) -> tuple[float, str | None]:
+    with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
+        found: dict[str, Any] = json.loads(answer.read())
+    return max(0.0, float(found.get("expires_in", 0)) - _MARGIN), str(found["access_token"])

@@ -1,0 +1,95 @@
+"""Send requests to object stores through TensorStore, loaded on first use, and retry them.
+
+What differs between the schemes is in the modules `s3` and `gs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import posixpath
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flax_ckpt_compat._core import storage_errors
+from flax_ckpt_compat._core.errors import StorageError
+
+_log = logging.getLogger("flax_ckpt_compat")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
+_RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
+_ATTEMPTS = 4
+_FIRST_PAUSE = 0.2  # s
+_TIMEOUT = 30.0  # s for one attempt, beside the time that its bytes may take
+_MIN_RATE = 2**20  # bytes/s
+
+
+def split(url: str) -> tuple[str, str, str]:
+    """Split a URL into scheme, bucket and key; the key may be empty, and is not normalized."""
+    match = _URL.fullmatch(url)
+    scheme = match[1].lower() if match else ""
+    if match is None or scheme not in ("s3", "gs"):
+        known = "s3:// and gs:// URLs and local paths"
+        raise StorageError(f"{url}: the scheme {scheme + '://'!r} is unknown; {known} can be used", path=url)
+    if not match[2]:
+        raise StorageError(f"{url} names no bucket; write {scheme}://bucket/folder", path=url)
+    return scheme, match[2], match[3].removeprefix("/")
+
+
+def normal(url: str) -> str:
+    """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes."""
+    scheme, bucket, key = split(url)
+    return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
+
+
+def key_of(url: str) -> str:
+    """Return the key of a URL."""
+    return split(url)[2]
+
+
+@functools.cache
+def context() -> Any:
+    """Return the TensorStore context that all requests share."""
+    import tensorstore as ts  # heavy, and needed for stores alone
+
+    return ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+
+
+@functools.lru_cache(maxsize=64)
+def open_bucket(items: tuple[tuple[str, Any], ...]) -> Any:
+    """Open a bucket, by the items of its spec, as a TensorStore ``KvStore``."""
+    import tensorstore as ts
+
+    if "byte_range" not in (ts.KvStore.read.__doc__ or ""):
+        raise StorageError(
+            f"object stores need a newer TensorStore, which reads parts of objects (0.1.86 does), to reach "
+            f"{items[1][1]}; pip install -U tensorstore"
+        )
+    return ts.KvStore.open(dict(items), context=context()).result()
+
+
+def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
+    """Run an idempotent request, retried a few times with growing pauses; return its result.
+
+    Args:
+        url: URL of the object or folder, for messages.
+        operation: completes "could not be …".
+        request: starts the request and returns TensorStore's future.
+        nbytes: bytes to transfer, which extend the timeout.
+    """
+    for trial in range(_ATTEMPTS):
+        future = None
+        try:
+            future = request()
+            return future.result(timeout=_TIMEOUT + nbytes / _MIN_RATE)
+        except storage_errors.TENSORSTORE_ERRORS as error:
+            if future is not None:
+                future.cancel()  # else it might still take effect, after later requests
+            if not storage_errors.is_transient(error) or trial + 1 == _ATTEMPTS:
+                raise storage_errors.translate_error(url, operation, error) from error
+            pause = _FIRST_PAUSE * 2**trial * random.uniform(0.5, 1)  # noqa: S311  (spreads out those that wait)
+            _log.info("%s could not be %s, trying again in %.1f s: %s", url, operation, pause, error)
+            time.sleep(pause)
+    raise AssertionError

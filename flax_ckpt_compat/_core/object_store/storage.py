@@ -1,0 +1,82 @@
+"""Reach ``s3://`` and ``gs://`` URLs, where a folder exists while it holds an object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from flax_ckpt_compat._core.object_store import client, commit, requests, uploads
+from flax_ckpt_compat._core.storage_errors import not_found
+
+
+class ObjectStorage:
+    """An object store; see `flax_ckpt_compat._core.paths` for the methods."""
+
+    is_remote = True
+    content_root = staticmethod(client.content_root)
+    isdir = staticmethod(commit.counts_as_folder)
+    getsize = staticmethod(client.size)
+    is_empty = staticmethod(client.is_empty)
+    delete = staticmethod(client.delete)
+    listing_cache = staticmethod(client.listing_cache)
+    prefetch_sizes = staticmethod(client.prefetch_sizes)
+    prefetch_emptiness = staticmethod(client.prefetch_emptiness)
+    prefetch_contents = staticmethod(client.prefetch_contents)
+    why_unfinished = staticmethod(commit.why_unfinished)
+    temporary_path = staticmethod(commit.staging_path)
+    discard = staticmethod(commit.discard)
+    prepare_directory = staticmethod(commit.remove_stale)
+    kvstore = staticmethod(client.spec)
+
+    def context(self) -> Any:
+        return requests.context()
+
+    def resolve(self, path: str) -> str:
+        return path
+
+    def listdir(self, path: str) -> list[str]:
+        found = client.names(path)
+        if not found:
+            raise not_found(path)
+        return found
+
+    def isfile(self, path: str) -> bool:
+        return client.is_object(path) and not commit.counts_as_folder(path)
+
+    def lexists(self, path: str) -> bool:
+        return client.is_folder(path) or client.is_object(path)
+
+    def holds_nothing(self, path: str) -> bool:
+        with suppress(FileNotFoundError):  # another writer has just replaced it
+            if self.isdir(path):
+                return commit.is_unfinished(self.listdir(path))
+            return client.is_object(path) and client.is_empty(path)
+        return False
+
+    def identity(self, path: str) -> None:
+        """Return None: folders have no identity, and objects are compared by their version."""
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return client.read(path) if stop is None else client.read_range(path, start, stop)
+
+    def total_size(self, path: str) -> int:
+        if not commit.counts_as_folder(path):
+            return _size_or_zero(path) if client.is_object(path) else 0
+        with client.listing_cache(path):
+            inside = [f"{path}/{key}" for key in client.keys(path)]
+            client.prefetch_sizes(inside)
+            return sum(map(_size_or_zero, inside))
+
+    def publish(self, temporary: str, path: str, *, new: bool = False) -> None:
+        uploads.check_sizes(temporary, path)  # before anything in the store changes
+        commit.publish(temporary, path, new=new)
+
+    def restore_set_aside(self, directory: str, names: Iterable[str]) -> list[str]:  # noqa: ARG002
+        return []
+
+
+def _size_or_zero(url: str) -> int:
+    with suppress(FileNotFoundError):  # another process evicted it
+        return client.size(url)
+    return 0

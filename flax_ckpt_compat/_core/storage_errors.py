@@ -1,0 +1,234 @@
+"""Translate errors of the file system, of TensorStore and of object stores into ours, with reason and remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.tree import Node, iter_leaves
+
+_REMEDIES = {
+    errno.EACCES: "check the permissions of {folder}",
+    errno.EPERM: "check the permissions of {folder}",
+    errno.EROFS: "{folder} is mounted read-only; save to another directory",
+    errno.EMFILE: "this process has too many files open; close some, or raise the limit (ulimit -n)",
+    errno.ENFILE: "the machine has too many files open; close some",
+    errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
+    errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
+}
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
+_TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
+_CODE = re.compile(r"\b([A-Z][A-Z_]{4,}): ")
+_SIZE = re.compile(r"<ActualObjectSize>(\d+)<|total size (\d+)")
+_STATUS = re.compile(r"http_response_code='(\d+)'")
+# Statuses of an object, and not of the store: it exists, is missing, or is shorter.
+_OBJECT_STATUSES = ("", "200", "206", "404", "412", "416")
+_EXPIRED = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant")
+_STATUS_OF_CODE = {"NOT_FOUND": "404", "UNAUTHENTICATED": "401"}
+_EXTRAS = {"s3": "s3", "gs": "gcs"}
+_ENDPOINT_SETTINGS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
+
+
+@contextmanager
+def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Translate lower errors, such as `TENSORSTORE_ERRORS`, into StorageError; see `storage_error`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except kinds as error:
+        raise storage_error(path, error, doing) from error
+
+
+def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
+    """Return the StorageError for an error of the file system, or of TensorStore on it.
+
+    ``doing`` completes "could not be …". TensorStore has the system's error number in its text only."""
+    if isinstance(error, StorageError):
+        return error
+    number = getattr(error, "errno", None)
+    if number is None and (found := _OS_ERROR.search(str(error))):
+        number = int(found[1] or found[2])
+    message = f"{path} could not be {doing}: " if doing else f"{path}: "
+    message += str(getattr(error, "strerror", None) or error)
+    if doing:
+        message += "; check the disk's space and permissions"
+        if "://" in path:
+            message = message.rpartition(";")[0] + "; nothing else may change what is there meanwhile; try again"
+    return StorageError(message, path=path, errno=number)
+
+
+@contextmanager
+def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
+    """Translate an OSError, or a StorageError about a temporary, into a StorageError about the checkpoint.
+
+    With ``tree`` it reports the space that the tree needs."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
+            raise  # such as ProcessTimeoutError, which is an OSError because it is a TimeoutError
+        raise _storage_error(path, temporary, tree, error) from (error.__cause__ or error)
+
+
+def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> StorageError:
+    folder = os.path.dirname(temporary)
+    number = error.errno
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        reason, remedy = os.strerror(number), f"{_space(temporary, tree)}; free space, or save to another directory"
+        if folder != os.path.dirname(path):  # a save to a store
+            remedy = f"{_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"
+    elif number in _REMEDIES:
+        reason, remedy = os.strerror(number), _REMEDIES[number].format(folder=folder)
+    else:
+        reason, remedy = str(error).replace(temporary, path), ""
+    if reason.startswith(path):
+        return StorageError(reason, path=path, errno=number)
+    message = f"{path} could not be saved: {reason}{'; ' + remedy if remedy else ''}"
+    return StorageError(message, path=path, errno=number)
+
+
+def _space(temporary: str, tree: Node) -> str:
+    """Describe the space needed, and the space free once the temporary is removed."""
+    folder = os.path.dirname(temporary)
+    needed = f"it needs {_size(_nbytes(tree))} and " if tree is not None else ""
+    with suppress(OSError):
+        return f"{needed}{_size(shutil.disk_usage(folder).free + _disk_space(temporary))} are free in {folder}"
+    return f"{needed}nothing is free in {folder}"
+
+
+def _disk_space(path: str) -> int:
+    """Return the disk usage of a file or of the files below a directory, in bytes."""
+    block = 512  # bytes, whatever the file system's blocks are (POSIX)
+    with suppress(NotADirectoryError, FileNotFoundError):
+        return sum(_disk_space(entry.path) for entry in os.scandir(path))
+    with suppress(OSError):
+        return os.lstat(path).st_blocks * block
+    return 0
+
+
+def _nbytes(tree: Node) -> int:
+    return sum(_size_of(leaf) for _, leaf in iter_leaves(tree))
+
+
+def _size_of(leaf: Any) -> int:
+    leaf = getattr(leaf, "data", leaf) if not hasattr(leaf, "nbytes") else leaf
+    return int(getattr(leaf, "nbytes", 0)) or (len(leaf) if isinstance(leaf, (str, bytes)) else 0)
+
+
+def _size(number: float) -> str:
+    for unit in _UNITS[:-1]:
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} {_UNITS[-1]}"
+
+
+class OutOfRangeError(Exception):
+    """A range ends beyond the end of its object, of ``size`` bytes; -1 if the store does not tell."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.size = size
+
+
+def code_of(error: BaseException) -> str:
+    """Return TensorStore's error code, such as UNAVAILABLE; '' if there is none."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether a request that failed with this error may be tried again."""
+    return isinstance(error, TimeoutError) or (code_of(error) in _TRANSIENT_CODES and _EXHAUSTED not in str(error))
+
+
+@contextmanager
+def store_errors(path: str) -> Iterator[None]:
+    """Translate errors of the store or the network, below a URL; pass on those of the stored data, and local ones."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except TENSORSTORE_ERRORS as error:
+        if "://" in path and (isinstance(error, TimeoutError) or is_store_error(error)):
+            raise translate_error(path, "read", error) from error
+        raise
+
+
+def is_store_error(error: Exception) -> bool:
+    """Return whether TensorStore's error is of the store or the network, and not of the stored data."""
+    known = code_of(error) in (*_TRANSIENT_CODES, "PERMISSION_DENIED", "UNAUTHENTICATED")
+    return known or _status_of(str(error)) not in _OBJECT_STATUSES
+
+
+def _status_of(text: str) -> str:
+    """Return the HTTP status in TensorStore's error; '' if there is none."""
+    found = _STATUS.search(text)
+    return found[1] if found else ""
+
+
+def not_found(url: str) -> FileNotFoundError:
+    """Return the error for a missing object."""
+    return FileNotFoundError(errno.ENOENT, "no such object in the store", url)
+
+
+def translate_error(url: str, operation: str, error: Exception) -> Exception:
+    """Translate TensorStore's error into ours, with reason and remedy."""
+    text, code = str(error), code_of(error)
+    if code == "OUT_OF_RANGE":
+        size = _SIZE.search(text)
+        return OutOfRangeError(int(size[1] or size[2]) if size else -1)
+    if isinstance(error, TimeoutError):
+        return store_error(url, operation, "it did not answer in time", "")
+    status, reason = _status_of(text), text.partition(" [")[0][:300]
+    if reason.endswith("Unknown") and status:  # a response to HEAD has no text
+        reason = f"the store answered HTTP {status} and gave no reason"
+    return store_error(url, operation, reason, f"{text} {_STATUS_OF_CODE.get(code, status)}")
+
+
+def store_error(url: str, operation: str, reason: str, codes: str) -> StorageError:
+    """Return the error for a failed request.
+
+    ``codes`` selects the remedy: text with error names and, as its last word, the HTTP status."""
+    scheme, _, rest = url.partition("://")
+    remedy = _remedy(scheme.lower(), rest.partition("/")[0], codes)
+    return StorageError(f"{url} could not be {operation}: {reason}; {remedy}", path=url)
+
+
+def _remedy(scheme: str, bucket: str, codes: str) -> str:
+    last = codes.rpartition(" ")[2]
+    if "bucket name" in codes or "InvalidBucketName" in codes:
+        rule = "3 to 63 lower-case letters, digits, dots and hyphens" + ("" if scheme == "s3" else ", and underscores")
+        return f"{bucket!r} cannot be the name of a bucket ({rule}): correct the URL, {scheme}://bucket/folder"
+    if "NoSuchBucket" in codes or last == "404":
+        return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
+    if _EXPIRED.search(codes) or (scheme == "gs" and last == "401"):
+        return f"the credentials have expired or are not valid: renew them, or {_CREDENTIALS[scheme]}"
+    if "redentials" in codes or last == "401":
+        return f"give credentials: {_CREDENTIALS[scheme]}"
+    if "TimeTooSkewed" in codes:
+        return "set the clock of this machine: requests are signed with the time"
+    if last == "403" or "AccessDenied" in codes:
+        return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
+    if "is not registered" in codes:
+        extra = f"flax-ckpt-compat[{_EXTRAS[scheme]}]"
+        return f"this build of tensorstore has no driver for it: pip install --upgrade '{extra}'"
+    if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:
+        return f"the bucket {bucket!r} is in another region, or at another endpoint: set {_ENDPOINT_SETTINGS[scheme]}"
+    if last.isdigit() and last.startswith("4"):
+        return f"the store refused the request: check the URL, the credentials and {_ENDPOINT_SETTINGS[scheme]}"
+    return "check the network and the endpoint" + (" (AWS_ENDPOINT_URL)" if scheme == "s3" else "") + ", and try again"

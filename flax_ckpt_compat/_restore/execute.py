@@ -1,0 +1,233 @@
+"""Execute a plan: one read for all leaves, then casts, placement and derived values, leaf after leaf."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.folding import Row, one_line
+from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
+from flax_ckpt_compat._restore import cast_losses, casting, placement, shardings
+from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
+from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, PlacedInput, shape_and_dtype
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+def read_and_place(plan: TreePlan) -> tuple[list[Any], list[ShapeDifference]]:
+    """Read, compute and place the values of a plan's leaves.
+
+    Nothing but the result holds a value once it is placed, so that no memory is held twice.
+
+    Returns:
+        The values in the order of the leaves, and the shapes that differ from the target's and were known only once
+        functions had computed them.
+    """
+    run = _Run(plan)
+    if run.casts_at_read or run.mapped:
+        run.values = casting.read(plan.reader, run.reads, run.casts_at_read, run.mapped)
+    elif run.reads:
+        run.values = dict(zip(run.reads, plan.reader.read(run.reads), strict=True))
+    take: Callable[[Any], Any] = run.take if run.has_shared else run.values.pop
+    results = [take(leaf.source) if leaf.is_plain else run.finish(leaf) for leaf in plan.leaves]
+    with placement.transfers_allowed(), memory.pause_gc():
+        for at, leaf in enumerate(plan.leaves):
+            if leaf.is_plain and leaf.sharding is not None:
+                results[at] = placement.on_devices(results[at], leaf.sharding)
+    run.log_warnings()
+    return results, run.shapes
+
+
+class _Run:
+    """State of one execution.
+
+    Attributes:
+        reads: what to read, each once.
+        casts_at_read: the casts of what is cast as soon as it is read.
+        mapped: what may be memory-mapped.
+        has_shared: some of it is read for several leaves.
+        values: what was read and not used yet.
+        shapes: shapes of function results that are not the target's.
+    """
+
+    def __init__(self, plan: TreePlan):
+        self._plan = plan
+        self._path = plan.reader.path
+        # Casts by leaf; each notes whether it lost values.
+        self._casts: dict[LeafPlan, casting.Cast] = {}
+        self._lost: list[str] = []
+        self.values: dict[LeafHandle | ArraySlice, Any] = {}
+        self.shapes: list[ShapeDifference] = []
+        # Inputs of derived leaves: several leaves may share one, and each is read or computed once.
+        self._uses: Counter[Any] = Counter()
+        self._ready: dict[Any, Any] = {}
+        # Where results of users' functions lie in memory: a function may return one array for several leaves.
+        self._addresses: set[int] = set()
+        self.casts_at_read: dict[LeafHandle | ArraySlice, casting.Cast] = {}
+        self.mapped: set[LeafHandle | ArraySlice] = set()
+        reads: list[LeafHandle | ArraySlice] = []
+        is_mapped = plan.options.settings.mapped
+        for leaf in plan.leaves:
+            if leaf.is_plain:
+                reads.append(leaf.source)  # type: ignore[arg-type]
+            else:
+                self._add_reads(leaf, reads)
+            if is_mapped and leaf.sharding is None and isinstance(leaf.source, LeafHandle):
+                self.mapped.add(leaf.source)
+        self.reads = list(dict.fromkeys(reads))
+        self.has_shared = len(self.reads) < len(reads)
+        self._left = Counter(reads if self.has_shared else ())
+        if self.has_shared:
+            self.casts_at_read.clear()  # each user of a shared leaf casts it
+
+    def _add_reads(self, leaf: LeafPlan, reads: list[LeafHandle | ArraySlice]) -> None:
+        source = leaf.source
+        if isinstance(source, Derived):
+            self._add_inputs(source, reads)
+        if not isinstance(source, LeafHandle):
+            return
+        mine: list[LeafHandle | ArraySlice] = [source] if leaf.slices is None else [*leaf.slices]
+        reads.extend(mine)
+        if leaf.cast is not None:
+            # Checking one number is cheap, so warn only about values that are lost, not about those that might be.
+            is_checked = self._plan.options.casts or source.kind is not LeafKind.ARRAY
+            cast = self._casts[leaf] = casting.Cast(leaf.cast, is_checked)
+            if source.kind is LeafKind.ARRAY and not source.possible_kinds:
+                self.casts_at_read.update((one, cast) for one in mine)
+
+    def _add_inputs(self, derived: Derived, reads: list[LeafHandle | ArraySlice]) -> None:
+        for one in derived.inputs:
+            self._uses[one] += 1
+            if self._uses[one] > 1:
+                continue
+            if isinstance(one, Derived):
+                self._add_inputs(one, reads)
+            elif isinstance(one, PlacedInput):
+                self._add_reads(self._plan.inputs[one], reads)
+            else:
+                reads.append(one)
+
+    def take(self, one: Any) -> Any:
+        """Return a value that was read, which nothing else holds any longer; repeated reads get copies."""
+        self._left[one] -= 1
+        return copy.deepcopy(self.values[one]) if self._left[one] > 0 else self.values.pop(one)
+
+    def finish(self, leaf: LeafPlan) -> Any:
+        """Return the final value of a leaf."""
+        source = leaf.source
+        if isinstance(source, Derived):
+            return self._finish_derived(leaf, source)
+        if not isinstance(source, LeafHandle):
+            return leaf.target if source is Own.TARGET else source
+        cast = self._casts.get(leaf)
+        if leaf.slices is None:
+            value = placement.finish(leaf, source, self.take(source), cast)
+        elif leaf.slices:
+            value = placement.sharded(leaf, source, [self.take(one) for one in leaf.slices], cast)
+        else:
+            dtype = source.dtype if leaf.cast is None else leaf.cast
+            value = state_dict.without_shards(source.shape, dtype, leaf.sharding)
+        if cast is not None and cast.is_lossy:
+            self._lost.append(show_path(source.path))
+        return value
+
+    def _finish_derived(self, leaf: LeafPlan, source: Derived) -> Any:
+        value = self._compute(source)
+        if isinstance(value, KeyData):
+            with placement.all_transfers_allowed():
+                return state_dict.join_key(value, shardings.of(leaf.target))
+        if isinstance(value, np.generic) and hasattr(leaf.target, "shape"):
+            value = np.array(value)
+        if not isinstance(value, np.ndarray) and (not is_jax_array(value) or state_dict.is_prng_key(value)):
+            return value
+        if source.shape is None:
+            self._check_unforeseen(leaf, source, value)
+        is_checked = self._plan.options.casts
+        if leaf.cast is not None and not is_checked and not cast_losses.is_safe(value.dtype, leaf.cast):
+            self._plan.narrowed.append(f"{show_path(leaf.path)}: {value.dtype} to {leaf.cast}")
+        cast = None if leaf.cast is None else casting.Cast(leaf.cast, is_checked)
+        if isinstance(value, np.ndarray):
+            value = placement.put(value, leaf.sharding, cast)
+        else:
+            value = placement.put_jax_array(value, leaf.sharding, cast)
+        if cast is not None and cast.is_lossy:
+            self._lost.append(describe_derived(leaf.path, source))
+        return value
+
+    def _check_unforeseen(self, leaf: LeafPlan, source: Derived, value: Any) -> None:
+        """Record a shape that only a function knew; raise if the result cannot be cast or placed."""
+        name, shape = describe_derived(leaf.path, source), tuple(value.shape)
+        wanted, _ = shape_and_dtype(leaf.target)
+        if wanted is not None and shape != wanted:
+            self.shapes.append((leaf.path, shape, wanted))
+        if leaf.cast is not None and leaf.cast != value.dtype and not casting.exists(value.dtype, leaf.cast):
+            raise no_cast(name, value.dtype, leaf.cast, self._path)
+        if leaf.sharding is not None and not shardings.fits(leaf.sharding, shape):
+            raise shardings.misfit(name, shape, leaf.sharding, self._path)
+
+    def _compute(self, derived: Derived) -> Any:
+        """Compute a derived leaf; an array is writable and shares no memory with any other leaf."""
+        inputs, shared = [], []
+        for one in derived.inputs:
+            was_ready = one in self._ready
+            value = self._ready.pop(one) if was_ready else self._input(one)
+            inputs.append(value)
+            self._uses[one] -= 1
+            if self._uses[one]:
+                self._ready[one] = value
+            if self._uses[one] or was_ready:  # an earlier result may share its memory
+                shared.append(value)
+        result = derived.function(*inputs)
+        if not isinstance(result, np.ndarray):
+            return result
+        if not result.flags.carray or _address(result) in self._addresses or _is_of(result, shared):
+            result = np.array(result, order="C")
+        if derived.shape is None:
+            self._addresses.add(_address(result))
+        return result
+
+    def _input(self, one: Any) -> Any:
+        if isinstance(one, Derived):
+            return self._compute(one)
+        return self.finish(self._plan.inputs[one]) if isinstance(one, PlacedInput) else self.take(one)
+
+    def log_warnings(self) -> None:
+        """Log which casts lost values or may have, and which arrays jax cannot hold."""
+        if self._lost:
+            _log.warning(
+                "%s: cast to the target's dtype, which does not hold all values: %s",
+                self._path,
+                one_line(dict.fromkeys(self._lost)),
+            )
+        if self._plan.unsharded:
+            _log.warning(
+                "%s: 64 bits without jax's x64, or no dtype of jax: whole arrays stay in host memory, without the "
+                "target's sharding; set jax_enable_x64, or cast: %s",
+                self._path,
+                one_line(dict.fromkeys(self._plan.unsharded)),
+            )
+        if self._plan.narrowed:
+            rows = (text.rpartition(": ") for text in self._plan.narrowed)
+            _log.warning(
+                "%s: cast to the abstract target's dtype, which cannot hold every stored value: %s",
+                self._path,
+                one_line(Row((leaf,), (what,)) for leaf, _, what in rows),
+            )
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _is_of(result: np.ndarray[Any, Any], values: list[Any]) -> bool:
+    return any(isinstance(value, np.ndarray) and np.may_share_memory(result, value) for value in values)

@@ -1,0 +1,142 @@
+"""Plan a restore of a checkpoint of one item or several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.tree import Branch, Node
+from flax_ckpt_compat._discovery import detect, notices, opening
+from flax_ckpt_compat._restore.match import plan_tree
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
+from flax_ckpt_compat._trees.state_dict import TargetTree
+
+
+def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> RestorePlan:
+    """Plan a restore of a checkpoint of one tree or several.
+
+    Raises:
+        CheckpointError: several trees, and a target that does not say which.
+        TransformError, NameCollisionError: a rule or transform that does not fit.
+    """
+    if target is None and not opened.is_mapping:
+        _log_omitted_json(opened)
+        return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
+    if target is None:
+        return RestorePlan(_plan_items(opened, dict.fromkeys(opened.parts), options), True)
+    if _names_items(opened, target):
+        return RestorePlan(_plan_items(opened, target, options), True)
+    name = "" if "" in opened.items else main_item(opened)
+    return RestorePlan({name: _plan_item(opened, name, target, options)}, False)
+
+
+def _log_omitted_json(opened: opening.Opened) -> None:
+    rest = [name for name in opened.items if name not in opened.trees]
+    if opened.trees and rest:
+        shown = ", ".join(rest)
+        message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
+        notices.log_once(
+            (opened.path, "json"), f"{message}; pass a target with these names, or restore {opened.items[rest[0]].path}"
+        )
+
+
+def _names_items(opened: opening.Opened, target: Any) -> bool:
+    """Return whether the target is a mapping of item names, and not a tree like that of the only item."""
+    if not isinstance(target, Mapping) or not target.keys() <= opened.items.keys() or "" in opened.items:
+        return False
+    if len(opened.trees) != 1:
+        return bool(target) or not opened.trees
+    tree = opened.reader(next(iter(opened.trees))).tree
+    return bool(target) and not (isinstance(tree, Branch) and target.keys() <= tree.children.keys())
+
+
+def _plan_item(opened: opening.Opened, name: str, target: Any, options: RestoreOptions) -> TreePlan:
+    reader, path = opened.reader(name), opened.items[name].path
+    return plan_with_rules(reader, reader.tree, target, options, path)
+
+
+def plan_with_rules(reader: Reader, tree: Node, target: Any, options: RestoreOptions, path: str) -> TreePlan:
+    """Plan a restore of one tree, to which the rules are applied first; arguments as for `plan_tree`."""
+    with memory.pause_gc():
+        target_tree = None if target is None else TargetTree(target)
+    tree = options.transforms.apply_rules(tree, None if target_tree is None else target_tree.node, path)
+    others = options.transforms.other_readers
+    return plan_tree(_ReaderOfSeveral(reader, path, others) if others else reader, tree, target_tree, options, path)
+
+
+def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: RestoreOptions) -> dict[str, TreePlan]:
+    """Plan several items; rules see them as one tree with the item names at the top."""
+    target_trees = {name: TargetTree(part) for name, part in targets.items() if part is not None}
+    trees: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
+    has_rules = bool(options.transforms.rules)
+    if has_rules:
+        nodes = {name: part.node for name, part in target_trees.items()}
+        trees = options.transforms.apply_rules(trees, Branch(nodes) if nodes else None, opened.path)
+    plans = {}
+    for name in targets:
+        reader, path = opened.reader(name), opened.items[name].path
+        if name not in opened.trees:
+            # JSON items are restored as they are; targets and rules do not apply.
+            plans[name] = plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), path)
+            continue
+        tree = trees.children.get(name, Branch({})) if isinstance(trees, Branch) else Branch({})
+        item_reader = _ReaderOfSeveral(reader, path) if has_rules else reader
+        plans[name] = plan_tree(item_reader, tree, target_trees.get(name), options, path)
+    return plans
+
+
+class _ReaderOfSeveral(Reader):
+    """Reader of leaves of several items or checkpoints, as rules may put them into one tree."""
+
+    def __init__(self, reader: Reader, path: str, others: Sequence[Reader] | None = None):
+        """Combine readers.
+
+        Args:
+            reader: of all leaves that are not of ``others``.
+            path: for messages.
+            others: readers of their own leaves; all if None.
+        """
+        self.format, self.path, self.tree = reader.format, path, reader.tree
+        self._reader, self._others = reader, others
+
+    def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
+        """See `Reader.read`."""
+        owners = [(one.handle if isinstance(one, ArraySlice) else one).reader for one in handles]
+        if self._others is not None:
+            owners = [owner if owner in self._others else self._reader for owner in owners]
+        values: list[Any] = [None] * len(handles)
+        for owner in dict.fromkeys(owners):
+            mine = [number for number, one in enumerate(owners) if one is owner]
+            found = owner.read([handles[number] for number in mine], mapped=mapped)
+            for number, value in zip(mine, found, strict=True):
+                values[number] = value
+        return values
+
+
+def main_item(opened: opening.Opened) -> str:
+    """Return the item that a target stands for which is not a mapping of items.
+
+    Raises:
+        CheckpointError: several trees, none of which has a usual name.
+    """
+    if len(opened.trees) == 1:
+        return next(iter(opened.trees))
+    for name in detect.USUAL_ITEMS:
+        if name in opened.trees:
+            return name
+    if not opened.trees:
+        raise CheckpointError(
+            f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
+            "target, or with a dict of these names",
+            path=opened.path,
+        )
+    raise CheckpointError(
+        f"{opened.path} holds several trees ({', '.join(opened.items)}) and the target is not a dict of them; restore "
+        f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
+        path=opened.path,
+    )

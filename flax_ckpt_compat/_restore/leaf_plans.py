@@ -1,0 +1,158 @@
+"""Plan the reads, the placement and the cast of single leaves. Reads no array data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import DtypeMismatchError
+from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._restore import cast_losses, casting, kinds, shardings
+from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Derived, PlacedInput, shape_and_dtype
+
+
+class LeafPlanner:
+    """Planner of single leaves; adds what is impossible, or may lose values, to the tree's plan.
+
+    Attributes:
+        host_types: types of the target's leaves whose arrays stay in host memory as they are read, except those of
+            ``_gda`` folders and of several possible kinds.
+    """
+
+    def __init__(self, plan: TreePlan):
+        self._plan = plan
+        self._casts = plan.options.casts
+        self._is_orbax = plan.reader.format is Format.ORBAX
+        # True for jax's arrays, False for types without a sharding, None for abstract arrays.
+        self._types = Memo(_is_array_type)
+        self._places = Memo(shardings.single_device)
+        self._held = Memo(shardings.is_held)
+        self._fits = Memo(lambda pair: shardings.fits(*pair))
+        self._device_count = 0
+        self.host_types: set[type] = set()
+
+    def array(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
+        """Plan a stored array; quick for those that are neither cast nor split, as almost all are.
+
+        Args:
+            path: key path in the target.
+            handle: of the array.
+            target: the target's leaf, or None.
+        """
+        if not self._casts and not handle.possible_kinds:
+            is_array = self._types[type(target)]
+            on_device = self._is_orbax or handle.in_gda_folder
+            if is_array is False or (is_array and not on_device and self._is_one_device()):
+                self.host_types.add(type(target))
+                return LeafPlan(path, handle, target, True)
+            if is_array:
+                # Most are equal to the one before, and few are the same.
+                sharding, is_single, least = self._places.of(target.sharding)
+                if is_single and not on_device:
+                    return LeafPlan(path, handle, target, True)
+                is_held = self._held[handle.dtype] and isinstance(target.dtype, np.dtype)
+                if is_single and is_held and len(handle.shape) >= least:
+                    return LeafPlan(path, handle, target, True, sharding)
+        return self.stored(path, handle, target)
+
+    def _is_one_device(self) -> bool:
+        # Lazy: device_count starts jax's backends.
+        self._device_count = self._device_count or jax.device_count()
+        return self._device_count == 1
+
+    def stored(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
+        """Plan a stored leaf of any kind; same arguments as `array`."""
+        if handle.possible_kinds and kinds.is_ambiguous(handle, target):
+            self._plan.problems.append(kinds.ambiguous_key(handle))
+        kind, dtype = kinds.resolved_kind(handle, target), kinds.stored_dtype(handle)
+        on_device = self._is_orbax or handle.in_gda_folder
+        leaf = LeafPlan(path, handle, target)
+        name = show_path(handle.path)
+        if kind is LeafKind.PRNG_KEY:
+            if state_dict.is_prng_key(target):
+                # Keys have no copy in host memory, so the sharding applies in both formats.
+                leaf.sharding = shardings.of(target)
+                self._check(leaf, name, handle.shape[:-1], None, on_device)
+            return leaf
+        if kind is LeafKind.ARRAY:
+            leaf.cast = self._wanted_dtype(target)
+            leaf.cast = None if leaf.cast == dtype else leaf.cast
+        elif kinds.is_converted(kind, target, self._casts):
+            leaf.cast = target.dtype if kinds.wants_array(target) else kinds.number_dtype(target)
+        else:
+            return leaf
+        leaf.sharding = shardings.wanted(target, on_device)
+        self._check(leaf, name, handle.shape, dtype, on_device)
+        if kind is not LeafKind.ARRAY or state_dict.is_prng_key(target):
+            return leaf
+        if leaf.sharding is not None and shardings.is_held(dtype if leaf.cast is None else leaf.cast):
+            leaf.slices = shardings.slices(handle, leaf.sharding)
+        is_silent = leaf.cast is not None and not self._casts
+        if is_silent and dtype is not None and not cast_losses.is_safe(dtype, leaf.cast):
+            self._plan.narrowed.append(f"{name}: {dtype} to {leaf.cast}")
+        return leaf
+
+    def derived(self, path: Path, source: Derived, target: Any) -> LeafPlan:
+        """Plan a derived leaf, and the inputs of users' functions; arguments as for `array`."""
+        self._plan_inputs(source)
+        on_device = self._is_orbax or any(handle.in_gda_folder for handle in source.handles)
+        leaf = LeafPlan(path, source, target)
+        leaf.sharding, leaf.cast = shardings.wanted(target, on_device), self._wanted_dtype(target)
+        if source.shape is not None:
+            self._check(leaf, describe_derived(path, source), source.shape, source.dtype, on_device)
+        return leaf
+
+    def _plan_inputs(self, source: Derived) -> None:
+        for one in source.inputs:
+            if isinstance(one, Derived):
+                self._plan_inputs(one)
+            elif isinstance(one, PlacedInput) and one not in self._plan.inputs:
+                self._plan.inputs[one] = self.stored((), one.handle, one.target)
+
+    def _wanted_dtype(self, target: Any) -> Any:
+        """Return the dtype that arrays are cast to for a target's leaf, or None to keep the stored one."""
+        is_wanted = self._casts or isinstance(target, jax.ShapeDtypeStruct)
+        return shape_and_dtype(target)[1] if is_wanted and not state_dict.is_prng_key(target) else None
+
+    def _check(self, leaf: LeafPlan, name: str, shape: tuple[int, ...], dtype: Any, on_device: bool) -> None:
+        """Record an impossible cast or sharding; take away a sharding that does not apply."""
+        wanted = dtype if leaf.cast is None else leaf.cast
+        if dtype is not None and wanted != dtype and not casting.exists(dtype, wanted):
+            self._plan.problems.append(no_cast(name, dtype, wanted, self._plan.reader.path))
+        if leaf.sharding is None:
+            return
+        if not self._fits[leaf.sharding, shape]:
+            if on_device or isinstance(leaf.target, jax.ShapeDtypeStruct):
+                self._plan.problems.append(shardings.misfit(name, shape, leaf.sharding, self._plan.reader.path))
+            # A msgpack array for a target of another shape: it stays on the host, as in Flax and as the warning about
+            # its shape says.
+            leaf.sharding = None
+        elif wanted is not None and len(leaf.sharding.device_set) > 1 and not shardings.is_held(wanted):
+            self._plan.unsharded.append(f"{name} ({wanted})")
+
+
+def _is_array_type(kind: type) -> bool | None:
+    return None if issubclass(kind, jax.ShapeDtypeStruct | jax.core.Tracer) else issubclass(kind, jax.Array)
+
+
+def no_cast(leaf: str, stored: Any, wanted: Any, path: str) -> DtypeMismatchError:
+    """Return the error for a cast that does not exist."""
+    return DtypeMismatchError(
+        f"{path}: {leaf}: the stored {stored} cannot be cast to the target's {wanted}; give the target's leaf a dtype "
+        "of numbers, or restore it as stored (dtype='stored') and convert it afterwards.",
+        path=path,
+        leaf=leaf,
+    )
+
+
+def describe_derived(path: Path, source: Derived) -> str:
+    """Return a derived leaf's name for messages."""
+    names = one_line(show_path(handle.path) for handle in source.handles)
+    return f"{show_path(path)} ({source.how} of {names})"

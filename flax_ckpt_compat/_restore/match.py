@@ -1,0 +1,236 @@
+"""Match a checkpoint's tree with a target: plan where each leaf of the target comes from. Reads no array data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._restore import kinds
+from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of
+from flax_ckpt_compat._trees.old_namedtuples import fields_of
+
+# The dtype of the data of typed PRNG keys; as almost everywhere, an object of its own.
+_KEY_DATA = np.dtype(np.uint32)
+
+
+def plan_tree(
+    reader: Reader,
+    tree: Node,
+    target: state_dict.TargetTree | None,
+    options: RestoreOptions,
+    path: str,
+    *,
+    leaf_by_leaf: bool = False,
+) -> TreePlan:
+    """Plan a restore of one tree.
+
+    Args:
+        reader: of the checkpoint.
+        tree: its tree, or a part of it, after the rules.
+        target: the user's tree, or None.
+        options: the restore's.
+        path: file or directory, for messages.
+        leaf_by_leaf: match leaves below nodes with custom serialization too, which take any stored structure.
+
+    Raises:
+        TransformError: a transform that does not fit.
+    """
+    plan = TreePlan(path, reader, options, target, tree)
+    with memory.pause_gc():
+        planner = _Planner(plan, frozenset() if target is None or leaf_by_leaf else target.custom_paths)
+        if target is None:
+            plan.stored_subtrees[()] = tree
+            for leaf_path, leaf in iter_leaves(tree):
+                planner.take(leaf, None, leaf_path)
+        else:
+            planner.node(tree, target.node, ())
+            planner.finish()
+    return plan
+
+
+class _Absent(enum.Enum):
+    ABSENT = "not in the checkpoint"
+
+
+class _Planner:
+    """Planner of the leaves of a target, in its order."""
+
+    def __init__(self, plan: TreePlan, custom_paths: frozenset[Path]):
+        self._plan, self._custom_paths = plan, custom_paths
+        self._leaf_planner = LeafPlanner(plan)
+        self._casts = plan.options.casts
+        self._lenient = plan.options.transforms.orbax_semantics
+        self._choose = None if plan.target is None else plan.options.transforms.chooser(plan.tree)
+        # Stored leaves that transforms take for some leaf of the target.
+        self._chosen: set[LeafHandle] = set()
+        self._longer: list[tuple[Path, Mapping[str, Node], Branch]] = []
+
+    def node(self, stored: Node, target: Node, path: Path) -> None:
+        if not isinstance(target, Branch):
+            self.leaf(stored, target, path)
+        elif stored is Own.TARGET:
+            for rest, leaf in iter_leaves(target):
+                if not isinstance(leaf, Branch):
+                    self.keep(leaf, (*path, *rest), "from_target")
+        elif isinstance(stored, Branch):
+            self.branch(stored, target, path)
+        else:
+            self.note_unused(stored, path)
+            if target.children:
+                self.absent(target, path)
+
+    def branch(self, stored: Branch, target: Branch, path: Path) -> None:
+        fields = fields_of(stored, target)
+        if self._choose is None and path in self._custom_paths and not _same_names(stored, target):
+            self.take_subtree(stored, path)
+            return
+        for name, child in fields.items():
+            if name not in target.children:
+                self.note_unused(child, (*path, name))
+        if len(fields) > len(target.children) and target.container.is_sequence:
+            self._longer.append((path, fields, target))
+        # A loop that calls itself, because Flax's own functions nest no fewer than three calls for a level, and what
+        # Flax restores within the recursion limit is restored here.
+        plan_array, add = self._leaf_planner.array, self._plan.leaves.append
+        host_types = self._leaf_planner.host_types
+        for name, child in target.children.items():
+            found = fields.get(name, _Absent.ABSENT)
+            # As almost all leaves are: an array where the target has one of the same shape.
+            if (
+                type(found) is LeafHandle
+                and found.kind is LeafKind.ARRAY
+                and getattr(child, "shape", None) == found.shape
+                and found.dtype is not _KEY_DATA
+                and self._choose is None
+            ):
+                if type(child) in host_types and not (found.possible_kinds or found.in_gda_folder):
+                    add(LeafPlan((*path, name), found, child, True))
+                else:
+                    add(plan_array((*path, name), found, child))
+            elif type(found) is Branch and type(child) is Branch:
+                self.branch(found, child, (*path, name))
+            elif found is _Absent.ABSENT and type(child) is Branch:
+                self.absent(child, (*path, name))
+            else:
+                self.node(found, child, (*path, name))
+
+    def absent(self, target: Branch, path: Path) -> None:
+        """Plan a branch that the checkpoint lacks: transforms may give leaves of it."""
+        if not target.children:
+            self._plan.missing.append(path)
+            self._plan.empty.add(path)
+        for name, child in target.children.items():
+            if isinstance(child, Branch):
+                self.absent(child, (*path, name))
+            else:
+                self.leaf(_Absent.ABSENT, child, (*path, name))
+
+    def leaf(self, stored: Node, target: Any, path: Path) -> None:
+        if stored is Own.TARGET:
+            self.keep(target, path, "from_target")
+            return
+        if self._lenient and target is None:
+            self.note_unused(stored, path)
+            self.keep(None, path, "None in the target")
+            return
+        chosen = self._choose(path, target) if self._choose is not None else None
+        if chosen is Own.TARGET:
+            self.note_unused(stored, path)
+            self.keep(target, path, "as the transforms say")
+        elif chosen is not None:
+            self.note_unused(stored, path)
+            self._chosen.update(handles_of(chosen))
+            self.take(chosen, self.compare(chosen, target, path), path)
+        elif stored is _Absent.ABSENT or (self._lenient and (stored is None or isinstance(stored, Branch))):
+            self.note_unused(stored, path)
+            self._plan.missing.append(path)
+            self.keep(target, path, _Absent.ABSENT.value)
+        elif isinstance(stored, Branch):
+            self.compare(stored, target, path)
+            self.take_subtree(stored, path)
+        else:
+            self.take(stored, self.compare(stored, target, path), path)
+
+    def keep(self, target: Any, path: Path, why: str) -> None:
+        self._plan.leaves.append(LeafPlan(path, Own.TARGET, target, why=why))
+
+    def take_subtree(self, stored: Branch, path: Path) -> None:
+        """Plan a stored branch as it is, for a target that takes any structure."""
+        self._plan.stored_subtrees[path] = stored
+        for _, leaf in iter_leaves(stored):
+            self.take(leaf, None, path)
+
+    def take(self, stored: Any, target: Any, path: Path) -> None:
+        """Plan a stored or derived leaf."""
+        if isinstance(stored, LeafHandle):
+            plan_leaf = self._leaf_planner.array if stored.kind is LeafKind.ARRAY else self._leaf_planner.stored
+            self._plan.leaves.append(plan_leaf(path, stored, target))
+        elif isinstance(stored, Derived):
+            self._plan.leaves.append(self._leaf_planner.derived(path, stored, target))
+        elif not isinstance(stored, Branch):  # one without children
+            self._plan.leaves.append(LeafPlan(path, stored, target))
+
+    def compare(self, stored: Node, target: Any, path: Path) -> Any:
+        """Record a shape, or else a kind, that is not the target's. Return the target, or None if it is not a leaf."""
+        shape = getattr(target, "shape", None)
+        is_leaf = isinstance(stored, LeafHandle | Derived)
+        if is_leaf and isinstance(shape, tuple) and self.differ(stored, target, shape):
+            self._plan.shapes.append((path, _shape_of(stored, target), shape))
+            return target
+        difference = kinds.find(path, stored, target, self._casts)
+        if difference is None:
+            return target
+        self._plan.kinds.append(difference)
+        return target if is_leaf and difference.is_leaf else None
+
+    def differ(self, stored: LeafHandle | Derived, target: Any, shape: tuple[int, ...]) -> bool:
+        if isinstance(stored, Derived):
+            return stored.shape is not None and stored.shape != shape
+        if stored.kind is LeafKind.PRNG_KEY:
+            return bool(_shape_of(stored, target) != shape)
+        if stored.kind in kinds.PYTHON_NUMBERS:
+            is_array = isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+            return is_array and kinds.becomes_array(target, self._casts) and shape != ()
+        return stored.kind in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR) and stored.shape != shape
+
+    def note_unused(self, stored: Node, path: Path) -> None:
+        """Record the stored leaves below a node as unused."""
+        if stored is not None and stored is not _Absent.ABSENT:
+            self._plan.unused.extend((*path, *rest) for rest, _ in iter_leaves(stored))
+
+    def finish(self) -> None:
+        """Record stored sequences longer than the target's; leaves that transforms take are not left over."""
+        plan, chosen = self._plan, self._chosen
+        for path, fields, target in self._longer:
+            left = [child for name, child in fields.items() if name not in target.children and name.isdecimal()]
+            leaves = [leaf for child in left for _, leaf in iter_leaves(child)]
+            if left and not (leaves and all(isinstance(leaf, LeafHandle) and leaf in chosen for leaf in leaves)):
+                plan.kinds.append(kinds.longer_sequence(path, len(fields), len(target.children)))
+        if chosen:
+            used = {path for path, leaf in iter_leaves(plan.tree) if isinstance(leaf, LeafHandle) and leaf in chosen}
+            plan.unused = [path for path in plan.unused if path not in used]
+
+
+def _shape_of(stored: LeafHandle | Derived, target: Any) -> Any:
+    """Return the stored shape; of PRNG keys that of their data, unless the target has typed keys too."""
+    is_key = isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY and state_dict.is_prng_key(target)
+    return stored.shape[:-1] if is_key and stored.shape is not None else stored.shape
+
+
+def _same_names(stored: Node, target: Node) -> bool:
+    if not isinstance(stored, Branch) or not isinstance(target, Branch):
+        return not isinstance(stored, Branch) and not (isinstance(target, Branch) and target.children)
+    return stored.children.keys() == target.children.keys() and all(
+        _same_names(stored.children[name], child) for name, child in target.children.items()
+    )

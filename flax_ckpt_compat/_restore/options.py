@@ -1,0 +1,39 @@
+"""Options of one restore: settings and transforms, read once by the public functions and passed down."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat._restore.transform_spec import TransformSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreOptions:
+    """Options of one restore.
+
+    Attributes:
+        settings: the policies, ``dtype``, ``structure`` and ``mapped`` in force.
+        transforms: the caller's rules or transforms.
+    """
+
+    settings: config.Settings
+    transforms: TransformSpec = dataclasses.field(default_factory=TransformSpec)
+
+    @classmethod
+    def strict(cls, transforms: Any, default_to_original: bool, **policies: Any) -> RestoreOptions:
+        """Return the options of `flax_ckpt_compat.restore`: a policy that is None takes the setting or its default.
+
+        Raises:
+            SettingError: a policy has no such value.
+            TransformError: neither rules nor transforms.
+        """
+        given = {name: value for name, value in policies.items() if value is not None}
+        with config.defaults(config.STRICT), config.override(**given) as settings:
+            return cls(settings, TransformSpec(transforms, default_to_original=default_to_original, strict=True))
+
+    @property
+    def casts(self) -> bool:
+        """Return whether arrays and numbers are cast to the dtype of the target's leaf."""
+        return self.settings.dtype == "target"

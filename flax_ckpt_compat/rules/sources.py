@@ -1,0 +1,131 @@
+"""Say where leaves of the target come from: the target itself, another checkpoint, other names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsFloat
+
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._trees.leaf_sources import Own
+from flax_ckpt_compat.rules import _patterns, _trees
+from flax_ckpt_compat.rules._patterns import Replacement
+from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, rule
+
+
+@rule
+def from_target(_rule_name: str, *patterns: str) -> Apply:
+    """Keep the target's own values, whatever is stored: ``from_target("batch_stats", ".*/lora_[ab]")``.
+
+    Args:
+        patterns: of whole key paths of subtrees or leaves in the target.
+
+    Raises:
+        TransformError: no pattern, or a bad one; when applied: the target has no such path, or the checkpoint has a
+            leaf where the target has a subtree around it.
+    """
+    _patterns.check(patterns, _rule_name)
+
+    def apply(stored: Node, target: Node) -> Node:
+        for path in _patterns.select(target, patterns, _rule_name, whose="the target"):
+            own = map_leaves(lambda _, __: Own.TARGET, _trees.node_at(target, path))
+            stored = _trees.put(stored, path, own, _rule_name)
+        return stored
+
+    return apply
+
+
+@rule
+def from_checkpoint(
+    _rule_name: str,
+    path: str | os.PathLike[str],
+    *patterns: str,
+    step: SupportsFloat | str | None = None,
+    prefix: str = "checkpoint_",
+    transforms: Sequence[Rule] = (),
+) -> Apply:
+    """Take subtrees from another checkpoint, of any format: ``from_checkpoint("runs/b", "params/head")``.
+
+    Only the leaves that are needed are read, all in one restore. Nothing of these subtrees is taken from the first
+    checkpoint.
+
+    Args:
+        path: a checkpoint, or a directory of checkpoints.
+        patterns: of whole key paths of subtrees or leaves in the target (without a target: in that checkpoint).
+        step: the step in the directory; None for the latest.
+        prefix: of the checkpoints' names in the directory.
+        transforms: rules for that checkpoint, such as renames, before the subtrees are taken.
+
+    Raises:
+        TransformError: no pattern, or a bad one; when applied: the target or that checkpoint has no such path.
+        CheckpointNotFoundError: when applied: there is no such checkpoint.
+    """
+    _patterns.check(patterns, _rule_name)
+    where = os.fspath(path)
+
+    def apply(stored: Node, target: Node, open_tree: OpenTree) -> Node:
+        located, other = open_tree(where, step, prefix)
+        other = map_leaves(lambda _, leaf: _named_after(leaf, located), other)
+        for one in transforms:
+            other = one.apply_to(other, target, open_tree)
+        whole, whose = (other, located) if target is None else (target, "the target")
+        for place in _patterns.select(whole, patterns, _rule_name, whose=whose):
+            start = next((path for path in _patterns.paths_of(other, "/".join(place))), None)
+            if start is None:
+                text = "/".join(place)
+                near = _patterns.near_names(text, other)
+                raise TransformError(f"{_rule_name}: {located} has no {text}; {near}", leaf=text)
+            stored = _trees.put(stored, place, _trees.node_at(other, start), _rule_name)
+        return stored
+
+    return apply
+
+
+def _named_after(leaf: Any, located: str) -> Any:
+    """Return a leaf handle whose path, which plans and messages show, begins with its checkpoint."""
+    return dataclasses.replace(leaf, path=(located, *leaf.path)) if isinstance(leaf, LeafHandle) else leaf
+
+
+def from_names(mapping: Mapping[str, Replacement]) -> Rule:
+    """Return the rule for a mapping of the target's names to stored ones: ``{"params/encoder": "params/Dense_0"}``.
+
+    Args:
+        mapping: pattern of whole key paths of subtrees or leaves in the target → key path in the checkpoint, as in
+            ``re.sub``. All are taken at once.
+
+    Raises:
+        TransformError: a bad pattern or replacement; when applied: no target, or a path that one of both lacks.
+    """
+    name = "".join(("{", ", ".join(f"{new!r}: {old!r}" for new, old in mapping.items()), "}"))
+    fills = {new: _patterns.filled(_patterns.compiled(new, name), old, name) for new, old in mapping.items()}
+
+    def apply(stored: Node, target: Node) -> Node:
+        if target is None:
+            raise TransformError(f"{name}: maps names of a target, and there is none; use rules.rename or rules.move")
+        places: dict[Path, Path] = {}
+        for new, fill in fills.items():
+            for place, match in _patterns.select(target, [new], name, whose="the target").items():
+                old = fill(match)
+                found = list(_patterns.paths_of(stored, old))
+                if len(found) != 1:
+                    problem = f"means {len(found)} things" if found else "is not stored"
+                    near = _patterns.near_names(old, stored)
+                    raise TransformError(
+                        f"{name}: {old}, for the target's {'/'.join(place)}, {problem}; {near}", leaf=old
+                    )
+                places[place] = found[0]
+        tree = stored
+        for place in sorted(places, key=len):
+            tree = _trees.put(tree, place, _trees.node_at(stored, places[place]), name)
+        # What was taken and has no place of its own in the target is used, and gone from its old place.
+        wanted, taken = {path for path, _ in iter_leaves(target)}, set(places.values())
+
+        def stays(path: Path) -> bool:
+            return path in wanted or _trees.prefix_in(path, taken) is None or _trees.prefix_in(path, places) is not None
+
+        return _trees.remap(tree, lambda path: [path] if stays(path) else [], name)
+
+    return Rule(name, apply)
