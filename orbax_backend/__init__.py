@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader, WriteOptions
+from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 
-from . import multiprocess
+from . import multiprocess, writer
 from .aggregate import OpenMsgpack
 from .plan import Plan, make_plan
 from .reader import open_checkpoint
-from .writer import write_plan
 
 __all__ = ["BACKEND", "OrbaxBackend"]
 
@@ -33,20 +32,7 @@ class OrbaxBackend:
         """
         return make_plan(tree, multiprocess=process is not None and process.count > 1)
 
-    def write(self, path: str, prepared: Plan, options: WriteOptions) -> None:
-        """Write the whole checkpoint as a new directory and syncs it to disk.
-
-        Args:
-            path: absolute path of the directory to create; its parent exists.
-            prepared: the result of `prepare`.
-            options: ``compression`` is None, ``zstd``, ``gzip``, ``zlib`` or ``blosc``.
-
-        Raises:
-            SettingError: before anything is written.
-            StorageError: the file system refused.
-        """
-        write_plan(path, prepared, options)
-
+    write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
     write_process_part = staticmethod(multiprocess.write)
     finish_multiprocess = staticmethod(multiprocess.end)

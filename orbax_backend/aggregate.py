@@ -53,11 +53,7 @@ class Aggregate:
 
 
 def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | None:
-    """Open the msgpack file of a checkpoint directory; return None if there is none.
-
-    Raises:
-        CorruptCheckpointError: it does not decode.
-    """
+    """Open the msgpack file of a checkpoint directory; return None if there is none."""
     file = os.path.join(path, MSGPACK_FILE)
     if not paths.isfile(file):
         return None

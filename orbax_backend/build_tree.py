@@ -15,15 +15,7 @@ from .type_annotations import ContainerType
 
 
 def build_tree(structure: Structure, leaves: Sequence[Node]) -> Node:
-    """Return the tree of branches and leaves.
-
-    Args:
-        structure: the stored tree.
-        leaves: one per entry of the structure, in order.
-
-    Raises:
-        CorruptCheckpointError: the entries do not form a tree.
-    """
+    """Return the tree of leaves, one per entry; raise if the entries do not form a tree."""
     if structure.is_single_array:
         return leaves[0]
     containers = structure.annotations.containers if structure.annotations is not None else {}

@@ -41,19 +41,15 @@ _DRIVER_FROM_BYTES = 64 << 10
 _COMPRESS_FROM_BYTES = 1025
 # Upper bound of one process's index, for the timeout of a store.
 _INDEX_BYTES = 256 << 20
-# As TensorStore 0.1.86 says it, and 0.1.71.
+_POLL_SECONDS = 0.01
+_WRITEBACK_FROM_BYTES = 8 << 20
 
 
 class Database:
     """A new OCDBT database, written in one transaction."""
 
     def __init__(self, path: str, url: str | None = None) -> None:
-        """Open the database and its transaction.
-
-        Args:
-            path: directory of the database.
-            url: folder of a store with the databases to merge; None if they are in ``path``.
-        """
+        """Open the database in ``path`` and a transaction; ``url`` is a store's folder with databases to merge."""
         self._path, self._url = path, url
         self._spec = {
             "driver": "ocdbt",
@@ -81,11 +77,8 @@ class Database:
     def put(self, name: str, stored: EncodedLeaf, compressor: dict[str, Any] | None, is_primary: bool = True) -> None:
         """Add one array; its memory must not change before the commit has finished.
 
-        Args:
-            name: stored name.
-            stored: the array; of one that is spread over processes, only the shards of this process are added.
-            compressor: codec of large arrays.
-            is_primary: whether this process also writes the array's metadata.
+        Of an array that is spread over processes, only the shards of this process are added. Large arrays are
+        compressed; the primary process also writes the metadata.
         """
         if stored.write_shape == stored.shape and not stored.spans_processes:
             array = stored.whole()
@@ -152,7 +145,7 @@ class Database:
 
     def finish_commit(self) -> None:
         """Wait until everything is written and synced."""
-        Writeback(os.path.join(self._path, DATA_DIRECTORY)).until_done(self._committed)
+        wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY))
 
 
 def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -166,13 +159,7 @@ def _zarray(shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any) ->
 
 
 def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:
-    """Return the spec of a directory on the local disk with the process databases of a store in it.
-
-    Args:
-        local: path of the directory to upload.
-        url: folder in the store.
-        inside: name of a subdirectory to open instead.
-    """
+    """Return the spec of a local directory, or of ``inside`` in it, with the process databases of a store in it."""
     stored = client.spec(url)
     return {
         "driver": "kvstack",
@@ -189,38 +176,26 @@ def file_locator(local: str, url: str) -> Callable[[str], str]:
     return lambda file: f"{url}/{file}" if file.startswith(PROCESS_PREFIX) else os.path.join(local, file)
 
 
-_POLL_SECONDS = 0.01
-_MIN_BYTES = 8 << 20
+def wait_with_writeback(future: Any, directory: str) -> None:
+    """Wait for TensorStore's future; meanwhile start the kernel's writeback of growing files, which only saves time."""
+    started: dict[int, int] = {}
+    while not future.done():
+        with suppress(TimeoutError):
+            future.exception(timeout=_POLL_SECONDS)
+        with suppress(OSError):
+            _start_writeback(directory, started)
+    future.result()
 
 
-class Writeback:
-    """Start the kernel's writeback of files in a directory as they grow; a hint for speed only."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        # Bytes handed over, by inode: files get their final names at the end.
-        self._started: dict[int, int] = {}
-
-    def until_done(self, future: Any) -> None:
-        """Wait for TensorStore's future, and raise its error."""
-        while not future.done():
-            with suppress(TimeoutError):
-                future.exception(timeout=_POLL_SECONDS)
-            with suppress(OSError):
-                self._poll()
-        future.result()
-
-    def _poll(self) -> None:
-        with os.scandir(self._directory) as entries:
-            for entry in entries:
-                size, started = entry.stat().st_size, self._started.get(entry.inode(), 0)
-                if size - started >= _MIN_BYTES:
-                    self._begin(entry.path, started, size)
-                    self._started[entry.inode()] = size
-
-    def _begin(self, path: str, start: int, stop: int) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            start_writeback(descriptor, start, stop - start)
-        finally:
-            os.close(descriptor)
+def _start_writeback(directory: str, started: dict[int, int]) -> None:
+    """Hand over what files have grown by; ``started`` is by inode, as files get their final names at the end."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            size, start = entry.stat().st_size, started.get(entry.inode(), 0)
+            if size - start >= _WRITEBACK_FROM_BYTES:
+                descriptor = os.open(entry.path, os.O_RDONLY)
+                try:
+                    start_writeback(descriptor, start, size - start)
+                finally:
+                    os.close(descriptor)
+                started[entry.inode()] = size

@@ -62,11 +62,7 @@ class StoredLeaf:
         self.inline_key = self.info.chunk_key((0,) * len(self.info.shape)) if is_small else None
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
-        """Return the leaf, or a box of it.
-
-        Raises:
-            ValueError: the bytes are not UTF-8.
-        """
+        """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""
         if self.kind is LeafKind.PRNG_KEY:
             return KeyData(str(self.impl), array)
         if self.kind in _FROM_SCALAR:
@@ -88,16 +84,9 @@ class StoredLeaf:
 
 
 def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None, key_impl: str | None) -> StoredLeaf:
-    """Return how a leaf is stored.
+    """Return how a leaf is stored; raise ValueError if its annotation and its array contradict each other.
 
-    Args:
-        value_type: Orbax's name of its type, or `UNKNOWN`.
-        info: its stored array.
-        annotation: our type annotation, empty where Orbax's format says enough; None in a checkpoint of another writer.
-        key_impl: PRNG implementation from ``array_metadatas``.
-
-    Raises:
-        ValueError: the annotation and the stored array contradict each other.
+    The annotation is empty where Orbax's format says enough, and None in a checkpoint of another writer.
     """
     possible_kinds = frozenset[LeafKind]()
     if annotation is None:

@@ -114,16 +114,7 @@ def _is_plain(dtype: Any) -> bool:
 
 
 def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
-    """Encode a leaf.
-
-    Args:
-        leaf: any leaf that `flax_ckpt_compat._core.backend.Backend.prepare` accepts, except None.
-        keystr: key path for messages.
-        multiprocess: whether arrays may be spread over processes.
-
-    Raises:
-        UnsupportedLeafError: the format cannot store it.
-    """
+    """Encode any leaf that `Backend.prepare` accepts, except None; raise UnsupportedLeafError for others."""
     if isinstance(leaf, np.generic):
         return _numpy_scalar(leaf, keystr)
     if isinstance(leaf, np.ndarray):

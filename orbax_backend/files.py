@@ -73,12 +73,7 @@ def write_files(contents: Mapping[str, bytes]) -> None:
 
 
 def read_json(path: str, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the directory ``path``, or None if there is no file.
-
-    Raises:
-        CorruptCheckpointError: it does not decode.
-        StorageError: the file system refused.
-    """
+    """Return the JSON object in a file of the directory ``path``, None without a file; raise if it does not decode."""
     file = os.path.join(path, name)
     if not paths.isfile(file):
         return None
@@ -129,11 +124,7 @@ def tensorstore_context(path: str, cache_bytes: int) -> Any:
 
 
 def wait(path: str, future: Any, nbytes: int = 0) -> Any:
-    """Return the result of a TensorStore future about ``path``; if it is in a store, wait a limited time.
-
-    Raises:
-        StorageError: the store refused, or did not answer in time; all other errors are TensorStore's.
-    """
+    """Return the result of a TensorStore future about ``path``; a store must answer in time, with our errors."""
     if not paths.is_url(path):
         return future.result()
     with store_errors(path):

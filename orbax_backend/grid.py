@@ -58,16 +58,9 @@ def cells(box: Box, chunks: Shape) -> Iterator[tuple[Shape, Box]]:
 
 
 def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tuple[int, Iterator[tuple[int, int]]]:
-    """Find the contiguous runs of elements that a copy between boxes of two C-order arrays consists of.
+    """Find the contiguous runs of a copy between boxes of two C-order arrays.
 
-    Args:
-        source: shape of the source array.
-        source_box: box in the source.
-        target: shape of the target array.
-        target_box: box in the target, of the same shape.
-
-    Returns:
-        The number of elements of a run; and the offsets of each run in source and target, in elements.
+    Return the number of elements of a run, and the offsets of each run in source and target, in elements.
     """
     extent = shape_of(source_box)
     axis = max(0, len(extent) - 1)
@@ -83,13 +76,7 @@ def runs(source: Shape, source_box: Box, target: Shape, target_box: Box) -> tupl
 
 
 def bands(box: Box, shape: Shape, limit: int) -> Iterator[Box]:
-    """Split the rows that a box intersects into boxes that are contiguous in a C-order array.
-
-    Args:
-        box: box in the array.
-        shape: shape of the array.
-        limit: most elements of one contiguous box.
-    """
+    """Split the rows that a box intersects into boxes of at most ``limit`` elements, contiguous in a C-order array."""
     return _bands(box, shape, limit, [])
 
 

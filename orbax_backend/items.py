@@ -47,11 +47,7 @@ def holds_array_folder(path: str) -> bool:
 
 
 def is_typed_key(path: str) -> bool:
-    """Return whether the single array in ``path`` is the data of a typed PRNG key.
-
-    Raises:
-        CorruptCheckpointError: the metadata of the key item is missing or damaged.
-    """
+    """Return whether the single array in ``path`` is the data of a typed PRNG key; raise if its metadata is damaged."""
     item, name = os.path.split(path.rstrip("/"))
     if name != JAX_KEY:
         return False
@@ -67,9 +63,6 @@ def implementation(width: int) -> tuple[str, bool]:
     """Return jax's PRNG implementation for key data of a width, and whether it is a guess.
 
     The metadata of key items does not name it (orbax-checkpoint 0.5.7 to 0.12.8, measured).
-
-    Raises:
-        ValueError: no implementation has such keys.
     """
     if width == 2:
         return "threefry2x32", False

@@ -57,16 +57,7 @@ class Index(Protocol):
 
 
 def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
-    """Open the index of a checkpoint's directory.
-
-    Args:
-        path: directory of the checkpoint.
-        names: stored names of its arrays.
-        use_ocdbt: whether it has a database.
-
-    Raises:
-        CorruptCheckpointError: the database does not decode.
-    """
+    """Open the index of a checkpoint's directory with arrays of these stored names."""
     if not use_ocdbt:
         return _StoreIndex(path) if paths.is_url(path) else _FileIndex(path)
     index = open_database(path, _unmerged_database(path, names))
@@ -74,13 +65,7 @@ def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
 
 
 def open_database(path: str, folder: str = "", locate: Callable[[str], str] | None = None) -> Index:
-    """Open the index of an OCDBT database.
-
-    Args:
-        path: directory of the checkpoint.
-        folder: subdirectory of the database.
-        locate: see `read_entries`; for databases with files elsewhere.
-    """
+    """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint; see `read_entries`."""
     full = os.path.join(path, folder) if folder else path
     if locate is None and not paths.isfile(os.path.join(full, MANIFEST)):
         raise _missing_manifest(full)

@@ -100,11 +100,7 @@ def _jax_arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
 
 
 def step_metadata(started_ns: int) -> dict[str, Any]:
-    """Return the content of ``_CHECKPOINT_METADATA``.
-
-    Args:
-        started_ns: start of the save, in ns since 1970.
-    """
+    """Return the content of ``_CHECKPOINT_METADATA`` of a save that started then, in ns since 1970."""
     return {
         "item_handlers": _HANDLER,
         "metrics": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -46,12 +47,7 @@ def begin(
     _process: ProcessInfo,
     _upload: MultiprocessUpload | None = None,
 ) -> None:
-    """Create the directories, in process 0; see `flax_ckpt_compat._core.backend.Backend.begin_multiprocess`.
-
-    Raises:
-        SettingError: an unknown compression.
-        StorageError: the file system refused.
-    """
+    """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
     compressor(options.compression)
     make_directory(path)
     if metadata.has_jax_arrays(plan):
@@ -61,17 +57,9 @@ def begin(
 def write(
     path: str, plan: Plan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
-    """Write this process's shards, and in process 0 all that is not spread.
+    """Write this process's shards, and in process 0 all that is not spread; see `Backend.write_process_part`.
 
-    Args:
-        path: directory that all processes share, or, with ``upload``, a local one of this process.
-        plan: plan of this process.
-        options: see `WriteOptions`.
-        process: index and count of processes.
-        upload: upload of the database, for a save to a store.
-
-    Raises:
-        StorageError: the file system or the store refused, or the directory of process 0 is not visible here.
+    All processes share the directory, or, with ``upload``, each has a local one.
     """
     is_primary = process.index == 0
     if upload is not None and not is_primary:
@@ -105,21 +93,10 @@ def write(
 def end(
     path: str, plan: Plan, _options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
-    """Merge the parts of all processes and commit the checkpoint, in process 0.
-
-    Args:
-        path: see `write`.
-        plan: plan of process 0.
-        process: index and count of processes.
-        upload: upload of a save to a store.
-
-    Raises:
-        MultiprocessSaveError: a process wrote a different tree.
-        StorageError: a part is missing, or the file system or the store refused.
-    """
+    """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
-    in_parallel(lambda number: _check_done(base, int(number), databases[int(number)], digest), _numbers(process))
+    in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
     if metadata.arrays(plan):
         _merge(path, databases, upload)
         _check(path, plan, upload)
@@ -129,48 +106,30 @@ def end(
 
 def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
     """Write a database with references to the values of all others, without reading them."""
+    uploaded = None if upload is None else set(upload.written())
+
+    def is_written(name: str) -> bool:
+        file = os.path.join(name, MANIFEST)
+        return os.path.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
+
     with translated(path, "written", TENSORSTORE_ERRORS):
         top = Database(path, None if upload is None else upload.folder)
         # A process that holds no first replica has written no database.
-        there = _manifests(databases, upload)
-        top.merge([os.path.basename(own) for own in databases if f"{os.path.basename(own)}/{MANIFEST}" in there])
+        top.merge(list(filter(is_written, map(os.path.basename, databases))))
         top.start_commit()
         top.finish_commit()
     sync_database(path)
 
 
-def _manifests(databases: list[str], upload: MultiprocessUpload | None) -> set[str]:
-    if upload is not None:
-        return set(upload.written())
-    files = (os.path.join(own, MANIFEST) for own in databases)
-    return {os.path.join(*file.split(os.sep)[-2:]) for file in files if os.path.exists(file)}
-
-
 def _check(path: str, plan: Plan, upload: MultiprocessUpload | None) -> None:
     if upload is None:
-        index, known = open_database(path), dict[str, int]()
-        check_complete(path, plan, index, lambda file: _size(path, file, known))
+        known = functools.cache(lambda file: sizes_of([file])[file])
+        _check_complete(path, plan, open_database(path), lambda file: known(os.path.join(path, file)))
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
-    files = [key for key in upload.written() if not key.endswith((MANIFEST, _DONE_FILE))]
-    sizes = sizes_of([f"{upload.folder}/{key}" for key in files])
-
-    def size(file: str) -> int:
-        found = sizes.get(f"{upload.folder}/{file}")
-        return found if isinstance(found, int) else -1
-
-    check_complete(upload.url, plan, index, size)
-
-
-def _size(path: str, file: str, sizes: dict[str, int]) -> int:
-    if file not in sizes:
-        full = os.path.join(path, file)
-        sizes[file] = os.path.getsize(full) if os.path.isfile(full) else -1
-    return sizes[file]
-
-
-def _numbers(process: ProcessInfo) -> list[str]:
-    return [str(index) for index in range(process.count)]
+    folder = upload.folder
+    sizes = sizes_of([f"{folder}/{key}" for key in upload.written() if not key.endswith((MANIFEST, _DONE_FILE))])
+    _check_complete(upload.url, plan, index, lambda file: sizes.get(f"{folder}/{file}"))
 
 
 def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
@@ -219,41 +178,31 @@ def _remove_done_file(database: str) -> None:
         paths.storage_of(file).delete(file)
 
 
-Size = Callable[[str], int]
-
-
-def check_complete(path: str, plan: Plan, index: Index, size: Size) -> None:
-    """Check that all chunks of the planned arrays are stored.
+def _check_complete(path: str, plan: Plan, index: Index, size: Callable[[str], int | OSError | None]) -> None:
+    """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
 
     Args:
         path: directory or URL of the checkpoint, for messages.
         plan: plan of process 0.
         index: index of the merged database.
-        size: returns the bytes in a file, relative to the checkpoint; -1 if there is none.
-
-    Raises:
-        StorageError: a chunk is missing; names the leaf and the process.
+        size: returns the bytes in a file, relative to the checkpoint; an error or None if there is none.
     """
     for entry in plan.entries:
         if entry.stored is None or entry.stored.value_type == STRING:
             continue
-        leaf = show_path(tuple(name for name, _ in entry.keys))
-        _check_array(path, index, entry.name, entry.stored, leaf, size)
-
-
-def _check_array(path: str, index: Index, name: str, stored: EncodedLeaf, leaf: str, size: Size) -> None:
-    prefix = key_prefix(name)
-    text = index.get(prefix + ZARR2_METADATA)
-    if text is None:
-        raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
-    info = parse_array_metadata(text, zarr3=False)
-    for cell, _ in cells(full_box(info.shape), info.chunks):
-        value = index.find(prefix + info.chunk_key(cell))
-        if value is None:
-            raise _incomplete(path, leaf, f"{_chunk_owner(stored, cell, info.chunks)} is missing")
-        if isinstance(value, ByteRange) and value.offset + value.length > size(value.file):
-            chunk = _chunk_owner(stored, cell, info.chunks)
-            raise _incomplete(path, leaf, f"{chunk} should be in {value.file}, which is missing or too short")
+        leaf, prefix = show_path(tuple(name for name, _ in entry.keys)), key_prefix(entry.name)
+        text = index.get(prefix + ZARR2_METADATA)
+        if text is None:
+            raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
+        info = parse_array_metadata(text, zarr3=False)
+        for cell, _ in cells(full_box(info.shape), info.chunks):
+            value = index.find(prefix + info.chunk_key(cell))
+            if value is None:
+                raise _incomplete(path, leaf, f"{_chunk_owner(entry.stored, cell, info.chunks)} is missing")
+            found = size(value.file) if isinstance(value, ByteRange) else None
+            if isinstance(value, ByteRange) and not (isinstance(found, int) and value.offset + value.length <= found):
+                chunk = _chunk_owner(entry.stored, cell, info.chunks)
+                raise _incomplete(path, leaf, f"{chunk} should be in {value.file}, which is missing or too short")
 
 
 def _incomplete(path: str, keystr: str, what: str) -> StorageError:

@@ -59,9 +59,7 @@ def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None 
         locate: returns the full path of a file by its name, if not all are in ``path``.
 
     Raises:
-        CorruptCheckpointError: the manifest or a node does not decode, or refers to a file outside the directory.
         UndecodableError: only TensorStore's own driver can read the database.
-        OSError, StorageError: the system, or the store, refused.
     """
     return _Database(path, base, locate).entries()
 

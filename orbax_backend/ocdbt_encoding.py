@@ -34,21 +34,12 @@ class UndecodableError(Exception):
 
 
 def check_crc32c(data: bytes) -> None:
-    """Check data that ends in its own CRC-32C, little-endian.
-
-    Raises:
-        ValueError: the checksums differ.
-    """
+    """Check data that ends in its own CRC-32C, little-endian; raise ValueError if the checksums differ."""
     _decode(data, "crc32c", len(data) - 4)
 
 
 def decompress_zstd(frame: bytes) -> bytes:
-    """Decompress exactly one frame.
-
-    Raises:
-        ValueError: it is not one frame, or holds more than `MAX_DECODED_BYTES`.
-        UndecodableError: its length cannot be determined.
-    """
+    """Decompress exactly one frame of up to `MAX_DECODED_BYTES`; raise UndecodableError if its length is unknown."""
     length, limit = _content_size(frame)
     if limit > MAX_DECODED_BYTES:
         raise ValueError(f"at most {MAX_DECODED_BYTES} decompressed bytes were expected, found up to {limit}")
@@ -131,11 +122,7 @@ class Columns:
         self._at = 0
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes.
-
-        Raises:
-            ValueError: fewer are left, here and in the methods below.
-        """
+        """Return the next bytes; raise ValueError if fewer are left, here and in the methods below."""
         left = len(self._data) - self._at
         if count > left:
             raise ValueError(f"{count} bytes were expected at byte {self._at}, found {left}")
@@ -206,10 +193,6 @@ class Columns:
         return [text[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
 
     def finish(self) -> None:
-        """Check that no bytes are left.
-
-        Raises:
-            ValueError: some are.
-        """
+        """Raise ValueError if bytes are left."""
         if self._at != len(self._data):
             raise ValueError(f"the end was expected at byte {self._at}, found {len(self._data) - self._at} more bytes")

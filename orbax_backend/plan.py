@@ -60,15 +60,7 @@ class Plan:
 
 
 def make_plan(tree: Node, multiprocess: bool = False) -> Plan:
-    """Plan how each leaf of a tree is stored.
-
-    Args:
-        tree: tree of values.
-        multiprocess: whether arrays may be spread over processes.
-
-    Raises:
-        UnsupportedLeafError, NameCollisionError: with the key path in the message.
-    """
+    """Plan how each leaf of a tree is stored; with ``multiprocess``, arrays may be spread over processes."""
     plan = Plan()
     with memory.pause_gc():
         _Planner(plan, multiprocess).add(tree, (), ())
@@ -141,12 +133,7 @@ class _NameRegistry:
         self._paths: dict[str, Path] = {}
 
     def add(self, path: Path) -> str:
-        """Register a leaf and return its stored name.
-
-        Raises:
-            NameCollisionError: another leaf has the same name or keys.
-            UnsupportedLeafError: the name is not valid Unicode.
-        """
+        """Register a leaf and return its stored name; raise if another leaf has the same name or keys."""
         self.check(path)
         name = stored_name(path)
         other = self._paths.setdefault(key_prefix(name), path)
@@ -160,11 +147,7 @@ class _NameRegistry:
 
     @staticmethod
     def check(path: Path) -> None:
-        """Check that a key path can be stored; empty nodes, without values to lose, need no more.
-
-        Raises:
-            UnsupportedLeafError: a name is not valid Unicode.
-        """
+        """Raise if a key path is not valid Unicode; empty nodes, without values to lose, need no more."""
         try:
             "".join(path).encode()
         except UnicodeEncodeError as error:

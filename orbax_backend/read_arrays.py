@@ -46,16 +46,7 @@ class ArrayReader:
         self._context = tensorstore_context(path, _CACHE_BYTES)
 
     def read(self, reads: Sequence[ArrayRead], *, mapped: bool = False) -> None:
-        """Set the ``array`` of reads.
-
-        Args:
-            reads: arrays and boxes to read.
-            mapped: map raw chunks of local files instead of reading them.
-
-        Raises:
-            CorruptCheckpointError: bytes are missing or do not decode; names the leaf.
-            StorageError: the file system refused.
-        """
+        """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
         extents: list[tuple[ArrayRead, ByteRange]] = []
         for read in reads:
             self._locate(read, extents)

@@ -274,16 +274,7 @@ class OrbaxReader:
 
 
 def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> OrbaxReader:
-    """Open a directory without reading array data.
-
-    Args:
-        path: directory of the checkpoint.
-        open_msgpack: opens the msgpack file of old releases.
-
-    Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: it is not a checkpoint directory.
-        CorruptCheckpointError: it does not decode.
-    """
+    """Open a directory without reading array data; ``open_msgpack`` opens the msgpack file of old releases."""
     aggregate = open_aggregate(path, open_msgpack)
     try:
         return OrbaxReader(path, read_structure(path, aggregate))

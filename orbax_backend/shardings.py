@@ -29,11 +29,7 @@ class ShardingEncoder:
         self._known = Memo(_describe)
 
     def of(self, sharding: Any) -> str | None:
-        """Return the text of a sharding, or None if Orbax's format cannot express it.
-
-        Args:
-            sharding: a jax.sharding.Sharding, or None (key data on the host) for jax's first device.
-        """
+        """Return the text of a sharding (None is jax's first device), or None if Orbax's format cannot express it."""
         return self._known.of(sharding)
 
 
@@ -74,12 +70,7 @@ def _device_ids(devices: Any) -> Any:
 
 
 def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
-    """Return the shape of one shard, or of the whole array if the shards are not a regular grid.
-
-    Args:
-        shape: shape of the whole array.
-        sharding: a jax.sharding.Sharding, or None.
-    """
+    """Return the shape of one shard, or of the whole array if the shards are not a regular grid."""
     if sharding is None or sharding.is_fully_replicated or 0 in shape:
         return shape
     try:
@@ -121,12 +112,7 @@ def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
 
 
 def read_shardings(path: str, names: Collection[str]) -> dict[str, str]:
-    """Return stored name → JSON text of the sharding.
-
-    Args:
-        path: directory of the checkpoint.
-        names: stored names of all leaves. The file has them in base64, until 0.4.1 as they are (measured).
-    """
+    """Return stored name → JSON text of the sharding; the file has base64 of names, until 0.4.1 names (measured)."""
     try:
         stored = read_json(path, SHARDING) or {}
     except CorruptCheckpointError as error:

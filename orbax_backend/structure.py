@@ -107,11 +107,7 @@ class Structure:
         return self._shardings
 
     def text(self, entry: LeafEntry) -> str:
-        """Return the text of a string leaf.
-
-        Raises:
-            CorruptCheckpointError: it is missing.
-        """
+        """Return the text of a string leaf; raise if it is missing."""
         value: Any = self.strings
         for token in pointer_tokens(entry.name) or ():
             value = value.get(token) if isinstance(value, dict) else None
@@ -128,16 +124,7 @@ class Structure:
 
 
 def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
-    """Read the JSON files of a directory.
-
-    Args:
-        path: directory of the checkpoint.
-        aggregate: its msgpack file, which has the structure if there is no ``_METADATA``.
-
-    Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError: no file has the structure.
-        CorruptCheckpointError: a file does not decode.
-    """
+    """Read the JSON files of a directory; without ``_METADATA``, its msgpack file has the structure."""
     read_ahead(path, (TREE_METADATA, STRINGS))
     metadata = read_json(path, TREE_METADATA)
     file = os.path.join(path, TREE_METADATA)

@@ -70,12 +70,7 @@ class TypeAnnotations:
 
 
 def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | None:
-    """Decode the annotations of a checkpoint; return None if it has none.
-
-    Raises:
-        UnrecognizedFormatError: a newer release wrote them.
-        CorruptCheckpointError: they do not decode.
-    """
+    """Decode the annotations of a checkpoint, None if it has none; raise if they do not decode or are newer."""
     if not isinstance(custom_metadata, dict) or _KEY not in custom_metadata:
         return None
     value = custom_metadata[_KEY]

@@ -1,4 +1,14 @@
-"""Write a planned tree as a flat Orbax PyTree directory."""
+"""Write a planned tree as a flat Orbax PyTree directory.
+
+    _METADATA                    the tree, and our type annotations (metadata.py, type_annotations.py)
+    _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (metadata.py)
+    _strings.json                leaves of type str
+    manifest.ocdbt, d/           arrays, as zarr v2 (database.py, zarr.py)
+    _CHECKPOINT_METADATA         when the save was
+    commit_success.txt           written last
+
+`_core/orbax_layout.py` has the names.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +46,11 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
-    """Write the whole checkpoint to a new directory, synced to disk.
+def write(path: str, plan: Plan, options: WriteOptions) -> None:
+    """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
 
     Raises:
-        SettingError: an unknown compression.
+        SettingError: the compression is not None, ``zstd``, ``gzip``, ``zlib`` or ``blosc``; nothing was written.
         StorageError: the file system refused.
     """
     codec, lists_arrays = compressor(options.compression), metadata.has_jax_arrays(plan)
@@ -59,11 +69,7 @@ def write_plan(path: str, plan: Plan, options: WriteOptions) -> None:
 
 
 def compressor(name: str | None) -> dict[str, Any] | None:
-    """Return zarr's spec of a codec.
-
-    Raises:
-        SettingError: the codec is unknown.
-    """
+    """Return zarr's spec of a codec, None for none; raise SettingError if it is unknown."""
     if name is None:
         return None
     if name not in _COMPRESSORS:
@@ -90,13 +96,10 @@ def tree_files(path: str, plan: Plan) -> dict[str, bytes]:
 def start_arrays(
     path: str, arrays: list[tuple[str, EncodedLeaf]], compressor: dict[str, Any] | None, is_primary: bool = True
 ) -> Database | None:
-    """Start to write arrays to a new database; return None without arrays.
+    """Start to write arrays to a new database in ``path``; return None without arrays.
 
-    Args:
-        path: directory of the database.
-        arrays: names and encodings; of arrays that are spread over processes, only this process's shards are written.
-        compressor: codec of large arrays.
-        is_primary: whether this process also writes the arrays' metadata.
+    Of arrays that are spread over processes, only this process's shards are written; the primary process writes all
+    metadata.
     """
     if not arrays:
         return None

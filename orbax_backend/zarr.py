@@ -80,16 +80,10 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
 
 
 def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
-    """Choose the chunk shape of an array.
+    """Choose the chunk shape of an array; chunks do not cross shards, which have the shape ``write_shape``.
 
     Uncompressed shards of up to 2 GiB are one chunk each, which is read directly into place. Larger and compressed ones
     are split along their first axes: for the limits of stores and of blosc (2 GiB), and to use several threads.
-
-    Args:
-        shape: shape of the whole array.
-        write_shape: shape of one shard, or of the whole array; chunks do not cross shards.
-        itemsize: bytes per element.
-        compressed: whether there is a codec.
     """
     # zarr has no empty chunks, so an empty array has a chunk shape but stores no chunk.
     chunks = [max(1, length) for length in write_shape]
@@ -114,14 +108,7 @@ def _divisor(length: int, wanted: int) -> int:
 def dump_zarray(
     shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes.
-
-    Args:
-        shape: see `chunk_shape`.
-        write_shape: see `chunk_shape`.
-        dtype: dtype of the array.
-        compressor: spec of the codec, or None.
-    """
+    """Return the ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes; see `chunk_shape`."""
     return {
         "chunks": chunk_shape(shape, write_shape, dtype.itemsize, compressor is not None),
         "compressor": compressor,
@@ -136,11 +123,7 @@ def dump_zarray(
 
 
 def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
-    """Parse a ``zarr.json`` or ``.zarray``.
-
-    Raises:
-        ValueError: it is damaged, or describes an impossible array.
-    """
+    """Parse a ``zarr.json`` or ``.zarray``; raise ValueError if it is damaged, or describes an impossible array."""
     try:
         metadata = json.loads(text)
         info = _parse_v3(metadata) if zarr3 else _parse_v2(metadata)

@@ -23,7 +23,7 @@ MESH = (2, 2)
         ("ocdbt.process_1", "StorageError: {path}: the share of process 1 is missing"),
         ("ocdbt.process_1/ended", "StorageError: {path}: the share of process 1 is missing"),
         ("ocdbt.process_1/manifest.ocdbt", "StorageError: {path}: the leaf 'bf16' is not complete: the chunk [0, 1]"),
-        ("ocdbt.process_1/d/*", "StorageError: the arrays of {path}/ocdbt.process_1 could not be merged"),
+        ("ocdbt.process_1/d/*", "StorageError: {path}/ocdbt.process_1 could not be merged"),
     ],
 )
 def test_a_lost_share_is_told_at_the_end(tmp_path: Path, lost: str, said: str) -> None:

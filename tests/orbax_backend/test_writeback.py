@@ -33,10 +33,10 @@ def test_what_the_future_gives_comes_out(tmp_path: Path, error: Exception | None
     thread.start()
     try:
         if error is None:
-            database.Writeback(str(tmp_path / "not there")).until_done(future)
+            database.wait_with_writeback(future, str(tmp_path / "not there"))
         else:
             with pytest.raises(type(error), match=str(error)):
-                database.Writeback(str(tmp_path / "not there")).until_done(future)
+                database.wait_with_writeback(future, str(tmp_path / "not there"))
     finally:
         thread.join()
 
@@ -59,7 +59,7 @@ def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int
 
     thread = threading.Thread(target=grow)
     thread.start()
-    database.Writeback(str(tmp_path)).until_done(future)
+    database.wait_with_writeback(future, str(tmp_path))
     thread.join()
     ends = [0, *(offset + length for offset, length in told)]
     assert [offset for offset, _ in told] == ends[:-1]
