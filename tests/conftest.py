@@ -18,6 +18,9 @@ from flax_ckpt_compat import checkpoints
 from tests.support import profiles
 from tests.support.saves import Save, use_flag
 
+# Without bytecode, every process of pytest-xdist and every program of the tests compiles the project anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 assert profiles.examples  # registers the profiles that are loaded here
 # Jobs of a shell that is not interactive start with the signal ignored, and all programs of theirs inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -189,10 +189,10 @@ def _folder(in_store: bool) -> Iterator[tuple[str, Mapping[str, str]]]:
         return
     from tests.support import s3
 
-    with s3.serving() as (port, proxy):
+    with s3.serving() as (_, proxy):
         server = s3.environment(proxy)
         os.environ.update(server)
-        yield f"{s3.new_bucket(port, proxy).url}/run", server
+        yield f"{s3.new_bucket(proxy).url}/run", server
 
 
 def prepare(folder: str, orbax: bool, server: Mapping[str, str] | None = None) -> None:

@@ -25,13 +25,13 @@ def s3_server() -> Iterator[tuple[int, Proxy]]:
 @pytest.fixture
 def bucket(s3_server: tuple[int, Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """An empty bucket, to which the environment leads the library through a proxy without faults."""
-    port, proxy = s3_server
+    _, proxy = s3_server
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in s3.environment(proxy).items():
         monkeypatch.setenv(name, value)
     proxy.log.clear()
-    yield s3.new_bucket(port, proxy)
+    yield s3.new_bucket(proxy)
     proxy.rule = lambda method, path: ""
 
 

@@ -27,7 +27,7 @@ def fill(bucket: AnyBucket, format: str, number: int) -> str:
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])
 def test_the_latest_of_many(format: str, any_bucket: AnyBucket) -> None:
     """The newest is asked first, and none that is older than the first complete one."""
-    root, many = fill(any_bucket, format, 300), 300
+    root, many = fill(any_bucket, format, 40), 40
     any_bucket.proxy.log.clear()
     assert ours.latest_checkpoint(root) == f"{root}/checkpoint_{many}"
     lists = sum(asked.is_listing or asked.path.partition("?")[0].endswith("/o") for asked in any_bucket.proxy.log)

@@ -12,21 +12,25 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-import boto3
-import botocore.config
-
-# Ends when its standard input does, so also when the tests are killed.
-_SERVER = (
-    "import sys; from moto.server import ThreadedMotoServer;"
-    "ThreadedMotoServer('127.0.0.1', int(sys.argv[1]), verbose=False).start(); sys.stdin.read()"
-)
+# Ends when its standard input does, so also when the tests are killed. moto's own server would first look for the
+# service that each request is for, which takes as long as the request.
+_SERVER = """
+import sys, threading
+from moto.moto_server.werkzeug_app import create_backend_app
+from werkzeug.serving import make_server
+server = make_server("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+sys.stdin.read()
+"""
 _PATIENCE = 60.0  # s
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
@@ -34,6 +38,7 @@ _ANSWERS = {
     "403": b"<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>",
 }
 _SLOW = 0.3  # s
+_SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 _ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
 Fault = str  # one of FAULTS; or "403", denied for good; "501", not known here; "stall", no answer
@@ -262,35 +267,45 @@ class Bucket(Folders):
     Attributes:
         name: of the bucket.
         proxy: that all requests of the library pass.
-        client: of boto3, which asks the server itself.
     """
 
     name: str
     proxy: Proxy
-    client: Any
 
     @property
     def url(self) -> str:
         """Of the bucket."""
         return f"s3://{self.name}"
 
+    def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
+        """The server's own answer, past the proxy."""
+        answer = forward(self.proxy.port, method, f"/{self.name}{path}", dict(_SIGNED), body)
+        assert answer[0] < 300, (method, path, answer)
+        return answer
+
     def keys(self, prefix: str = "") -> list[str]:
         """Of all objects."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
-        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        found: list[str] = []
+        query = {"list-type": "2", "prefix": prefix}
+        while True:
+            page = ElementTree.fromstring(self._ask("GET", f"?{urllib.parse.urlencode(query)}")[2])
+            found += [node.text or "" for node in page.iterfind("{*}Contents/{*}Key")]
+            more = page.findtext("{*}NextContinuationToken")
+            if not more:
+                return found
+            query["continuation-token"] = more
 
     def get(self, key: str) -> bytes:
         """An object's content."""
-        content: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
-        return content
+        return self._ask("GET", f"/{urllib.parse.quote(key)}")[2]
 
     def put(self, key: str, content: bytes) -> None:
         """Writes an object."""
-        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+        self._ask("PUT", f"/{urllib.parse.quote(key)}", content)
 
     def delete(self, key: str) -> None:
         """Deletes an object."""
-        self.client.delete_object(Bucket=self.name, Key=key)
+        self._ask("DELETE", f"/{urllib.parse.quote(key)}")
 
 
 @contextmanager
@@ -327,19 +342,11 @@ def serving() -> Iterator[tuple[int, Proxy]]:
         proxy.close()
 
 
-def new_bucket(port: int, proxy: Proxy) -> Bucket:
+def new_bucket(proxy: Proxy) -> Bucket:
     """A bucket with a name of its own."""
-    client = boto3.client(
-        "s3",
-        endpoint_url=f"http://127.0.0.1:{port}",
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        config=botocore.config.Config(s3={"addressing_style": "path"}),
-    )
-    name = f"b-{uuid.uuid4().hex[:12]}"
-    client.create_bucket(Bucket=name)
-    return Bucket(name, proxy, client)
+    bucket = Bucket(f"b-{uuid.uuid4().hex[:12]}", proxy)
+    bucket._ask("PUT", "")
+    return bucket
 
 
 def environment(proxy: Proxy) -> dict[str, str]:
