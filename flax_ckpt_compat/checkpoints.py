@@ -15,7 +15,7 @@ from flax import core
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
-from flax_ckpt_compat._discovery import listing, lookups
+from flax_ckpt_compat._discovery import directory, listing
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
@@ -220,10 +220,10 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         ckpt_dir: directory of the checkpoints.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
     """
-    directory = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
-    async_saves.wait_for_joint_saves(directory.directory)
-    found = lookups.latest(directory)
-    return None if found is None else os.path.join(directory.shown, found.name)
+    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    async_saves.wait_for_joint_saves(checkpoint_dir.directory)
+    found = directory.latest(checkpoint_dir)
+    return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
 
 
 def available_steps(
@@ -239,10 +239,10 @@ def available_steps(
     Raises:
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
     """
-    directory = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
-    async_saves.wait_for_joint_saves(directory.directory)
+    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    async_saves.wait_for_joint_saves(checkpoint_dir.directory)
     found = []
-    for entry in lookups.available(directory):
+    for entry in directory.available(checkpoint_dir):
         try:
             found.append(step_type(entry.text))
         except ValueError as error:

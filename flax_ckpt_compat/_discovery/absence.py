@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._discovery import foreign_folders, listing
+from flax_ckpt_compat._discovery import foreign, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 # Unsigned: the dash of ckpt-3 belongs to the prefix.
@@ -69,10 +69,10 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
         prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
         there = ", ".join(other + step for other, step in others)
         return Absence(f"{none}; there are {there}: did you mean {prefixes}?", False)
-    file = foreign_folders.msgpack_file_in(checkpoint_dir.directory)
+    file = foreign.msgpack_file_in(checkpoint_dir.directory)
     if file is not None:
         return Absence(
-            f"{none}, but looks like {foreign_folders.folder_looks_like(checkpoint_dir.directory)}: restore {file}",
+            f"{none}, but looks like {foreign.folder_looks_like(checkpoint_dir.directory)}: restore {file}",
             False,
         )
     return Absence(none, all(map(_is_unrelated, names)))

@@ -9,10 +9,15 @@ import re
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError, IncompleteCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StorageError,
+    UnrecognizedFormatError,
+)
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery.foreign_folders import folder_looks_like, foreign_remedy
+from flax_ckpt_compat._discovery.foreign import folder_looks_like, foreign_remedy
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 _TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
@@ -64,16 +69,21 @@ class Found:
 
 
 def what_is_missing(path: str) -> str | None:
-    """Return why the checkpoint is incomplete, judged by names and sizes, or None."""
+    """Return why the checkpoint is incomplete, judged by names and sizes, or None; one removed meanwhile is `ABSENT`.
+
+    Raises:
+        StorageError: it cannot be accessed.
+    """
     try:
-        if not paths.isdir(path):
-            return "the file is empty" if paths.storage_of(path).is_empty(path) else None
-        names = set(paths.listdir(path))
-    except FileNotFoundError:
-        return ABSENT
-    if not names:
-        return "the directory is empty"
-    return _what_is_missing_in(path, names)
+        with translated(path):
+            if not paths.isdir(path):
+                return "the file is empty" if paths.storage_of(path).is_empty(path) else None
+            names = set(paths.listdir(path))
+            return _what_is_missing_in(path, names) if names else "the directory is empty"
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return ABSENT
+        raise
 
 
 def _what_is_missing_in(path: str, names: set[str]) -> str | None:
@@ -157,7 +167,7 @@ def detect(path: str) -> Found:
     Raises:
         CheckpointNotFoundError: the path does not exist.
         IncompleteCheckpointError: the save was not finished; the message names the missing part.
-        UnrecognizedFormatError: a directory of another kind. Any file may be msgpack; `file_types.looks_like`
+        UnrecognizedFormatError: a directory of another kind. Any file may be msgpack; `foreign.file_looks_like`
             identifies files that do not decode.
     """
     missing = what_is_missing(path)

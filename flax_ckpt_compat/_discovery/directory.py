@@ -1,9 +1,8 @@
-"""List the checkpoints of a prefix in a directory, classified by names and sizes; decode nothing.
+"""Look up the checkpoints of a prefix in a directory by names and sizes: the latest, the steps, a step by number.
 
 The steps are ``prefix + number``, and the steps of an Orbax CheckpointManager in the same directory. Without any of
 them, other names that begin with the prefix count for look-ups: see `Directory.tiers`. All look-ups, listings and
-restores use this (`flax_ckpt_compat._discovery.lookups`); saves overwrite and remove by the literal rules of
-`flax_ckpt_compat._save.retention`.
+restores use this; saves overwrite and remove by the literal rules of `flax_ckpt_compat._save.retention`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._discovery import detect, listing
+from flax_ckpt_compat._discovery import detect, listing, notices
+from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _Result = TypeVar("_Result")
 _STEP_OF_MANAGER = re.compile(r"(.*_)?(\d+)", re.DOTALL)
@@ -101,7 +101,7 @@ def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result])
 class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
-    def __init__(self, checkpoint_dir: listing.CheckpointDir, *, tolerant: bool = False):
+    def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False):
         """List the directory.
 
         Args:
@@ -183,15 +183,8 @@ class Directory:
         start = len(self.checkpoint_dir.prefix)
         # Unsigned: the dash in ``ckpt-10`` belongs to the text.
         texts = module_names.natural_sort((name[start:] for name in self.names if belongs(name)), signed=False)
-        return [
-            Entry(
-                self.checkpoint_dir.prefix + text,
-                self.checkpoint_dir.path(self.checkpoint_dir.prefix + text),
-                None,
-                text,
-            )
-            for text in texts
-        ]
+        named = [(self.checkpoint_dir.prefix + text, text) for text in texts]
+        return [Entry(name, self.checkpoint_dir.path(name), None, text) for name, text in named]
 
     def _family(self, head: str) -> list[Entry]:
         """Return the steps named ``head + digits``, if at least one is a complete step of a manager."""
@@ -202,7 +195,7 @@ class Directory:
         return found if is_manager else []
 
     def _classify(self, entry: Entry) -> Classified:
-        why = listing.what_is_missing(entry.path)
+        why = detect.what_is_missing(entry.path)
         if entry.managed and paths.isfile(entry.path):
             return Classified(entry, State.FOREIGN, "a file")
         if why is None:
@@ -220,3 +213,110 @@ class Directory:
 def _order(entry: Entry) -> tuple[float, bool, str]:
     assert entry.step is not None
     return entry.step, not entry.managed, entry.name
+
+
+def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
+    """Return the latest checkpoint, or None."""
+    return list_again_while_it_changes(
+        checkpoint_dir.directory, lambda last: latest_of(Directory(checkpoint_dir, tolerant=last))
+    )
+
+
+def latest_of(directory: Directory) -> Entry | None:
+    """Return the latest checkpoint of one listing, classifying entries newest first and as few as possible.
+
+    Raises:
+        ChangedError: list again.
+    """
+    skipped: list[Classified] = []
+    checkpoint_dir = directory.checkpoint_dir
+    for tier in directory.tiers():
+        for entry in reversed(tier):
+            classified = directory.classify(entry)
+            if classified.counts and _may_be_latest(directory, tier, classified):
+                _warn_of_skipped(checkpoint_dir, skipped)
+                if tier is directory.longer:
+                    _warn_of_longer(checkpoint_dir, entry)
+                return entry
+            if classified.state is State.INCOMPLETE:
+                skipped.append(classified)
+    directory.check_unchanged()
+    _warn_of_skipped(checkpoint_dir, skipped)
+    return None
+
+
+def _may_be_latest(directory: Directory, tier: Sequence[Entry], classified: Classified) -> bool:
+    if tier is directory.longer:
+        return classified.state is State.COMPLETE and listing.is_checkpoint(classified.entry.path)
+    return _is_listed(directory, classified)
+
+
+def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
+    """Return the available steps, oldest first, each number once; warn about incomplete ones."""
+
+    def look(last: bool) -> list[Entry]:
+        directory = Directory(checkpoint_dir, tolerant=last)
+        found = _classified_steps(directory)
+        if not any(classified.counts for classified in found):
+            directory.check_unchanged()
+        _warn_of_skipped(checkpoint_dir, [classified for classified in found if classified.state is State.INCOMPLETE])
+        counted = [classified.entry for classified in found if classified.counts]
+        shadowed = {entry.step for entry in counted if not entry.managed}
+        return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
+
+    return list_again_while_it_changes(checkpoint_dir.directory, look)
+
+
+def everything_of(directory: Directory) -> list[Classified]:
+    """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``.
+
+    Raises:
+        ChangedError: list again.
+    """
+    found = _classified_steps(directory) + [directory.classify(entry) for entry in directory.texts]
+    ours = [classified for classified in found if _is_listed(directory, classified)]
+    if not ours:
+        directory.check_unchanged()
+    return ours
+
+
+def _is_listed(directory: Directory, classified: Classified) -> bool:
+    if classified.state is not State.FOREIGN:
+        return classified.state is not State.VANISHED
+    # Without a prefix every other folder of the directory would count.
+    return classified.counts and (classified.entry.step is not None or bool(directory.checkpoint_dir.prefix))
+
+
+def _classified_steps(directory: Directory) -> list[Classified]:
+    entries = directory.steps or directory.other_family
+    storage = paths.storage_of(directory.checkpoint_dir.directory)
+    if storage.is_remote:
+        storage.prefetch_sizes([entry.path for entry in entries if storage.isfile(entry.path)])
+    return [directory.classify(entry) for entry in entries]
+
+
+def find_step(checkpoint_dir: CheckpointDir, number: float) -> Entry | None:
+    """Return the checkpoint of a step number, however it is spelt (7, 7.0, 007), or None."""
+
+    def look(last: bool) -> Entry | None:
+        directory = Directory(checkpoint_dir, tolerant=last)
+        found = [entry for entry in directory.steps or directory.other_family if entry.step == number]
+        return found[-1] if found else None
+
+    return list_again_while_it_changes(checkpoint_dir.directory, look)
+
+
+def _warn_of_skipped(checkpoint_dir: CheckpointDir, skipped: Sequence[Classified]) -> None:
+    shown = "; ".join(
+        f"{classified.entry.name} ({classified.why})" for classified in sorted(skipped, key=lambda one: one.entry.name)
+    )
+    message = f"Skipping incomplete checkpoints in {checkpoint_dir.directory}: {shown}" if skipped else None
+    notices.log_once((checkpoint_dir.directory, checkpoint_dir.prefix, "incomplete"), message)
+
+
+def _warn_of_longer(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
+    notices.log_once(
+        (checkpoint_dir.directory, checkpoint_dir.prefix, "longer"),
+        f"{checkpoint_dir.directory} holds no checkpoint with exactly the prefix {checkpoint_dir.prefix!r}; taking "
+        f"{entry.name}, the last name that begins with it, as Flax does: pass the whole prefix",
+    )

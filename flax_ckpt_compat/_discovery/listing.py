@@ -13,7 +13,7 @@ from collections.abc import Container
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, file_types
+from flax_ckpt_compat._discovery import detect, foreign
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -78,7 +78,7 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str] | None = None
         if storage.is_remote:
             storage.prefetch_emptiness(list(filter(storage.isfile, map(checkpoint_dir.path, ours))))
         for name in ours:
-            missing = what_is_missing(checkpoint_dir.path(name))
+            missing = detect.what_is_missing(checkpoint_dir.path(name))
             if missing is None:
                 complete.append(name)
             # Otherwise another process has just evicted it, or it is no checkpoint.
@@ -98,31 +98,16 @@ def newest_step(checkpoint_dir: CheckpointDir, *, but: Container[str] = ()) -> s
     """
     with paths.listing_cache(checkpoint_dir.directory):
         for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
-            if name not in but and what_is_missing(checkpoint_dir.path(name)) is None:
+            if name not in but and detect.what_is_missing(checkpoint_dir.path(name)) is None:
                 return name
     return None
-
-
-def what_is_missing(path: str) -> str | None:
-    """Return why the checkpoint is incomplete, or None; one removed meanwhile does not exist.
-
-    Raises:
-        StorageError: it cannot be accessed.
-    """
-    try:
-        with translated(path):
-            return detect.what_is_missing(path)
-    except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-            return "it does not exist"
-        raise
 
 
 def is_checkpoint(path: str) -> bool:
     """Return whether a path is complete and resembles a checkpoint, for suggestions; False if in doubt."""
     try:
         with translated(path):
-            of_its_kind = detect.is_orbax_directory(path) if paths.isdir(path) else file_types.may_be_msgpack_tree(path)
+            of_its_kind = detect.is_orbax_directory(path) if paths.isdir(path) else foreign.may_be_msgpack_tree(path)
             return detect.what_is_missing(path) is None and of_its_kind
     except StorageError:
         return False

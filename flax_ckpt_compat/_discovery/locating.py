@@ -22,9 +22,8 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._discovery import absence, detect, listing, lookups, notices
+from flax_ckpt_compat._discovery import absence, detect, directory, listing, notices
 from flax_ckpt_compat._discovery.absence import Absence
-from flax_ckpt_compat._discovery.directory import Directory, list_again_while_it_changes
 
 _Result = TypeVar("_Result")
 # Rounds lost to checkpoints removed or replaced during the read, before a reader that is slower than the writer's
@@ -63,7 +62,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> Choice | Absence:
     if step is not None:
         with paths.listing_cache(root):
             return Choice(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), True)
-    return list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
+    return directory.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
 def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> Choice | Absence:
@@ -73,7 +72,7 @@ def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: b
     # the directory has a marker that only Orbax writes.
     if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)):
         return Choice(root, True)
-    latest = lookups.latest_of(Directory(checkpoint_dir, tolerant=last))
+    latest = directory.latest_of(directory.Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
         return Choice(latest.path, False)
     if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
@@ -101,10 +100,10 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     if _exists(path):
         return path
     number = steps.parse_step(text)
-    found = None if number is None else lookups.find_step(checkpoint_dir, number)
+    found = None if number is None else directory.find_step(checkpoint_dir, number)
     if found is not None:
         return found.path
-    available = [entry.text for entry in lookups.available(checkpoint_dir)]
+    available = [entry.text for entry in directory.available(checkpoint_dir)]
     known = (
         f"available steps: {', '.join(available)}" if available else absence.of_checkpoints(checkpoint_dir, prefix).why
     )
@@ -192,7 +191,7 @@ def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callabl
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
-        if not isinstance(error, _AS_FOUND) and listing.what_is_missing(found.path) is not None:
+        if not isinstance(error, _AS_FOUND) and detect.what_is_missing(found.path) is not None:
             raise removed_error(found.path) from error
         return False
     try:

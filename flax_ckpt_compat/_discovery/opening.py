@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafK
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import detect, file_types
+from flax_ckpt_compat._discovery import detect, foreign
 from flax_ckpt_compat._discovery.formats import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -77,7 +77,7 @@ def open_item(item: detect.Item) -> Reader:
     try:
         return backend_for(item.format).open(item.path)
     except CorruptCheckpointError:
-        look = file_types.looks_like(item.path) if item.format is Format.MSGPACK else None
+        look = foreign.file_looks_like(item.path) if item.format is Format.MSGPACK else None
         if look is None:
             raise
         raise UnrecognizedFormatError(

@@ -107,7 +107,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     """Raise, for a save without ``overwrite``, if its step exists or is older than the newest."""
     path, checkpoint_dir = request.path, request.checkpoint_dir
     if paths.lexists(path) and not paths.holds_nothing(path):
-        missing = listing.what_is_missing(path)
+        missing = detect.what_is_missing(path)
         state = f"is there, incomplete ({missing})" if missing else "already exists"
         raise _invalid(request, f"cannot save step {request.step}: {path} {state}; pass overwrite=True to replace it.")
     step = steps.step_of(request.name, checkpoint_dir.prefix)

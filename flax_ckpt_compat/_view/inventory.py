@@ -14,9 +14,9 @@ from flax_ckpt_compat._discovery.directory import (
     Classified,
     Directory,
     State,
+    everything_of,
     list_again_while_it_changes,
 )
-from flax_ckpt_compat._discovery.lookups import everything_of
 from flax_ckpt_compat._save import async_saves
 
 UNKNOWN_FORMAT = "unknown"

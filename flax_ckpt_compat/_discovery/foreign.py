@@ -1,8 +1,10 @@
-"""Identify files that are no checkpoints by their first bytes."""
+"""Identify files and directories that are no checkpoints, by first bytes and names."""
 
 from __future__ import annotations
 
 import codecs
+import os
+import re
 from collections.abc import Sequence
 
 from flax_ckpt_compat._core import paths
@@ -26,8 +28,22 @@ _LOOKS: Sequence[tuple[bytes, str]] = (
 # First bytes of a msgpack map, and of a Flax array that is the whole tree.
 _TREE_STARTS = (*range(0x80, 0x90), 0xDE, 0xDF, 0xC7, 0xC8, 0xC9)
 
+_MAX_SHOWN = 3
+_FLAX_FILE = "flax_model.msgpack"  # of Hugging Face's save_pretrained
+_HUGGING_FACE = re.compile(
+    r"flax_model(-\d+-of-\d+)?\.msgpack|pytorch_model.*\.bin|(model|adapter_model)(-\d+-of-\d+)?\.safetensors|"
+    r"trainer_state\.json|diffusion_flax_model\.msgpack"
+)
+_KINDS = (
+    (re.compile(r"saved_model\.pb(txt)?"), "a SavedModel of TensorFlow"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a checkpoint of TensorFlow"),
+    (re.compile(r".*\.distcp"), "a distributed checkpoint of PyTorch"),
+    (re.compile(r".*\.(pt|pth|ckpt)"), "a folder of PyTorch checkpoints"),
+    (re.compile(r"events\.out\.tfevents\..*"), "a folder of TensorBoard's events"),
+)
 
-def looks_like(path: str) -> str | None:
+
+def file_looks_like(path: str) -> str | None:
     """Return what a file that does not decode as msgpack looks like, or None."""
     with translated(path):
         first, size = paths.read(path, 0, _FIRST_BYTES), paths.getsize(path)
@@ -51,7 +67,7 @@ def may_be_msgpack_tree(path: str) -> bool:
     """Return whether a file begins like Flax's checkpoints, and looks like nothing else."""
     with translated(path):
         first = paths.read(path, 0, 1)
-    return bool(first) and first[0] in _TREE_STARTS and looks_like(path) is None
+    return bool(first) and first[0] in _TREE_STARTS and file_looks_like(path) is None
 
 
 def _text_looks_like(first: bytes) -> str | None:
@@ -68,3 +84,30 @@ def _text_looks_like(first: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     return "a text file"
+
+
+def folder_looks_like(path: str) -> str:
+    """Return what a directory that is no checkpoint looks like, or names some of what it holds."""
+    names = sorted(paths.listdir(path))
+    if "config.json" in names and any(map(_HUGGING_FACE.fullmatch, names)):
+        return "a model folder of Hugging Face"
+    for pattern, what in _KINDS:
+        if any(map(pattern.fullmatch, names)):
+            return what
+    more = f", and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return f"a folder of something else (it holds {', '.join(names[:_MAX_SHOWN])}{more})"
+
+
+def msgpack_file_in(path: str) -> str | None:
+    """Return the path of the only msgpack file in a directory, or of Hugging Face's; None if it is ambiguous."""
+    names = [name for name in paths.listdir(path) if name.endswith(".msgpack")]
+    name = _FLAX_FILE if _FLAX_FILE in names else names[0] if len(names) == 1 else None
+    return None if name is None else os.path.join(path, name)
+
+
+def foreign_remedy(path: str) -> str:
+    """Return the remedy for a directory that is no checkpoint."""
+    file = msgpack_file_in(path)
+    if file is not None:
+        return f"Restore the file in it: {file}."
+    return "Restore another step or path, or read it with the program that wrote it."
