@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._suggest.looks import Look, bare
 from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, numbered, unnumbered, words
 
-_PAIRWISE = 60
+_PAIRWISE = 20
 _WINDOW = 8
 Leaves = frozenset[tuple[str, Look]]  # names and looks
 Layers = dict[Path, Leaves]

@@ -20,8 +20,8 @@ BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
 _GENERIC = _set("layer layers block blocks module unit")
 _SAY_NOTHING = _GENERIC | _set("modules units stage stages part parts my net network model scan")
 _CLASSES = {
-    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "mlp": "mlp", "lstm": "lstm", "gru": "gru",
-    "rnn": "rnn", "attention": "attention", "attn": "attention", "mha": "attention", "norm": "norm",
+    "dense": "dense", "linear": "dense", "fc": "dense", "conv": "conv", "mlp": "mlp", "ffn": "mlp", "lstm": "lstm",
+    "gru": "gru", "rnn": "rnn", "attention": "attention", "attn": "attention", "mha": "attention", "norm": "norm",
     "bn": "batch norm", "batchnorm": "batch norm", "ln": "layer norm", "layernorm": "layer norm",
     "gn": "group norm", "groupnorm": "group norm", "rmsnorm": "rms norm",
 }  # fmt: skip
@@ -35,6 +35,8 @@ _TELLING = _COPIES | _set(
     "post first last final inner outer new local global query key value mean std var log min max pos neg positive "
     "negative real fake policy actor critic reward encoder decoder generator discriminator aux self cross train eval"
 )
+# Words of the field for one thing.
+_SYNONYMS = {"classifier": "head", "logits": "head", "gate": "router"}
 _LETTERS = {"q": "query", "k": "key", "v": "value", "o": "out", "in": "input"}
 _ALIASES = (
     _set("kernel weight weights w"), _set("embedding table weight weights w"), _set("scale gamma weight g"),
@@ -124,7 +126,7 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
     if "norm" in found and found & _NORMS:
         classes = [f"{min(found & _NORMS)} norm"]
         found -= _NORMS
-    found = found - _CLASSES.keys() - _SAY_NOTHING
+    found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
     by_flax = BY_FLAX.fullmatch(name) is not None
     if by_flax:
         found -= _OF_CLASSES

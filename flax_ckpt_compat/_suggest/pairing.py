@@ -161,12 +161,14 @@ def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> I
 def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[Step]]:
     """Yield renames, with the names above where others have that name, too; what takes freed names goes at once."""
     homes: dict[str, set[Path]] = {}
-    for change in changes:
-        homes.setdefault(str(change.patterns), set()).add(change.path)
-    found: dict[str, dict[str, Change]] = {}
+    kinds: dict[tuple[str, Path], Change] = {}
     for change in sorted(changes, key=lambda one: len(one.path)):
-        prefix = _prefix(change, homes[str(change.patterns)], places, own)
-        found.setdefault(prefix, {}).setdefault(str(change.patterns), change)
+        homes.setdefault(str(change.patterns), set()).add(change.path)
+        kinds.setdefault((str(change.patterns), unnumbered(change.path)), change)
+    found: dict[str, dict[str, Change]] = {}
+    for (patterns, _), change in kinds.items():
+        prefix = _prefix(change, homes[patterns], places, own)
+        found.setdefault(prefix, {}).setdefault(patterns, change)
     for prefix, group in found.items():
         together: dict[str, str] = {}
         olds = {name: change for change in group.values() for name in change.old}
