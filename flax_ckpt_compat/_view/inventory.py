@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import paths, steps
@@ -17,7 +18,6 @@ from flax_ckpt_compat._discovery.directory import (
     everything_of,
     list_again_while_it_changes,
 )
-from flax_ckpt_compat._save import async_saves
 
 UNKNOWN_FORMAT = "unknown"
 
@@ -57,7 +57,9 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         StorageError: the file system refused.
     """
     checkpoint_dir = listing.checkpoint_dir(os.fspath(directory), prefix)
-    async_saves.wait_for_joint_saves(checkpoint_dir.directory)
+    # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
+    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
+        async_saves.wait_for_joint_saves(checkpoint_dir.directory)
     yield from list_again_while_it_changes(checkpoint_dir.directory, lambda last: _records(checkpoint_dir, last))
 
 
