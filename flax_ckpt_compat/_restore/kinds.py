@@ -182,9 +182,9 @@ def _hint(stored: Any, target: Any) -> str:
 def _key_hint(stored: Any, target: Any) -> str:
     if isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct) and isinstance(stored, LeafHandle):
         if stored.kind is LeafKind.PRNG_KEY and not state_dict.is_prng_key(target):
-            return "Give a typed key (jax.random.key) as the target's leaf, and take jax.random.key_data of the result."
+            return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."
         if stored.kind is LeafKind.ARRAY and state_dict.is_prng_key(target):
-            return "Give jax.random.key_data(key) as the target's leaf, and jax.random.wrap_key_data the result."
+            return "Add rules.wrap_key_data(pattern) to the transforms, or give the target jax.random.key_data(key)."
     return ""
 
 

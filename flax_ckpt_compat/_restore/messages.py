@@ -111,8 +111,8 @@ def other_shapes(
 
 
 _KEYS = (
-    "The checkpoint holds raw keys where the target has typed ones: give the target jax.random.key_data(key), and wrap "
-    "what is restored with jax.random.wrap_key_data."
+    "The checkpoint holds raw keys where the target has typed ones: add rules.wrap_key_data(pattern) to the "
+    "transforms, or give the target jax.random.key_data(key)."
 )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
 Contents = Counter[tuple[str, Look]]  # number of leaves of a name and look in a subtree, wherever in it
@@ -54,7 +54,8 @@ def look(leaf: Any) -> Look:
     if leaf is Own.TARGET:
         return KEPT
     if isinstance(leaf, Derived):
-        return leaf.shape or (), kind_of(leaf.dtype) if leaf.dtype is not None else "text"
+        kind = "key" if is_key(leaf) else "text"
+        return leaf.shape or (), kind_of(leaf.dtype) if leaf.dtype is not None else kind
     if state_dict.is_prng_key(leaf):
         return tuple(leaf.shape), "key"
     shape, dtype = shape_and_dtype(leaf)

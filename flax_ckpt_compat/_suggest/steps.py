@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, topmost
@@ -12,7 +14,7 @@ from flax_ckpt_compat._suggest.judge import unused
 from flax_ckpt_compat._suggest.layouts import Step, plain
 from flax_ckpt_compat._suggest.looks import EMPTY, MOMENTS, Look, Roles, bare, flatten, leaves_at, look, node_at
 from flax_ckpt_compat._suggest.pairing import Pairing, State
-from flax_ckpt_compat._trees.leaf_sources import handles_of
+from flax_ckpt_compat._trees.leaf_sources import handles_of, is_array
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
@@ -83,7 +85,17 @@ def finished(pairing: Pairing, state: State, stored: Node) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [Step(rules.from_target(text), reason, is_note=True)]) or state
-    return _kept(pairing, state, stored)
+    return _kept(pairing, _typed_keys(pairing, state), stored)
+
+
+def _typed_keys(pairing: Pairing, state: State) -> State:
+    """Return the state after steps for raw PRNG keys where the target has typed ones."""
+    steps = []
+    for path, leaf in leaves_at(state.tree):
+        shape, kind = pairing.goal.get(path, EMPTY)
+        if kind == "key" and is_array(leaf) and (leaf.shape, leaf.dtype) == ((*shape, 2), np.uint32):
+            steps.append(Step(rules.wrap_key_data(f"^{literal('/'.join(path))}$"), "the target has a typed key"))
+    return pairing.tried(state, steps) or state
 
 
 def _takes_moments(node: Node) -> bool:

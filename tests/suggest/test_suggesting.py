@@ -6,12 +6,15 @@ import random
 from collections import Counter
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._suggest import suggest
 from flax_ckpt_compat._trees import state_dict
+from tests.support.peers import skip_without_typed_keys
 from tests.support.suggest_cases import Layer, as_stored, gets, make, proposed, random_case, truth
 from tests.support.suggest_states import (
     ADAM,
@@ -102,6 +105,14 @@ def test_added_batch_norm_comes_from_the_target() -> None:
         "rules.from_target('params/BatchNorm_0')",
     ]
     assert proposed(old.state, new.state)[1] == truth(old, new)
+
+
+def test_raw_keys_become_typed_ones() -> None:
+    """A raw key that has a typed one as its counterpart in the target is wrapped."""
+    skip_without_typed_keys()
+    old = {"net": {"w": np.ones((2, 3)), "rng": np.array([0, 7], np.uint32)}}
+    new = {"model": {"w": np.zeros((2, 3)), "rng": jax.random.key(0)}}
+    assert sources(old, new) == ["rules.rename('net', 'model')", "rules.wrap_key_data('^model/rng$')"]
 
 
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:

@@ -50,5 +50,6 @@ def first_difference(want: Any, got: Any) -> str | None:
 
 
 def _bits(leaf: Any) -> tuple[Any, ...]:
-    array = np.asarray(leaf)
+    is_key = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     return type(leaf), array.dtype, array.shape, array.tobytes(), getattr(leaf, "sharding", None)
