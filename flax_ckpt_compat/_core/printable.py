@@ -1,4 +1,4 @@
-"""Escape untrusted text, such as names of files and leaves, before it is printed.
+"""Prepare text for terminals and logs: untrusted names are escaped, sizes and rows formatted.
 
 File names and keys of a tree may hold escape sequences that recolour a terminal, move its cursor or forge lines of a
 log. All error messages, log records, plans and command-line output pass through here.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection, Sequence
 
+_UNITS, _THOUSAND = ("B", "kB", "MB", "GB", "TB", "PB"), 1000
 _UNPRINTABLE = re.compile(r"[^\n -~]")
 
 
@@ -18,6 +20,27 @@ def printable(text: str, *, one_line: bool = False) -> str:
         return text
     shown = _UNPRINTABLE.sub(_escaped, text)
     return shown.replace("\n", "\\n") if one_line else shown
+
+
+def format_size(nbytes: float) -> str:
+    """Format bytes with three digits and a decimal unit."""
+    if nbytes < _THOUSAND:
+        return f"{nbytes:.0f} B"
+    value, unit = float(nbytes), 0
+    while value >= _THOUSAND - 0.5 and unit < len(_UNITS) - 1:
+        value, unit = value / _THOUSAND, unit + 1
+    decimals = max(0, 3 - len(f"{value:.0f}"))
+    return f"{value:.{decimals}f} {_UNITS[unit]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Return rows as lines with aligned columns, those in ``right`` to the right, without trailing blanks."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(pairs))
+        for pairs in (tuple(zip(row, widths, strict=True)) for row in rows)
+    )
+    return [line.rstrip() for line in lines]
 
 
 def _escaped(match: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.printable import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 
 _REMEDIES = {
@@ -22,7 +23,6 @@ _REMEDIES = {
     errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
 }
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 _TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
@@ -104,9 +104,9 @@ def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> Sto
 def _space(temporary: str, tree: Node) -> str:
     """Describe the space needed, and the space free once the temporary is removed."""
     folder = os.path.dirname(temporary)
-    needed = f"it needs {_size(_nbytes(tree))} and " if tree is not None else ""
+    needed = f"it needs {format_size(_nbytes(tree))} and " if tree is not None else ""
     with suppress(OSError):
-        return f"{needed}{_size(shutil.disk_usage(folder).free + _disk_space(temporary))} are free in {folder}"
+        return f"{needed}{format_size(shutil.disk_usage(folder).free + _disk_space(temporary))} are free in {folder}"
     return f"{needed}nothing is free in {folder}"
 
 
@@ -127,14 +127,6 @@ def _nbytes(tree: Node) -> int:
 def _size_of(leaf: Any) -> int:
     leaf = getattr(leaf, "data", leaf) if not hasattr(leaf, "nbytes") else leaf
     return int(getattr(leaf, "nbytes", 0)) or (len(leaf) if isinstance(leaf, (str, bytes)) else 0)
-
-
-def _size(number: float) -> str:
-    for unit in _UNITS[:-1]:
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} {_UNITS[-1]}"
 
 
 class OutOfRangeError(Exception):

@@ -14,13 +14,11 @@ import click
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.printable import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
 _HEADINGS = ("step", "format", "size", "saved", "state", "name")
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_THOUSAND = 1000
 _NO_TIME = "-"
 
 
@@ -62,7 +60,7 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         _show_table(rows)
     else:
-        click.echo(_plain([_HEADINGS, *map(_cells, rows)]))
+        click.echo("\n".join(aligned([_HEADINGS, *map(_cells, rows)], right={0, 2})))
 
 
 def _saved(path: str) -> datetime.datetime | None:
@@ -116,30 +114,8 @@ def _cells(row: _Row) -> tuple[str, ...]:
     state = "complete" if record.complete else f"incomplete: {record.why}"
     if record.format == UNKNOWN_FORMAT:
         state = str(record.why)
-    cells = step, record.format, _size(record.nbytes), when, state, name
+    cells = step, record.format, format_size(record.nbytes), when, state, name
     return tuple(printable(cell, one_line=True) for cell in cells)
-
-
-def _size(nbytes: int) -> str:
-    """Format bytes with three digits and a decimal unit."""
-    if nbytes < _THOUSAND:
-        return f"{nbytes} B"
-    value, unit = float(nbytes), 0
-    while value >= _THOUSAND - 0.5 and unit < len(_UNITS) - 1:
-        value, unit = value / _THOUSAND, unit + 1
-    decimals = max(0, 3 - len(f"{value:.0f}"))
-    return f"{value:.{decimals}f} {_UNITS[unit]}"
-
-
-def _plain(rows: Sequence[tuple[str, ...]]) -> str:
-    """Align columns, without padding the last one."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = {0, 2}
-    lines = (
-        "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in enumerate(pairs))
-        for pairs in (tuple(zip(row, widths, strict=True)) for row in rows)
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _show_table(rows: Sequence[_Row]) -> None:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from flax_ckpt_compat._core.printable import aligned
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -245,12 +247,6 @@ def _show_timings(console: Console, timings: list[Timing]) -> None:
 
 
 def _show_rows(console: Console, rows: Sequence[tuple[str, ...]], numbers: set[int]) -> None:
-    """Print aligned columns, never truncated, without trailing blanks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    for row, line in zip(rows, aligned(rows, numbers), strict=True):
         style = "bold" if row is rows[0] else "bold red" if "DIFFERENT" in row else None
-        console.print("  " + "  ".join(cells).rstrip(), style=style, markup=False)
+        console.print(f"  {line}", style=style, markup=False)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,15 +58,6 @@ def map_regions(fd: int, regions: Sequence[Region]) -> list[np.ndarray[Any, Any]
             offset, length = regions[number]
             views[number] = whole[offset - first : offset - first + length]
     return views
-
-
-def merge_by_index(found: Mapping[int, Any], others: Iterable[Any]) -> list[Any]:
-    """Return one list with the values of ``found`` at their indices and ``others``, in order, at all other indices."""
-    rest = iter(others)
-    merged: list[Any] = []
-    for index in sorted(found):
-        merged += [*itertools.islice(rest, index - len(merged)), found[index]]
-    return merged + list(rest)
 
 
 def _map(fd: int, offset: int, length: int) -> np.ndarray[Any, Any] | None:

@@ -21,6 +21,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -109,7 +110,7 @@ def _request_api(url: str, start: bytes, stop: bytes, token: str | None) -> tupl
     while True:
         encoded_query = urllib.parse.urlencode(query | ({"pageToken": page} if page else {}))
         request = urllib.request.Request(f"{endpoint}?{encoded_query}", headers=headers)  # noqa: S310  (the store's own)
-        status, content = retry(url, "listed", functools.partial(_Request, request))
+        status, content = retry(url, "listed", functools.partial(_start, request))
         page = content.get("nextPageToken", "")
         if status != 200 or content.get("items") or not page:  # an empty page need not be the last one
             return status, content
@@ -123,27 +124,23 @@ class _UnreachableError(_TransientError):
     """The JSON API cannot be reached."""
 
 
-class _Request:
-    """A request with the interface of a TensorStore future, for `retry`."""
+def _start(request: urllib.request.Request) -> SimpleNamespace:
+    """Return a request with the interface of a TensorStore future; it leaves nothing to cancel."""
+    return SimpleNamespace(result=functools.partial(_send, request), cancel=bool)
 
-    def __init__(self, request: urllib.request.Request) -> None:
-        self._request = request
 
-    def result(self, timeout: float) -> tuple[int, dict[str, Any]]:
-        """Send the request and return the response's status and content."""
-        ssl_context = _ssl_context() if self._request.type == "https" else None
-        try:
-            with urllib.request.urlopen(self._request, timeout=min(timeout, _TIMEOUT), context=ssl_context) as answer:  # noqa: S310
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            if error.code >= _SERVER_FAILED or error.code in _TRANSIENT_CODES:
-                raise _TransientError(f"UNAVAILABLE: {error.reason} (HTTP {error.code})") from error
-            return error.code, _error_content(error)
-        except (OSError, ValueError) as error:
-            raise _UnreachableError(f"UNAVAILABLE: {error}") from error
-
-    def cancel(self) -> None:
-        """Do nothing: `result` leaves nothing running."""
+def _send(request: urllib.request.Request, timeout: float) -> tuple[int, dict[str, Any]]:
+    """Send a request and return the response's status and content."""
+    ssl_context = _ssl_context() if request.type == "https" else None
+    try:
+        with urllib.request.urlopen(request, timeout=min(timeout, _TIMEOUT), context=ssl_context) as answer:  # noqa: S310
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code >= _SERVER_FAILED or error.code in _TRANSIENT_CODES:
+            raise _TransientError(f"UNAVAILABLE: {error.reason} (HTTP {error.code})") from error
+        return error.code, _error_content(error)
+    except (OSError, ValueError) as error:
+        raise _UnreachableError(f"UNAVAILABLE: {error}") from error
 
 
 @functools.cache
