@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
-from flax_ckpt_compat._save import checkpointer_adapter
-from flax_ckpt_compat._save.request import SaveManager, SaveRequest
+
+if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
+    from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
@@ -110,6 +111,8 @@ def start(
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
     """Wait for the background saves before this one, so that commits keep the order of the calls; raise a failure."""
+    from flax_ckpt_compat._save import checkpointer_adapter
+
     if request.async_manager:
         wait(request.async_manager)
     checkpointer_adapter.wait_for_pending_saves(request.orbax_checkpointer, request.directory)
