@@ -29,8 +29,8 @@ def both_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has written waits until the other has, too, so that both have passed the check before."""
     meeting = threading.Barrier(2, timeout=30)
     for format in Format:
-        kind = type(backend_for(format))
-        monkeypatch.setattr(kind, "write", _then(kind.write, meeting.wait))
+        backend = backend_for(format)
+        monkeypatch.setattr(backend, "write", _then(backend.write, meeting.wait))
 
 
 def _then(write: Callable[..., None], wait: Callable[[], Any]) -> Callable[..., None]:
