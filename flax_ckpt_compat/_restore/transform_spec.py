@@ -27,6 +27,7 @@ from flax_ckpt_compat.transforms._resolve import (
     AbsentSourceError,
     Call,
     Keep,
+    Leaves,
     Transforms,
     call_multi_value_fn,
     call_value_fn,
@@ -200,12 +201,9 @@ class _Chooser:
 
     def __init__(self, tree: Node, given: Transforms, default_to_original: bool):
         self._tree, self._given, self._default_to_original = tree, given, default_to_original
-        self._leaves: dict[Path, LeafHandle | Derived] = {
-            path: leaf for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Derived)
-        }
-        self._paths: dict[str, list[Path]] = {}
-        for path in self._leaves:
-            self._paths.setdefault("/".join(path), []).append(path)
+        self._leaves = Leaves(
+            (path, leaf) for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Derived)
+        )
         # Inputs of a multi_value_fn, by its transform's key: leaves that share a transform share them.
         self._inputs: dict[str, dict[Path, Derived | PlacedInput]] = {}
 
@@ -219,7 +217,7 @@ class _Chooser:
             return Own.TARGET if outcome.known else None
         if outcome.transform is None and outcome.source == key:
             return None
-        stored = self._leaf(outcome.source)
+        stored: LeafHandle | Derived = self._leaves.of(outcome.source)
         if outcome.transform is None or outcome.transform.value_fn is None:
             return stored
         function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
@@ -228,29 +226,14 @@ class _Chooser:
 
     def _resolve(self, key: str) -> Any:
         try:
-            return self._given.resolve(key, self._has, self._default_to_original)
+            return self._given.resolve(key, self._leaves.has, self._default_to_original)
         except AbsentSourceError as error:
             source = "/".join(error.source) if isinstance(error.source, tuple) else error.source
             raise AbsentSourceError(f"{error}{self._like(source)}", leaf=key, source=error.source) from error
 
     def _like(self, name: str) -> str:
-        near = Names(list(self._paths)).nearest(name)
+        near = Names(list(self._leaves.names)).nearest(name)
         return f"; stored names like it: {', '.join(near)}" if near else ""
-
-    def _has(self, source: str | Path) -> bool:
-        return source in self._leaves if isinstance(source, tuple) else source in self._paths
-
-    def _leaf(self, source: str | Path) -> LeafHandle | Derived:
-        if isinstance(source, tuple):
-            return self._leaves[source]
-        paths = self._paths[source]
-        if len(paths) > 1:
-            raise TransformError(
-                f"{source!r} means {len(paths)} stored leaves, {' and '.join(map(repr, paths))}; give original_key as "
-                "a tuple of names",
-                leaf=source,
-            )
-        return self._leaves[paths[0]]
 
     def _derive(self, key: str, outcome: Call, leaf: Any) -> Derived:
         """Return the derived leaf of a multi_value_fn, with its declared inputs."""

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat.transforms._resolve import (
     Call,
     Keep,
+    Leaves,
     Take,
     Transforms,
     call_multi_value_fn,
@@ -129,7 +130,7 @@ def apply_transformations(
     leaves, structure = named_leaves(new_tree)
     if not leaves and not new_tree:
         return {}
-    original, prepared = _Original(original_tree), Transforms(transformations)
+    original, prepared = Leaves(named_leaves(original_tree)[0]), Transforms(transformations)
     new = {"/".join(path): own for path, own in leaves}
     if len(new) < len(leaves):
         twice = next(name for name, count in Counter("/".join(path) for path, _ in leaves).items() if count > 1)
@@ -141,45 +142,20 @@ def apply_transformations(
             values.append(own)
             unknown.extend([] if outcome.known else [key])
         else:
-            values.append(original.value(outcome, key, own))
+            values.append(_value(outcome, key, own, original_tree, original))
     if unknown:
         _log.info("not in the original tree nor named by a transform, kept from the new tree: %s", one_line(unknown))
     return jax.tree_util.tree_unflatten(structure, values)
 
 
-class _Original:
-    """The old tree, with its leaves by key path and by name joined with ``/``."""
-
-    def __init__(self, tree: Any):
-        self._tree = tree
-        self._leaves = dict(named_leaves(tree)[0])
-        self._paths: dict[str, list[Path]] = {}
-        for path in self._leaves:
-            self._paths.setdefault("/".join(path), []).append(path)
-
-    def has(self, source: str | Path) -> bool:
-        return source in self._leaves if isinstance(source, tuple) else source in self._paths
-
-    def value(self, outcome: Take | Call, key: str, own: Any) -> Any:
-        """Return the value of the leaf ``key``; its value in the new tree is ``own``."""
-        if isinstance(outcome, Call):
-            return call_multi_value_fn(outcome.transform, key, self._tree, restore_args(own), in_memory=True)
-        value = self._leaf(outcome.source)
-        if outcome.transform is None or outcome.transform.value_fn is None:
-            return value
-        return call_value_fn(outcome.transform, value, restore_args(own))
-
-    def _leaf(self, source: str | Path) -> Any:
-        if isinstance(source, tuple):
-            return self._leaves[source]
-        paths = self._paths[source]
-        if len(paths) > 1:
-            raise NameCollisionError(
-                f"{source!r} means {len(paths)} leaves of the original tree, {' and '.join(map(repr, paths))}; give "
-                "original_key as a tuple of names",
-                leaf=source,
-            )
-        return self._leaves[paths[0]]
+def _value(outcome: Take | Call, key: str, own: Any, tree: Any, leaves: Leaves) -> Any:
+    """Return the value of the new tree's leaf ``key``, which has the value ``own`` there."""
+    if isinstance(outcome, Call):
+        return call_multi_value_fn(outcome.transform, key, tree, restore_args(own), in_memory=True)
+    value = leaves.of(outcome.source)
+    if outcome.transform is None or outcome.transform.value_fn is None:
+        return value
+    return call_value_fn(outcome.transform, value, restore_args(own))
 
 
 def merge_trees(*trees: Any, target: Any = None) -> Any:

@@ -66,6 +66,34 @@ class AbsentSourceError(TransformError):
         self.source = source
 
 
+class Leaves(dict[Path, Any]):
+    """The leaves of the old tree by key path; transforms ask for them by name joined with ``/``, or by path."""
+
+    def __init__(self, leaves: Iterable[tuple[Path, Any]]):
+        super().__init__(leaves)
+        self.names: dict[str, list[Path]] = {}
+        for path in self:
+            self.names.setdefault("/".join(path), []).append(path)
+
+    def has(self, source: str | Path) -> bool:
+        return source in self if isinstance(source, tuple) else source in self.names
+
+    def of(self, source: str | Path) -> Any:
+        """Return an existing leaf.
+
+        Raises:
+            NameCollisionError: two leaves have that name.
+        """
+        paths = [source] if isinstance(source, tuple) else self.names[source]
+        if len(paths) > 1:
+            raise NameCollisionError(
+                f"{source!r} means {len(paths)} leaves of the old tree, {' and '.join(map(repr, paths))}; give "
+                "original_key as a tuple of names",
+                leaf=show_path(paths[0]),
+            )
+        return self[paths[0]]
+
+
 # Keys that, as regular expressions, match only themselves.
 _LITERAL = re.compile(r"[\w/ -]*")
 
