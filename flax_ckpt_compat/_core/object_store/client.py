@@ -6,6 +6,7 @@ a `StorageError` with a remedy. Idempotent requests are retried: reads, lists, d
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,14 +15,12 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import views
-from flax_ckpt_compat._core.object_store.gs import Gs
 from flax_ckpt_compat._core.object_store.requests import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-_SCHEMES = {"s3": S3(), "gs": Gs()}
 # TensorStore's version of a missing object (measured).
 NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
@@ -63,7 +62,16 @@ _cache = _Cache()
 
 def scheme_of(url: str) -> S3:
     """Return what the scheme of a URL has of its own."""
-    return _SCHEMES[split(url)[0]]
+    return _scheme(split(url)[0])
+
+
+@functools.cache
+def _scheme(name: str) -> S3:
+    if name == "s3":
+        return S3()
+    from flax_ckpt_compat._core.object_store.gs import Gs  # here, because urllib and ssl take long to load
+
+    return Gs()
 
 
 def bucket_store(url: str) -> Any:
