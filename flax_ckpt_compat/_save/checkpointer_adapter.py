@@ -125,6 +125,7 @@ class _BackgroundSave:
         self.path, self._checkpointer, self._follow = path, checkpointer, follow
         methods = {"wait_until_finished": self.wait, "check_for_errors": self.check}
         self._methods = {name: method for name, method in methods.items() if hasattr(checkpointer, name)}
+        self._own_check = getattr(checkpointer, "check_for_errors", None)
         self._own = {name: vars(checkpointer)[name] for name in methods if name in vars(checkpointer)}
         self._outcome = Future[None]()
 
@@ -159,6 +160,8 @@ class _BackgroundSave:
         """Raise the failure of a save that has ended; do not wait."""
         if self._outcome.done():
             self.wait()
+        elif self._own_check is not None:  # a checkpointer's wait may itself call it
+            self._own_check()
 
     def forget(self) -> None:
         """Give the checkpointer its own methods back."""

@@ -295,6 +295,33 @@ def test_check_for_errors_raises_a_background_failure(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+class CheckedByWait:
+    """A checkpointer whose wait raises what its own check_for_errors finds."""
+
+    _failure: Exception | None = None
+
+    def save(self, directory: Any, item: Any) -> None:
+        self._failure = RuntimeError("the disk caught fire")
+
+    def wait_until_finished(self) -> None:
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def test_a_wait_that_calls_check_for_errors(tmp_path: Path) -> None:
+    """The failure is raised by the next wait, whichever thread found it."""
+    checkpointer = CheckedByWait()
+    with pytest.raises(RuntimeError, match="fire"):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+        checkpointer.wait_until_finished()
+    checkpointer.wait_until_finished()
+    assert vars(checkpointer) == {"_failure": None}
+
+
 @pytest.mark.parametrize("target", [None, np.zeros(5)], ids=["no target", "target"])
 @pytest.mark.parametrize("through", [True, False], ids=["through it", "without it"])
 def test_a_single_array(target: Any, through: bool, tmp_path: Path) -> None:
