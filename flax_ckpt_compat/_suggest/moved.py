@@ -70,14 +70,18 @@ def _layers(looks: dict[Path, Look]) -> Layers:
 def _names(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
     """Yield a doubt for layers whose names say different things, and for single ones of which too little is alike."""
     groups: dict[tuple[Path, Path], list[Moved]] = {}
-    seen: set[tuple[Path, Path]] = set()
+    changes: dict[tuple[Path, Path], dict[tuple[Path, Path], Moved]] = {}
     for one in moved:
-        old, new = change = core(_inside(one.old), _inside(one.new))
-        if change not in seen and not may_be_one(*change, leaf=one.is_leaf):
-            yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
-            return
-        seen.add(change)
-        groups.setdefault((unnumbered(old), unnumbered(new)), []).append(one)
+        old, new = core(_inside(one.old), _inside(one.new))
+        kind = unnumbered(old), unnumbered(new)
+        groups.setdefault(kind, []).append(one)
+        changes.setdefault(kind, {}).setdefault((old, new), one)
+    for members in changes.values():
+        in_row = _is_shifted(list(members))
+        for change, one in members.items():
+            if not may_be_one(*change, leaf=one.is_leaf, in_row=in_row):
+                yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
+                return
     for (old, new), (one, *more) in groups.items():
         if one.is_leaf or len({_inside(other.old) for other in more} - {_inside(one.old)}):
             continue
@@ -93,6 +97,14 @@ def _names(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
         if not alike:
             yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
             return
+
+
+def _is_shifted(changes: Sequence[tuple[Path, Path]]) -> bool:
+    """Return whether a row of several layers is numbered from 0 instead of 1, or from 1 instead of 0."""
+    ends = [(numbered(old[-1]), numbered(new[-1])) for old, new in changes if old and new]
+    numbers = {(one[1], other[1]) for one, other in ends if one and other}
+    firsts = [min(side) for side in zip(*numbers, strict=True)]
+    return len(numbers) > 1 and sorted(firsts) == [0, 1] and len({new - old for old, new in numbers}) == 1
 
 
 def _inside(path: Path) -> Path:

@@ -138,13 +138,14 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
     return (classes[0] if classes else ""), found
 
 
-def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
+def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False) -> bool:
     """Return whether the names of a layer allow it to be the same one.
 
     Args:
         old: the names in which the checkpoint differs from the target.
         new: the target's for them.
         leaf: whether the last names are those of a leaf.
+        in_row: whether all layers of a row get other numbers.
     """
     if leaf and old and new and (old[-1] == new[-1] or any({old[-1], new[-1]} <= alias for alias in _ALIASES)):
         old, new = old[:-1], new[:-1]
@@ -153,7 +154,7 @@ def may_be_one(old: Path, new: Path, *, leaf: bool = False) -> bool:
     ours, theirs = (frozenset().union(*(_read(name)[1] for name in names)) for names in (old, new))
     if not _same_words(ours, theirs):
         return False
-    return not old or not new or (_same_class(old[-1], new[-1]) and not _other_number(old, new))
+    return not old or not new or (_same_class(old[-1], new[-1]) and (in_row or not _other_number(old, new)))
 
 
 def _same_class(old: str, new: str) -> bool:

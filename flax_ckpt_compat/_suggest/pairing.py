@@ -166,9 +166,9 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
         homes.setdefault(str(change.patterns), set()).add(change.path)
         kinds.setdefault((str(change.patterns), unnumbered(change.path)), change)
     found: dict[str, dict[str, Change]] = {}
-    for (patterns, _), change in kinds.items():
-        prefix = _prefix(change, homes[patterns], places, own)
-        found.setdefault(prefix, {}).setdefault(patterns, change)
+    for (key, _), change in kinds.items():
+        prefix = _prefix(change, homes[key], places, own)
+        found.setdefault(prefix, {}).setdefault(key, change)
     for prefix, group in found.items():
         together: dict[str, str] = {}
         olds = {name: change for change in group.values() for name in change.old}
