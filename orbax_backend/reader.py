@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
@@ -55,7 +55,7 @@ _KEY_WIDTHS = (2, 4)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-class OrbaxReader:
+class OrbaxReader(Reader):
     """An open directory; see `flax_ckpt_compat._core.backend.Reader`.
 
     Arrays up to 4 KiB that are inline in the database and read in one call share aligned blocks of up to 256 KiB.
@@ -154,7 +154,7 @@ class OrbaxReader:
         # A value in the msgpack file overrides the arrays, as in real Orbax.
         inner = self._aggregate.values.get(entry.path) if self._aggregate is not None else None
         if inner is not None:
-            return self._handle(entry, (inner.kind, inner.shape, inner.dtype, inner.nbytes), inner)
+            return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
         if entry.value_type in _EMPTY:
             container = _EMPTY[entry.value_type]
             return None if container is None else Branch({}, container)
@@ -164,19 +164,19 @@ class OrbaxReader:
             raise self._corrupt(entry, f"its value should be in the msgpack file {MSGPACK_FILE!r}, which lacks it")
         stored = self._stored_leaf(entry)
         if stored is not None:
-            return self._handle(entry, stored.described, stored, stored.possible_kinds)
+            handle = self._handle(entry, *stored.described, stored)
+            handle.possible_kinds = stored.possible_kinds
+            return handle
         if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
-            described = LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass"))
-            return self._handle(entry, described, text)
+            return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
         key = key_prefix(entry.name) + ARRAY_METADATA_FILES[self._structure.zarr3]
         raise self._corrupt(entry, f"its metadata {key!r} is missing")
 
     def _handle(
-        self, entry: LeafEntry, described: Any, locator: Any, possible_kinds: frozenset[LeafKind] = frozenset()
+        self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, locator: Any
     ) -> LeafHandle:
-        kind, shape, dtype, nbytes = described
-        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, locator, False, possible_kinds)
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self, locator)
 
     def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
         """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
