@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import flax
+import jax
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 from hypothesis import settings
@@ -34,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = ""
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("quick" if config.option.markexpr == "not slow" else "full")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keep what XLA compiles; tests compile hundreds of small programs, which takes longer than to run them."""
+    if session.config.pluginmanager.hasplugin("cacheprovider"):
+        jax.config.update("jax_compilation_cache_dir", str(session.config.cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def pytest_collection_finish() -> None:

@@ -210,7 +210,10 @@ def test_the_folder_on_pythonpath_is_enough(tmp_path: Path) -> None:
     assert stdout.split() == [OURS, "False", "False"], stderr
 
 
-@pytest.mark.parametrize("own", ["print('own', __file__, __name__)", "1 / 0", "import no_such_module"])
+@pytest.mark.parametrize(
+    "own",
+    ["print('own', __file__, __name__)", "1 / 0", pytest.param("import no_such_module", marks=pytest.mark.slow)],
+)
 def test_the_users_own_sitecustomize_runs(tmp_path: Path, own: str) -> None:
     """A sitecustomize of the user's runs in its own module; where it fails, Python reports that as ever."""
     (tmp_path / "site").mkdir()

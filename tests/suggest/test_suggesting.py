@@ -280,9 +280,10 @@ def test_nothing_to_suggest() -> None:
     assert proposed(old, {})[0] is None
 
 
-def test_large_trees() -> None:
-    """Thousands of leaves are no hindrance; thousands of unrelated names are given up on."""
-    old = {"params": {f"layers_{n}": dict.fromkeys("abcdefghijkl", D) for n in range(100)}}
+@pytest.mark.parametrize("layers", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_large_trees(layers: int) -> None:
+    """Hundreds of leaves are no hindrance; hundreds of unrelated names are given up on."""
+    old = {"params": {f"layers_{n}": dict.fromkeys("abcdefghijkl", D) for n in range(layers)}}
     new = {"params": {f"block_{n}": node for n, node in enumerate(old["params"].values())}}
     assert sources(old, new) == [r"rules.rename('layers_(\\d+)', 'block_\\1')"]
     mixed = {f"x{chr(97 + n % 26)}{chr(97 + n // 26)}": node for n, node in enumerate(old["params"].values())}
