@@ -11,6 +11,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.tree import Branch, Path
 
 from . import format
@@ -53,8 +54,9 @@ class _ExtHook:
         self._headers: dict[tuple[int, bytes], format.ArrayHeader] = {}
 
     def __call__(self, code: int, payload: bytes) -> Any:
-        # Most arrays of a checkpoint share few headers.
-        key = code, payload[:12]
+        if len(payload) >= mapping.MIN_BYTES:
+            raise ValueError("a large array, to read into place or to map")
+        key = code, payload[:12]  # most arrays of a checkpoint share few headers
         header = self._headers.get(key)
         if header is None or not payload.startswith(header.text) or len(payload) != len(header.text) + header.nbytes:
             if code == format.EXT_COMPLEX:

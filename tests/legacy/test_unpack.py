@@ -136,6 +136,17 @@ def test_only_many_small_arrays_are_read_whole(
     assert type(next(iter(opened.tree.children.values())).locator) is int
 
 
+def test_a_large_array_among_small_ones_is_mapped(save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the file is parsed, and the array read into place, or mapped if that is asked for."""
+    monkeypatch.undo()
+    tree = {f"a{n:03}": np.full(3, n) for n in range(300)} | {"w": np.arange(9000)}
+    opened = BACKEND.open(str(save(tree)))
+    leaf = opened.tree.children["w"]
+    (mapped,) = opened.read([leaf], mapped=True)
+    np.testing.assert_array_equal(mapped, tree["w"])
+    assert mapped.base is not None and mapped.ctypes.data % 64 == (leaf.locator % 64)
+
+
 @pytest.mark.parametrize("index", [(slice(1, 3), slice(0, 4)), (slice(0, 4), slice(2, 3)), (slice(2, 2), slice(0, 4))])
 def test_slices(save: Any, index: tuple[slice, ...]) -> None:
     """Slices of unpacked arrays have the values that numpy's have."""
