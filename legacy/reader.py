@@ -173,16 +173,19 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
 def _runs(source: Source, spans: list[_Span]) -> list[list[_Span]]:
     """Group neighbours into joint reads."""
     runs: list[list[_Span]] = []
+    alone: list[list[_Span]] = []
     gap, longest = (_GAP, _RUN) if source.is_local else (_STORE_GAP, _STORE_RUN)
     first = end = -gap - 1
     for span in sorted(spans, key=_offset):
-        is_alone = span.target is not None if source.is_local else source.is_cached(span.offset, span.nbytes)
-        if is_alone or span.offset - end > gap or span.offset + span.nbytes - first > longest:
+        if span.target is not None if source.is_local else source.is_cached(span.offset, span.nbytes):
+            alone.append([span])  # what is cached between its neighbours does not part them
+            continue
+        if span.offset - end > gap or span.offset + span.nbytes - first > longest:
             runs.append([])
             first = span.offset
         runs[-1].append(span)
-        end = -gap - 1 if is_alone else max(end, span.offset + span.nbytes)
-    return runs
+        end = max(end, span.offset + span.nbytes)
+    return runs + alone
 
 
 def _read_run(source: Source, values: list[Any], run: list[_Span]) -> None:
