@@ -1,7 +1,9 @@
 """What we write comes back from our own reader with its exact type, to the last bit."""
 
 import json
+import os
 import sys
+import traceback
 from collections import namedtuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +51,21 @@ def test_every_common_leaf_round_trips(tmp_path: Path, common_tree: dict[str, An
 def test_every_scalar_keeps_its_exact_type(tmp_path: Path) -> None:
     """Python and numpy scalars, text and bytes come back as the same type with the same bits."""
     assert fingerprint(load(save(tmp_path / "c", SCALARS))) == fingerprint(SCALARS)
+
+
+def test_few_frames_to_the_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most three calls lie between `Reader.read` and the system call that reads an array's bytes."""
+    (handle,) = handles(save(tmp_path / "c", np.arange(1000.0))).values()
+    read, stacks = os.preadv, []
+
+    def counted(*args: Any) -> int:
+        stacks.append([frame.name for frame in traceback.extract_stack()])
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    handle.reader.read([handle])
+    (stack,) = stacks
+    assert 0 < len(stack[stack.index("test_few_frames_to_the_first_bytes") + 2 : -1]) <= 3
 
 
 @pytest.mark.parametrize("leaf", [*SCALARS, np.arange(3), np.zeros((2, 0))], ids=repr)
