@@ -35,18 +35,18 @@ class Suggestion:
 
     @property
     def rules(self) -> list[Rule]:
-        """What ``transforms``, or ``orbax_transforms`` of `restore_checkpoint`, takes."""
+        """Return the rules for ``transforms``, or ``orbax_transforms`` of `restore_checkpoint`."""
         return [step.rule for step in self.steps]
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Less is better: leaves still missing, doubts, steps."""
+        """Return a sort key, the best first: leaves still missing, doubts, steps."""
         return len(self.remaining), len(self.doubts), len(self.steps)
 
     def __str__(self) -> str:
         lines = ["from flax_ckpt_compat import rules", "", "transforms = ["]
         for step in self.steps:
-            # What would leave stored values behind, or a whole part of the target untrained, is the user's to say.
+            # Keeping initial values may leave stored ones behind: the user decides.
             keeps = step.rule.source.startswith("rules.from_target") and (step.is_note or not self.confident)
             # A name with a line break must not become a line of Python.
             reason = printable(step.reason, one_line=True) + ("; uncomment to keep the target's own" if keeps else "")

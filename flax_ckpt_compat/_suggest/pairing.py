@@ -159,7 +159,7 @@ def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> I
 
 
 def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[Step]]:
-    """Yield renames, with the names above where others have that name, too; what takes freed names goes at once."""
+    """Yield renames, with the names above where others have that name, too; those that take freed names at once."""
     homes: dict[str, set[Path]] = {}
     kinds: dict[tuple[str, Path], Change] = {}
     for change in sorted(changes, key=lambda one: len(one.path)):
@@ -184,7 +184,7 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
             else:
                 yield [rename(patterns, change.reason)]
         if together:
-            yield [rename(together, "each holds what the other name holds")]
+            yield [rename(together, "at once, as some take the names that others give up")]
 
 
 def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own: Roles) -> str:
