@@ -26,7 +26,7 @@ from flax_ckpt_compat._restore.policies import refusals
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
-from flax_ckpt_compat._view import plan_text
+from flax_ckpt_compat._view import plan_html, plan_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -69,9 +69,9 @@ class PlannedLeaf:
         return self.dtype is not None and self.target_dtype is not None and self.dtype != self.target_dtype
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """Preview of a restore; prints as a table.
+    """Preview of a restore; prints as a table, and in notebooks as a tree that can be searched.
 
     Attributes:
         path: absolute path of the checkpoint.
@@ -82,6 +82,7 @@ class Plan:
         raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Errors of
             damaged data, the caller's functions and custom serialization show only in the restore itself.
         why: the error's message, unless the leaves already show the reason; else empty.
+        unused_nbytes: size in memory of the unused stored leaves, in bytes.
     """
 
     path: str
@@ -91,6 +92,7 @@ class Plan:
     nbytes: int
     raises: str | None
     why: str = ""
+    unused_nbytes: int = 0
     _plans: tuple[TreePlan, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
@@ -104,6 +106,12 @@ class Plan:
         found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
         return next(found, None)
 
+    def __repr__(self) -> str:
+        return f"<Plan {plan_text.title(self)}{f'; raises {self.raises}' if self.raises else ''}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html.render(self)
+
     def __str__(self) -> str:
         return plan_text.plain(self)
 
@@ -112,7 +120,8 @@ class Plan:
 
     def __reduce__(self) -> Any:
         # The report only, without the trees and the target's arrays.
-        return Plan, (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
+        kept = (self.path, self.format, self.leaves, self.unused, self.nbytes, self.raises, self.why)
+        return Plan, (*kept, self.unused_nbytes)
 
 
 def plan_restore(
@@ -199,6 +208,7 @@ def _kept(path: str, leaf: Any, why: str, origin: str = "target") -> PlannedLeaf
 def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     leaves: list[PlannedLeaf] = []
     unused: list[str] = []
+    unused_nbytes = 0
     needed: dict[Any, int] = {}
     for name, tree_plan in plans.items.items():
         item = (name,) if plans.is_mapping else ()
@@ -208,6 +218,7 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.unused else {}
         # None and empty containers hold no values.
         idle = [(path, stored[path]) for path in tree_plan.unused if isinstance(stored[path], LeafHandle | Derived)]
+        unused_nbytes += sum(size for _, leaf in idle for size in needs(leaf).values())
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
     formats = {tree_plan.reader.format.value for tree_plan in plans.items.values()}
     return Plan(
@@ -217,6 +228,7 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         tuple(unused),
         sum(needed.values()),
         *_refusal(plans),
+        unused_nbytes,
         tuple(plans.items.values()),
     )
 

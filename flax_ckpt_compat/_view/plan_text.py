@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.folding import Row, fold, one_line
@@ -11,20 +13,31 @@ from flax_ckpt_compat._core.printable import printable
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 PlannedLeaf = Any
-# Beyond this, rows of numbered layers are folded, then omitted and counted, simple ones first.
+# Beyond this, rows of numbered layers are folded, then whole subtrees, then omitted and counted, simple ones first.
 _MAX_ROWS = 24
 _MAX_STEPS = 12
+_MAX_WIDTH = 80
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
 _SAME = "same name"
 _STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "checkpoint": ""}
 
 
 def plain(plan: Plan) -> str:
-    """Render the plan as text, with aligned columns and no colours."""
-    rows = [_HEADINGS, *(_cells(row) for row in _shown(plan)[0])]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in rows]
-    return "\n".join([_title(plan), *lines, *map(printable, _notes(plan))])
+    """Render the plan as text, without colours: what a restore does, proposed rules, and a table of the leaves."""
+    rows, more = _shown(plan)
+    cells = [_HEADINGS, *map(_cells, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(2)]
+    lines = [f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip() for row in cells]
+    if any(row.names[0].endswith("/…") for row in rows) and max(map(len, lines)) > _MAX_WIDTH:
+        lines = [line for row in cells for line in _on_two_lines(row, widths[0])]
+    return "\n".join([title(plan), *map(printable, verdict(plan)), *lines, *map(printable, _rest(plan, more))])
+
+
+def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
+    """Return a row as a line, or with its source below if that is too long."""
+    path, source, what = cells
+    line = f"  {path:<{width}}  {source}  {what.strip()}".rstrip()
+    return [line] if len(line) <= _MAX_WIDTH else [f"  {path:<{width}}  {what.strip()}".rstrip(), f"    ← {source}"]
 
 
 def rich(plan: Plan, width: int) -> Iterator[Any]:
@@ -37,14 +50,19 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(_title(plan)), title_justify="left")
+    def text(note: str) -> Any:
+        return Text("\n".join(_narrow(line, width) for line in printable(note).splitlines()))
+
+    rows, more = _shown(plan)
+    table = Table()
     for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
-    for row in _shown(plan)[0]:
+    for row in rows:
         table.add_row(*map(Text, _cells(row)), style=row.detail[0])
+    yield Text(title(plan))
+    yield from map(text, verdict(plan))
     yield table
-    for note in _notes(plan):
-        yield Text("\n".join(_narrow(line, width) for line in printable(note).splitlines()))
+    yield from map(text, _rest(plan, more))
 
 
 def _narrow(line: str, width: int) -> str:
@@ -58,7 +76,8 @@ def _narrow(line: str, width: int) -> str:
     )
 
 
-def _title(plan: Plan) -> str:
+def title(plan: Plan) -> str:
+    """Return the plan in one line: its checkpoint, and how many leaves come from where."""
     counts = {origin: sum(leaf.origin == origin for leaf in plan.leaves) for origin in _STYLES}
     words = [
         f"{counts['checkpoint']} from the checkpoint",
@@ -78,18 +97,121 @@ def _bytes(number: int) -> str:
     return f"{number} bytes"
 
 
+def verdict(plan: Plan) -> Iterator[str]:
+    """Yield what differs, with sizes; the error that a restore raises; and proposed rules."""
+    found = {
+        "missing": [leaf for leaf in plan.leaves if leaf.origin == "missing"],
+        "of another shape": [leaf for leaf in plan.leaves if leaf.is_reshaped],
+        "of another dtype": [leaf for leaf in plan.leaves if leaf.is_retyped],
+    }
+    words = [f"{len(leaves)} {what} ({_bytes(sum(map(_nbytes, leaves)))})" for what, leaves in found.items() if leaves]
+    words += [f"{len(plan.unused)} stored leaves not used ({_bytes(plan.unused_nbytes)})"] if plan.unused else []
+    if words:
+        yield f"  {', '.join(words)}"
+    if plan.raises is not None:
+        yield f"A restore raises {plan.raises}" + (f": {plan.why}" if plan.why else ".")
+    elif found["of another shape"]:
+        yield "Where shapes differ, the result has the stored shape."
+    if plan.missing and plan.suggestion is None:
+        yield "Nothing that is stored resembles what is missing."
+    if plan.suggestion is not None:
+        sure = "These rules would map it"
+        if not plan.suggestion.confident:
+            doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
+            sure = f"A guess, to be checked leaf by leaf{doubt}"
+        is_long = len(plan.suggestion.steps) > _MAX_STEPS
+        yield f"{sure}:\n{'print(plan.suggestion)' if is_long else plan.suggestion}"
+
+
+def _rest(plan: Plan, more: str) -> Iterator[str]:
+    """Yield what the table leaves out."""
+    if more:
+        yield more
+    if len(plan.unused) > _MAX_ROWS:
+        used = {source for leaf in plan.leaves for source in leaf.sources}
+        keys = dict.fromkeys(used, True) | dict.fromkeys(plan.unused, False)
+        names = _subtrees(keys)
+        rows = fold(Row((names[path],)) for path in plan.unused)
+        yield f"Stored, but not used: {one_line(' '.join(f'{row.names[0]} {row.note}'.split()) for row in rows)}"
+    elif plan.unused:
+        yield f"Stored, but not used: {one_line(plan.unused)}"
+
+
+def _nbytes(leaf: PlannedLeaf) -> Any:
+    """Return the size of the target's array if it is missing, else of what is read."""
+    if leaf.origin != "missing" or leaf.target_shape is None:
+        return leaf.nbytes
+    itemsize: int = getattr(leaf.target_dtype, "itemsize", 0)
+    return math.prod(leaf.target_shape) * itemsize
+
+
 def _shown(plan: Plan) -> tuple[list[Row], str]:
     """Return the rows to show, and a line that counts the leaves they leave out; empty if none."""
     rows = [_row(leaf) for leaf in plan.leaves]
     if len(rows) <= _MAX_ROWS:
         return rows, ""
-    rows = fold(rows)
+    leaves, rows = rows, fold(rows)
+    if len(rows) > _MAX_ROWS:
+        rows = fold(_subtree_rows(leaves))
     # Leaves that simply come from the stored leaf of the same name come second.
     kept = sorted(range(len(rows)), key=lambda at: (_is_simple(rows[at]), at))[:_MAX_ROWS]
     left_out = [row for at, row in enumerate(rows) if at not in set(kept)]
     more = sum(row.count for row in left_out)
     what = "each from the stored leaf of the same name" if all(map(_is_simple, left_out)) else "all in plan.leaves"
     return [rows[at] for at in sorted(kept)], f"  … and {more} more, {what}" if more else ""
+
+
+def _subtree_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """Replace the rows of leaves by those of the largest subtrees whose leaves come from alike."""
+    keys: dict[str, Any] = {}
+    for row in rows:
+        path, *sources = row.names
+        style, how, what = row.detail
+        if not how and len(sources) == 1:
+            keys[path] = _without_common_end(path, sources[0])
+        else:
+            keys[path] = (style, how, what if ", target " in what else "")
+    names = _subtrees(keys)
+    sizes = Counter([*keys.values(), *names.values()])
+    for row in rows:
+        path, (style, how, what) = row.names[0], row.detail
+        is_moved = not how and len(row.names) == 2
+        if ", target " in what or sizes[keys[path] if is_moved else names[path]] == 1:
+            yield row
+        else:
+            yield Row(keys[path] if is_moved else (names[path],), (style, how, ""))
+
+
+def _without_common_end(path: str, source: str) -> tuple[str, str]:
+    """Return the subtrees of a leaf and of its source below which the names are the same."""
+    ours, theirs = path.split("/"), source.split("/")
+    while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
+        ours, theirs = ours[:-1], theirs[:-1]
+    end = "/…" if len("/".join(ours)) < len(path) else ""
+    return "/".join(ours) + end, "/".join(theirs) + end
+
+
+def _subtrees(keys: dict[str, Any]) -> dict[str, str]:
+    """Return for each path the topmost subtree whose paths all have the same key, as ``a/b/…``, or the path itself."""
+    mixed, tops = object(), {}
+    found: dict[str, Any] = {}
+    for path, key in keys.items():
+        for prefix in _prefixes(path):
+            if found.setdefault(prefix, key) != key:
+                found[prefix] = mixed
+    for path in keys:
+        tops[path] = next((f"{prefix}/…" for prefix in _prefixes(path) if found[prefix] is not mixed), path)
+    return tops
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def cells(leaf: PlannedLeaf) -> tuple[str, str, str]:
+    """Return a leaf's path, where it comes from, and its shape and dtype."""
+    return _cells(_row(leaf))
 
 
 def _row(leaf: PlannedLeaf) -> Row:
@@ -126,23 +248,3 @@ def _what(leaf: PlannedLeaf) -> str:
     shape = f"{leaf.shape}, target {leaf.target_shape}" if leaf.is_reshaped else str(leaf.shape)
     dtype = f"{leaf.dtype}, target {leaf.target_dtype}" if leaf.is_retyped else str(leaf.dtype)
     return f"{shape} {dtype}"
-
-
-def _notes(plan: Plan) -> Iterator[str]:
-    if more := _shown(plan)[1]:
-        yield more
-    if plan.unused:
-        yield f"Stored, but not used: {one_line(plan.unused)}"
-    if any(leaf.is_reshaped for leaf in plan.leaves) and plan.raises is None:
-        yield "Where shapes differ, the result has the stored shape."
-    if plan.raises is not None:
-        yield f"A restore raises {plan.raises}" + (f": {plan.why}" if plan.why else ".")
-    if plan.missing and plan.suggestion is None:
-        yield "Nothing that is stored resembles what is missing."
-    if plan.suggestion is not None:
-        sure = "These rules would map it"
-        if not plan.suggestion.confident:
-            doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""
-            sure = f"A guess, to be checked leaf by leaf{doubt}"
-        is_long = len(plan.suggestion.steps) > _MAX_STEPS
-        yield f"{sure}:\n{'print(plan.suggestion)' if is_long else plan.suggestion}"

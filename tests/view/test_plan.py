@@ -195,7 +195,9 @@ def test_numbered_layers_are_one_row(flag: bool, tmp_path: Path) -> None:
     target = {"net": {name.replace("block", "layer"): dict(one) for name, one in blocks.items()}}
     target["net"]["layer_7"]["w"] = np.ones((2, 4))
     plan = plan_restore(tmp_path, target, transforms=[rules.rename(r"block_(\d+)", r"layer_\1")])
-    rows = [line.split(maxsplit=2) for line in str(plan).splitlines()[2:5]]
+    lines = str(plan).splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("  leaf ")) + 1
+    rows = [line.split(maxsplit=2) for line in lines[start : start + 3]]
     assert rows[0][:2] == ["net/layer_{0..6,8..23}/w", "net/block_{0..6,8..23}/w"]
     assert rows[0][2].endswith("(23 leaves)")
     assert rows[1][:2] == ["net/layer_{0..23}/b", "net/block_{0..23}/b"]
@@ -203,6 +205,46 @@ def test_numbered_layers_are_one_row(flag: bool, tmp_path: Path) -> None:
     console = rich.console.Console(file=io.StringIO(), width=150)
     console.print(plan)
     assert "net/block_{0..23}/b" in console.file.getvalue()
+
+
+def transformer(block: str, attention: str) -> dict[str, Any]:
+    """The arrays of a transformer of 12 blocks, and two moments of each."""
+    dense, norm = {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)}, {"scale": np.zeros(4), "bias": np.zeros(4)}
+    inner = {"Dense_0": dense, "Dense_1": dense, "LayerNorm_0": norm, "LayerNorm_1": norm}
+    inner[attention] = dict.fromkeys(("key", "out", "query", "value"), dense)
+    params = {"embed": {"embedding": np.zeros((9, 4))}, "head": dense} | {f"{block}_{n}": inner for n in range(12)}
+    return {"step": 0, "params": params, "opt_state": {"mu": params, "nu": params}}
+
+
+def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
+    """Of two renamed modules in 12 blocks: whole subtrees are rows, with their leaves counted, before and after."""
+    checkpoints.save_checkpoint(tmp_path, transformer("block", "attn"), 1)
+    target = transformer("layer", "attention")
+    renames = [rules.rename(r"block_(\d+)", r"layer_\1"), rules.rename("attn", "attention")]
+    without, renamed = plan_restore(tmp_path, target), plan_restore(tmp_path, target, transforms=renames)
+    for plan in (without, renamed):
+        lines = str(plan).splitlines()[1:]
+        assert sum(1 + (len(line) - 1) // 80 for line in lines) <= 30
+    first = str(without).splitlines()
+    # 12 blocks of 16 arrays, 6 of 16 and 10 of 4 values of 8 bytes, three times.
+    size = "39.2 kB"
+    assert first[1] == f"  576 missing ({size}), 576 stored leaves not used ({size})"
+    assert first[2] == "A restore raises MissingLeavesError." and first[3].startswith("These rules would map it")
+    assert "params/layer_{0..11}/… MISSING (192 leaves)" in [" ".join(line.split()) for line in first]
+    assert first[-1].startswith("Stored, but not used: params/block_{0..11}/… (192 leaves)")
+    second = [" ".join(line.split()) for line in str(renamed).splitlines()]
+    assert "params/layer_{0..11}/… params/block_{0..11}/… (96 leaves)" in second
+    at = second.index("opt_state/mu/layer_{0..11}/attention/… (96 leaves)")
+    assert second[at + 1] == "← opt_state/mu/block_{0..11}/attn/…"
+    assert repr(without) == f"<Plan {first[0]}; raises MissingLeavesError>"
+
+
+def test_a_notebook_shows_a_tree(flag: bool, tmp_path: Path) -> None:
+    """Every leaf is in the HTML, by its key path in lower case for the search; names from outside are escaped."""
+    checkpoints.save_checkpoint(tmp_path, {"a": {"<b>": np.ones(2)}, "extra": {'"x"': 1}}, 1)
+    html = plan_restore(tmp_path, {"a": {"<b>": np.ones(2), "New": np.ones(1)}})._repr_html_()
+    assert 'data-path="a/new"' in html and 'data-path="a/&lt;b&gt;"' in html and "&quot;x&quot;" in html
+    assert "<b>" not in html and "MissingLeavesError" in html and "a/ (2 leaves)" in html
 
 
 def test_without_a_target(saved: str, tmp_path: Path) -> None:
