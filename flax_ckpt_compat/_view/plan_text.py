@@ -36,8 +36,8 @@ def plain(plan: Plan) -> str:
 def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
     """Return a row as a line, or with its source below if that is too long."""
     path, source, what = cells
-    line = f"  {path:<{width}}  {source}  {what.strip()}".rstrip()
-    return [line] if len(line) <= _MAX_WIDTH else [f"  {path:<{width}}  {what.strip()}".rstrip(), f"    ← {source}"]
+    line = f"  {path:<{width}}  {source}  {what}".rstrip()
+    return [line] if len(line) <= _MAX_WIDTH else [f"  {path:<{width}}  {what}".rstrip(), f"    ← {source}"]
 
 
 def rich(plan: Plan, width: int) -> Iterator[Any]:
@@ -230,7 +230,7 @@ def _cells(row: Row) -> tuple[str, str, str]:
     _, how, what = row.detail
     names = ", ".join(sources) if len(sources) < 3 else f"{sources[0]} … {sources[-1]}"
     source = ": ".join(filter(None, (how, names))) or "None"
-    return printable(path, one_line=True), printable(source, one_line=True), f"{what}{row.note}"
+    return printable(path, one_line=True), printable(source, one_line=True), f"{what}{row.note}".strip()
 
 
 def _source(leaf: PlannedLeaf) -> tuple[str, tuple[str, ...]]:
