@@ -73,7 +73,7 @@ def test_boxes_are_what_numpy_slices(
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize(
-    "chunks", [[3000, 700], pytest.param([1000, 700], marks=pytest.mark.slow), [3000, 100], [7, 333]]
+    "chunks", [[3000, 700], *(pytest.param([*c], marks=pytest.mark.slow) for c in ((1000, 700), (3000, 100))), [7, 333]]
 )
 def test_large_boxes(tmp_path: Path, codec: str, chunks: list[int]) -> None:
     """Rows, columns and blocks of an array of some megabytes, whatever way its reads are planned."""

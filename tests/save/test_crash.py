@@ -107,13 +107,14 @@ for _ in range(kills):
         "same msgpack", "same orbax", "same mixed", "same orbax in two steps",
     ],
 )  # fmt: skip
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, mode: str, kills: int) -> None:
     """After each kill all acknowledged steps restore bit for bit, the latest is whole, and the next save works.
 
     ``same`` overwrites one step again and again: the old or the new is there, whole. ``mixed`` lets files replace
     directories and back. ``in two steps`` is a file system that cannot exchange two names atomically.
     """
-    run_python(KILLS, tmp_path, mode, 5, len(mode), 0.06 if "orbax" in mode else 0.02, PYTHONWARNINGS="ignore")
+    run_python(KILLS, tmp_path, mode, kills, len(mode), 0.06 if "orbax" in mode else 0.02, PYTHONWARNINGS="ignore")
 
 
 HELD = """
