@@ -29,7 +29,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     kinds = [kind for kind in KINDS if options.only in (None, kind.name)]
     end, cases, failures = time.monotonic() + options.seconds, 0, 0
-    for number, kind in itertools.product(itertools.count(options.seed), kinds):
+    # Not itertools.product, which collects its arguments first.
+    for number, kind in ((number, kind) for number in itertools.count(options.seed) for kind in kinds):
         if cases and time.monotonic() > end and (options.seconds or number > options.seed):
             break
         cases += options.examples
