@@ -8,6 +8,7 @@ from typing import Any
 from flax_ckpt_compat._core.folding import MAX_SHOWN, Row, fold, one_line, shown
 from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.similar import Names
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path, topmost
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import state_dict
@@ -75,7 +76,7 @@ def missing_remedies(missing: Sequence[Path], target: Node, suggestion: str) -> 
 
 def _from_target(target: Node, paths: Iterable[Path]) -> str:
     """Return the rule that keeps some of the target's leaves; empty if it would name many paths."""
-    tops = [show_path(path) for path in topmost(target, set(paths))]
+    tops = [literal(show_path(path)) for path in topmost(target, set(paths))]
     return f"rules.from_target({', '.join(map(repr, tops))})" if 0 < len(tops) <= _MAX_TOPS else ""
 
 
@@ -145,7 +146,7 @@ def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
     if len(axes) == 1 and all(len(was) == len(want) + 1 and was[1:] == want for _, was, want in shapes):
         return (
             f"Every stored array has a leading axis of {axes.pop()[0]} that the target's lacks, as of a state saved "
-            "without flax.jax_utils.unreplicate: restore with shape_mismatch='warn', and unreplicate the result."
+            "without flax.jax_utils.unreplicate: add rules.unreplicate() to the transforms."
         )
     return ""
 

@@ -22,6 +22,14 @@ RULES = st.one_of(
     st.builds(rules.from_target, NAMES),
     st.builds(rules.move, NAMES, NAMES),
     st.builds(rules.cast, NAMES, st.sampled_from(["float32", "bfloat16", "int32"])),
+    st.builds(rules.rename, st.dictionaries(NAMES, NAMES, min_size=1, max_size=3)),
+    st.builds(rules.copy, NAMES, NAMES),
+    st.builds(rules.index, NAMES, st.integers(-2, 2), st.integers(-1, 1)),
+    st.builds(rules.unreplicate),
+    st.builds(rules.resize, NAMES, st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+    st.builds(rules.wrap_key_data, NAMES),
+    st.builds(rules.key_data, NAMES),
+    st.dictionaries(NAMES, NAMES, min_size=1, max_size=2),
 )
 TRANSFORMS = st.one_of(
     st.none(),

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import flax.jax_utils
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,8 +129,9 @@ def test_shapes_of_a_replicated_state(flag: bool, tmp_path: Path) -> None:
     assert "leading axis of 8" in message and "unreplicate(target)" in message and "configuration" not in message
     message = shapes(stacked, plain, tmp_path / "stacked")
     assert "Every stored array has a leading axis of 8" in message and "configuration" not in message
-    restored = restore(tmp_path / "stacked", plain, shape_mismatch="warn")
-    jax.tree.map(np.testing.assert_array_equal, flax.jax_utils.unreplicate(restored), plain)
+    assert "add rules.unreplicate() to the transforms" in message
+    restored = restore(tmp_path / "stacked", plain, transforms=[rules.unreplicate()])
+    jax.tree.map(np.testing.assert_array_equal, restored, plain)
     some = {**plain, "step": stacked["step"]}
     assert "leading axis" not in shapes(plain, some, tmp_path / "some")
 
