@@ -24,4 +24,5 @@ def test_no_module_lies_outside_a_package() -> None:
     """A folder with modules and without __init__.py would be left out of the wheel."""
     for folder in ("flax_ckpt_compat", "legacy", "orbax_backend"):
         for file in (ROOT / folder).rglob("*.py"):
-            assert (file.parent / "__init__.py").exists(), file
+            # Python imports sitecustomize by its name from a folder on its path; setup.cfg lists it for the wheel.
+            assert (file.parent / "__init__.py").exists() or file.name == "sitecustomize.py", file

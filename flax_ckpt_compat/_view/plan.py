@@ -273,11 +273,11 @@ def _planned(leaf: LeafPlan, item: Path, kept: str) -> PlannedLeaf:
     if source is Own.TARGET:
         return _kept(name, target, leaf.why, kept)
     (shape, dtype), wanted = shape_and_dtype(source), shape_and_dtype(target)
-    if isinstance(source, LeafHandle) and source.kind not in (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR):
+    if isinstance(source, LeafHandle) and source.kind is not LeafKind.ARRAY:
         # Of a key, shape and dtype are those of its data; Python values have none.
-        if isinstance(target, jax.ShapeDtypeStruct) and leaf.cast is not None:
-            shape, dtype = (), leaf.cast
-        else:
+        if leaf.cast is not None:  # a number, converted to the target's type
+            shape, dtype = ((), leaf.cast) if hasattr(target, "shape") else (None, None)
+        elif source.kind is not LeafKind.NUMPY_SCALAR:
             wanted = shape, dtype = None, None
     is_cast = dtype is not None and leaf.cast is not None
     return PlannedLeaf(

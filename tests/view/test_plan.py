@@ -20,6 +20,7 @@ from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules
 from flax_ckpt_compat.errors import CheckpointNotFoundError, MissingLeavesError, ShapeMismatchError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.samples import fingerprint
+from tests.support.saves import use_flag
 
 STORED = {
     "params": {"dense": {"kernel": np.arange(6.0).reshape(2, 3), "bias": np.ones(3, np.float32)}, "scale": np.ones(2)},
@@ -397,3 +398,17 @@ def test_a_class_is_no_array(flag: bool, tmp_path: Path, loose: bool) -> None:
     plan = plan_restore(path, {"b": np.float32}, missing_leaves="keep" if loose else "error")
     assert [(leaf.path, leaf.shape, leaf.target_shape) for leaf in plan.leaves] == [("b", None, None)]
     assert plan.raises == (None if loose else "MissingLeavesError")
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_plan_tells_what_numbers_become(flag: bool, tmp_path: Path) -> None:
+    """A number that is cast to the target's type has a shape and dtype only if the result is an array or scalar."""
+    with use_flag(flag):
+        checkpoints.save_checkpoint(tmp_path, {"a": np.float32(2), "b": 3, "c": 4}, 1)
+    target = {"a": 0, "b": np.float32(1), "c": np.zeros((), np.int16)}
+    planned = by_path(plan_restore(tmp_path, target, dtype="target"))
+    restored = restore(tmp_path, target, dtype="target")
+    for name, value in restored.items():
+        assert planned[name].shape == getattr(value, "shape", None), name
+        assert planned[name].dtype == getattr(value, "dtype", None), name
+    assert type(restored["a"]) is int and planned["a"].shape is None
