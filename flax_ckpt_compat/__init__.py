@@ -1,6 +1,7 @@
 """Read and write Flax checkpoints, msgpack and Orbax-format, with the functions of flax.training.checkpoints.
 
-Importing this package loads nothing else; each of its names is imported on first use.
+Importing this package loads nothing else; each of its names is imported on first use. Public are the names in
+``__all__`` and those in the modules `checkpoints`, `config`, `errors`, `rules` and `transforms`; all others may change.
 """
 
 import typing as _typing

@@ -130,8 +130,8 @@ def save(
         prefix: with a step: literal text before it in the checkpoint's name; may contain ``/``.
         overwrite: replace an existing checkpoint; also allows a step older than the newest. Unlike
             ``save_checkpoint``, this removes no newer steps.
-        keep: with a step: number of newest checkpoints of this prefix to keep, besides the one just saved; None and 0
-            keep all.
+        keep: with a step: number of newest checkpoints of this prefix to keep, counting the one just saved, which is
+            never removed even if it is older; None and 0 keep all.
         keep_every_n_steps: with ``keep``: also keep older checkpoints that are at least this many steps apart.
         format: the format; None follows Flax's flag ``flax_use_orbax_checkpointing``.
         compression: codec of array data in the Orbax format, or None for none; by default, the setting.

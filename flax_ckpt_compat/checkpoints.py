@@ -124,8 +124,9 @@ def save_checkpoint_multiprocess(
 ) -> str:
     """Save a tree that is spread over several processes; all of them call this, with the same arguments.
 
-    Each process writes its own shards of multiprocess arrays; process 0 writes all else, and commits. No process waits
-    for another longer than the setting ``coordination_timeout``. On one process it is the same as `save_checkpoint`.
+    Each process writes its own shards of multiprocess arrays; process 0 writes all else, and commits. At each barrier,
+    process 0 waits for the others no longer than the setting ``coordination_timeout``, and the others for it no longer
+    than twice that. On one process it is the same as `save_checkpoint`.
 
     Args:
         ckpt_dir: as for `save_checkpoint`, and visible to every process.

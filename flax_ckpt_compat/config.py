@@ -12,7 +12,8 @@ setting                   values (default first)     meaning
                                                      target's value with or without a warning
 ``shape_mismatch``        warn, error, ignore        stored and target shapes differ; the stored one is returned
 ``kind_mismatch``         warn, error, ignore        an array in the target over stored text, None, a number or a
-                                                     subtree, a longer stored sequence; the stored one is returned
+                                                     subtree, a longer stored sequence, or a target that is no tree of
+                                                     arrays; what is stored is returned
 ``dtype``                 stored, target             keep the stored dtype, or cast to the target leaf's
 ``structure``             flax, stored               without a target: Flax's nested dicts with text keys, or lists,
                                                      tuples and int keys where the format recorded them
@@ -20,8 +21,9 @@ setting                   values (default first)     meaning
 ``mapped``                false, true                restored numpy arrays are memory of their own, or, if large and
                                                      stored as they are in a local file, private mappings of it
 ``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
-``coordination_timeout``  600.0, any number > 0      seconds to wait for the other processes at each barrier of
-                                                     a save
+``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
+                                                     save; they wait for it twice as long, and look-ups four times as
+                                                     long for this process's part of a background save
 ========================  =========================  ===========================================================
 """
 

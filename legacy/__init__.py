@@ -45,7 +45,7 @@ class MsgpackBackend:
     finish_multiprocess = staticmethod(gda_write.finish)
 
     def open(self, path: str) -> Reader:
-        """Open a msgpack checkpoint; read its structure and skip array data."""
+        """Open a msgpack checkpoint: read its structure, and small files of many arrays whole."""
         return MsgpackReader(path)
 
 

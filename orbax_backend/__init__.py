@@ -38,7 +38,7 @@ class OrbaxBackend:
     finish_multiprocess = staticmethod(multiprocess.end)
 
     def open(self, path: str) -> Reader:
-        """Open a directory of any Orbax release without reading array data.
+        """Open a directory of any Orbax release; read the structure, and small arrays inline in its database.
 
         Raises:
             IncompleteCheckpointError, UnrecognizedFormatError: it has no tree structure.

@@ -274,7 +274,7 @@ class OrbaxReader(Reader):
 
 
 def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> OrbaxReader:
-    """Open a directory without reading array data; ``open_msgpack`` opens the msgpack file of old releases."""
+    """Open a directory and read its structure; ``open_msgpack`` opens the msgpack file of old releases."""
     aggregate = open_aggregate(path, open_msgpack)
     try:
         return OrbaxReader(path, read_structure(path, aggregate))

@@ -1,1 +1,1 @@
-"""Share primitives with every other room; import nothing above this one, and neither jax nor tensorstore."""
+"""Share primitives with all other packages; import none of them, nor jax or flax; load TensorStore only for stores."""

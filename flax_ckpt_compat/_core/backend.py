@@ -1,4 +1,4 @@
-"""Define the Backend and Reader protocols of a format, and the leaf handle through which both formats are read.
+"""Define the Backend and Reader protocols of a format, and the leaf handle through which every format is read.
 
 A backend only reads and writes its format. Names, overwrite, retention, atomic publishing, policies and errors
 about trees live above it.
@@ -98,7 +98,7 @@ class ArraySlice:
 
 
 class Reader(Protocol):
-    """An open checkpoint. Opening reads no array data."""
+    """An open checkpoint. Opening may read small arrays together with the structure; `read` reads the others."""
 
     format: Format
     path: str
@@ -246,7 +246,7 @@ class Backend(Protocol):
         ...
 
     def open(self, path: str) -> Reader:
-        """Open a checkpoint of this format without reading array data.
+        """Open a checkpoint of this format; read its structure, and perhaps small arrays with it.
 
         Raises:
             CorruptCheckpointError: it does not decode.

@@ -12,10 +12,11 @@ CheckpointError
 ├── TransformError(ValueError)               a transform or rule that is invalid, or does not fit this checkpoint
 ├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
 ├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
+├── CheckpointerError(ValueError)            the given ``orbax_checkpointer`` cannot save or restore this
 ├── NameCollisionError(ValueError)           two key paths with one stored name
 ├── StepError(ValueError)                    an invalid step, ``keep`` or prefix
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
-├── MultiprocessSaveError(RuntimeError)                  another of the processes that save together failed
+├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
 │   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
 └── StorageError(OSError)                    the file system or object store refused
     └── CleanupError                         the checkpoint was saved; an older one could not be removed

@@ -1,4 +1,4 @@
-"""Allocate aligned host memory for arrays."""
+"""Allocate aligned host memory for arrays; pause the garbage collector."""
 
 from __future__ import annotations
 

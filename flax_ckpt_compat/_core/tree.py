@@ -1,4 +1,4 @@
-"""Define the neutral tree that both formats are written from and read into.
+"""Define the neutral tree that every format is written from and read into.
 
 A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, `KeyData`, `HostCopy`, None);
 when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.

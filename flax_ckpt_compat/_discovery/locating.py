@@ -26,10 +26,10 @@ from flax_ckpt_compat._discovery import absence, detect, directory, listing, not
 from flax_ckpt_compat._discovery.absence import Absence
 
 _Result = TypeVar("_Result")
-# Rounds lost to checkpoints removed or replaced during the read, before a reader that is slower than the writer's
-# retention gives up.
+# Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
+# takes longer than the writer keeps a checkpoint.
 _ROUNDS = 10
-# Errors of policies, raised after the checkpoint was opened: not caused by its removal.
+# Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 

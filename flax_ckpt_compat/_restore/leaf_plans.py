@@ -77,7 +77,7 @@ class LeafPlanner:
         name = show_path(handle.path)
         if kind is LeafKind.PRNG_KEY:
             if state_dict.is_prng_key(target):
-                # Keys have no copy in host memory, so the sharding applies in both formats.
+                # Keys have no copy in host memory, so the sharding applies in every format.
                 leaf.sharding = shardings.of(target)
                 self._check(leaf, name, handle.shape[:-1], None, on_device)
             return leaf

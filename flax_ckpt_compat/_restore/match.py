@@ -20,7 +20,7 @@ from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of
 from flax_ckpt_compat._trees.old_namedtuples import fields_of
 
-# The dtype of the data of typed PRNG keys; as almost everywhere, an object of its own.
+# The dtype of PRNG key data. Compared by identity, which is fast: numpy has one object for each native dtype.
 _KEY_DATA = np.dtype(np.uint32)
 
 

@@ -55,7 +55,9 @@ def restore(
             # Long reads do not pause the garbage collector.
             if not all(plan.is_short for plan in plans.items.values()):
                 pause.close()
-            for plan in plans.items.values():  # all policies raise before anything is read
+            # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
+            # a user's function computes, and structures that custom serialization refuses.
+            for plan in plans.items.values():
                 policies.enforce(plan)
             values = {}
             for name, plan in plans.items.items():

@@ -76,8 +76,8 @@ def fits(sharding: Any, shape: tuple[int, ...]) -> bool:
 def misfit(leaf: str, shape: tuple[int, ...], sharding: Any, path: str) -> ShapeMismatchError:
     """Return the error for an array that the target's sharding cannot hold."""
     return ShapeMismatchError(
-        f"{leaf}: the stored array of shape {shape} cannot be placed on the target's {sharding}; give the target's "
-        "leaf a sharding that fits, or use a numpy array there and place it afterwards.",
+        f"{path}: {leaf} has the stored shape {shape}, which does not fit the target's {sharding}; give the target's "
+        "leaf a sharding that fits, or a numpy array, and place the result afterwards.",
         path=path,
         leaf=leaf,
     )

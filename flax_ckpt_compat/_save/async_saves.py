@@ -59,13 +59,13 @@ class AsyncManager:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _BackgroundSave:
-    """A background save: running, or of a failure that was not raised yet.
+    """One background save that is running, or that failed and whose failure was not raised yet.
 
     Attributes:
         directory: real path of the checkpoint's directory.
-        lookup_timeout: seconds that look-ups wait for a multi-process save at most; None if they do not wait.
-        future: its outcome.
-        raises: its failure is raised by later calls; the failure of a manager without a future only by the manager.
+        lookup_timeout: maximum seconds that look-ups wait for a multi-process save; None if they do not wait.
+        future: outcome of the save.
+        raises: later calls raise its failure. False if the manager has no future: then only the manager can raise it.
         thread: identifier of the running thread.
     """
 

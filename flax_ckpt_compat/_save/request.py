@@ -1,4 +1,4 @@
-"""Define `SaveRequest`: one save with validated arguments, made once at the door and passed down."""
+"""Define `SaveRequest`: one save with validated arguments, made once by the public functions and passed down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 
 class SaveManager(Protocol):
-    """Our AsyncManager, Flax's, or a user's; one with a Future as ``save_future`` has its failures raised."""
+    """An async manager: ours, Flax's or a user's. Later calls raise its failures if ``save_future`` is a Future."""
 
     def wait_previous_save(self) -> None:
         """Block until the previous save has ended."""
@@ -49,7 +49,7 @@ class SaveRequest:
         multiprocess: all processes of the job save, each what it holds.
         format: format to write.
         options: the backend's settings.
-        coordination_timeout: seconds to wait for other processes at each barrier.
+        coordination_timeout: seconds that process 0 waits at each barrier; the others wait twice as long.
         async_manager: saves in the background; None saves in the foreground.
         orbax_checkpointer: writes in the backend's place; None for the backend.
         start: start of the call, in seconds since the epoch.
@@ -119,7 +119,7 @@ def of_path(path: str, **options: Any) -> SaveRequest:
     directory, name = os.path.split(paths.local(path))
     if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
         raise StepError(f"{path!r} names no file or directory to write; add a name, or pass step=")
-    _check_nul(name)
+    _check_nul(path)
     return _request(
         checkpoint_dir=_checkpoint_dir(directory, ""),
         name=steps.check_name(name),
@@ -140,10 +140,11 @@ def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
 
 
 def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
-    _check_nul(prefix + ckpt_dir)
+    _check_nul(ckpt_dir, prefix)
     return listing.checkpoint_dir(ckpt_dir, prefix)
 
 
-def _check_nul(text: str) -> None:
-    if "\0" in text:
-        raise StepError("a directory or prefix cannot contain the NUL character")
+def _check_nul(*texts: str) -> None:
+    for text in texts:
+        if "\0" in text:
+            raise StepError(f"{text!r} contains the NUL character, which no path can have; remove it")

@@ -125,7 +125,11 @@ def _traits(sharding: Any) -> tuple[bool, bool]:
 def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     """Return the leaf if it has values that this process can read, alone or, in a multi-process save, in part."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise UnsupportedLeafError(f"{show_path(path)} is abstract (a ShapeDtypeStruct) and has no values to save")
+        raise UnsupportedLeafError(
+            f"{show_path(path)} is abstract (a ShapeDtypeStruct): it has no values to save; pass the arrays, not the "
+            "result of jax.eval_shape",
+            leaf=show_path(path),
+        )
     if isinstance(leaf, jax.core.Tracer):
         raise UnsupportedLeafError(
             f"{show_path(path)} has no value yet (a Tracer): save_checkpoint was called inside of jit or another "
@@ -136,7 +140,8 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
         return leaf
     if leaf.is_deleted():
         raise UnsupportedLeafError(
-            f"{show_path(path)} was deleted, most likely donated to a jitted function; save before that call"
+            f"{show_path(path)} was deleted, most likely donated to a jitted function; save before that call",
+            leaf=show_path(path),
         )
     if leaf.is_fully_addressable:
         return leaf

@@ -1,4 +1,4 @@
-"""Check what a save may replace: before it, and again when it is published. The same for both formats."""
+"""Check what a save may replace, before it starts and again when it is published; alike for every format."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(request: SaveRequest) -> None:
 def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
     """Check again what other writers put there during the save, and give the checkpoint its final name.
 
-    ``rename`` renames or uploads; its argument ``new`` forbids to replace what another writer saved meanwhile.
+    ``rename`` renames or uploads; with ``new=True`` it refuses to replace what another writer saved meanwhile.
     """
     # In a store this would be one more request.
     if request.replace_only_checkpoints or not paths.is_url(request.directory):
@@ -67,7 +67,7 @@ def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
 def _check_directory(request: SaveRequest) -> None:
     """Raise if the directory is itself a checkpoint: no look-up would find another one inside.
 
-    A file that is no checkpoint fails later, when directories are made.
+    A directory that is an ordinary file is an error later, when directories are made.
     """
     parent, own_name = os.path.split(request.directory)
     is_step = steps.step_of(own_name, request.checkpoint_dir.prefix) is not None
@@ -79,8 +79,8 @@ def _check_directory(request: SaveRequest) -> None:
 def _check_replaced(request: SaveRequest) -> None:
     """Raise if something is there that may not be replaced.
 
-    Only directories in a foreign format are kept from `save_checkpoint`; with ``replace_only_checkpoints``, all that
-    is not exactly one checkpoint.
+    `save_checkpoint` replaces anything but directories in a foreign format; with ``replace_only_checkpoints``, a save
+    replaces only what is exactly one checkpoint.
     """
     path, strict = request.path, request.replace_only_checkpoints
     if not strict:

@@ -1,4 +1,4 @@
-"""Convert values of Python subclasses to the plain values that checkpoints hold, alike in both formats."""
+"""Convert values of Python subclasses to the plain values that checkpoints hold, alike in every format."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
 
 from flax_ckpt_compat._core import paths

@@ -223,8 +223,25 @@ def test_a_donated_array_is_refused(flag: bool, tmp_path: Path) -> None:
     """A deleted jax array is an error that says so."""
     array = jnp.arange(3)
     array.delete()
-    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b.*deleted"):
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b.*deleted") as caught:
         ours.save_checkpoint(tmp_path, {"a": {"b": array}}, 1)
+    assert caught.value.leaf == "a/b"
+
+
+def test_an_abstract_leaf_is_refused(flag: bool, tmp_path: Path) -> None:
+    """The error of a result of jax.eval_shape names the leaf and says what to pass."""
+    target = jax.eval_shape(lambda: {"a": {"b": jnp.zeros(2)}})
+    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b is abstract.*pass the arrays") as caught:
+        ours.save_checkpoint(tmp_path, target, 1)
+    assert caught.value.leaf == "a/b"
+
+
+def test_a_nul_character_is_shown(flag: bool, tmp_path: Path) -> None:
+    """The error shows the directory or prefix that contains the character, and not the other."""
+    with pytest.raises(errors.StepError, match=r"^'a\\x00b' contains the NUL character.*remove it"):
+        ours.save_checkpoint(tmp_path, {}, 1, prefix="a\0b")
+    with pytest.raises(errors.StepError, match=r"c\\x00d' contains the NUL character.*remove it"):
+        ours.save_checkpoint(f"{tmp_path}/c\0d", {}, 1)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -1,4 +1,4 @@
-"""Publish and remove checkpoints atomically on a local file system; only this room renames or deletes.
+"""Publish and remove checkpoints atomically on a local file system; only this package renames or deletes.
 
 Nothing appears under a checkpoint's name before it is complete and synced, and nothing under that name is ever half
 deleted: replacing is one atomic exchange, deleting starts with a rename.

@@ -262,7 +262,7 @@ def _request(url: str, span: slice | None) -> Any:
 
     found = retry(url, "read", request, _SMALL_BYTES if span is None else span.stop - span.start)
     if found.state == "unspecified":  # see `_write`
-        raise store_error(url, "read", "the store reported an unmet condition, though none was given", "412")
+        raise store_error(url, "read", "the store answered HTTP 412 to an unconditional request", "412")
     return found
 
 
@@ -319,7 +319,7 @@ def delete(url: str) -> None:
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:
     stamp = retry(url, operation, request, nbytes)
     if not stamp.generation:  # TensorStore's sign of HTTP 412, even without a condition
-        raise store_error(url, operation, "the store reported an unmet condition, though none was given", "412")
+        raise store_error(url, operation, "the store answered HTTP 412 to an unconditional request", "412")
 
 
 def delete_all(urls: Iterable[str]) -> None:

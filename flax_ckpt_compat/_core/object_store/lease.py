@@ -1,7 +1,7 @@
-"""Arbitrate between writers of one folder of a store: the last that began without a committed checkpoint wins.
+"""Arbitrate between writers of one folder of a store: until one of them has committed, the last to begin wins.
 
-A store has no locks, and a dead writer must not block the next one. So each writer begins with a marker object, with a
-number above those of the markers that it sees. A writer that sees a higher marker aborts; the one with the highest
+A store has no locks, and a dead writer must not block the next one. So each writer begins by writing a marker object,
+numbered above all markers that it sees. A writer that sees a higher marker aborts; the one with the highest
 removes what the others wrote, markers included. ``commit_success.txt`` is written only if there is none. Its writer
 then checks once more for a newer writer, which either removes the file or aborts.
 """

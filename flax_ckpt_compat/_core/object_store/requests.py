@@ -1,6 +1,10 @@
 """Send requests to object stores through TensorStore, loaded on first use, and retry them.
 
 What differs between the schemes is in the modules `s3` and `gs`.
+
+Requests are retried in two layers: by TensorStore itself (`_RETRIES`), and by `retry`, if the error is one that
+`storage_errors.is_transient` accepts: a timeout or a code such as UNAVAILABLE, but not that TensorStore's retries ran
+out. `gs` sends its requests to the JSON API through `retry` alone; 408, 429 and 5xx become its `_TransientError`.
 """
 
 from __future__ import annotations
