@@ -222,7 +222,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
     """
     checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
-    async_saves.wait_for_joint_saves(checkpoint_dir.directory)
+    async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     found = directory.latest(checkpoint_dir)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
 
@@ -241,7 +241,7 @@ def available_steps(
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
     """
     checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
-    async_saves.wait_for_joint_saves(checkpoint_dir.directory)
+    async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     found = []
     for entry in directory.available(checkpoint_dir):
         try:

@@ -80,7 +80,7 @@ def array_header(code: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> byt
     """Encode all bytes of an array (`EXT_ARRAY`) or numpy scalar (`EXT_NUMPY_SCALAR`) before its data."""
     nbytes = math.prod(shape) * dtype.itemsize
     pack = msgpack.Packer().pack
-    inner = b"\x93" + pack(shape) + pack(dtypes.stored_name(dtype)) + _sized(nbytes, (0xC4, 0xC5, 0xC6))
+    inner = b"\x93" + pack(shape) + pack(dtypes.dtype_name(dtype)) + _sized(nbytes, (0xC4, 0xC5, 0xC6))
     return ext_header(code, len(inner) + nbytes) + bytes(inner)
 
 

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.object_store import client, multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.object_store.requests import retry
+from flax_ckpt_compat._core.object_store.retrying import retry
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel

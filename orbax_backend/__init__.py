@@ -9,8 +9,8 @@ from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess, writer
 from .aggregate import OpenMsgpack
-from .plan import Plan, make_plan
 from .reader import open_checkpoint
+from .save_plan import SavePlan, make_plan
 
 __all__ = ["BACKEND", "OrbaxBackend"]
 
@@ -24,8 +24,8 @@ class OrbaxBackend:
         """Store the opener for the msgpack file of old releases; without one, their directories are refused."""
         self._open_msgpack = open_msgpack
 
-    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Plan:
-        """Plan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
+    def prepare(self, tree: Node, process: ProcessInfo | None = None) -> SavePlan:
+        """SavePlan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.

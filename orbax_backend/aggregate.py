@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 
-from .plan import EMPTY_MARKERS
+from .save_plan import EMPTY_MARKERS
 
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")

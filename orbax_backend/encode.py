@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafKind
-from flax_ckpt_compat._core.dtypes import dtype_from_name, is_storable
-from flax_ckpt_compat._core.dtypes import stored_name as dtype_name
+from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING

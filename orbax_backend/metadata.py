@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KEY, STRING
 
 from .encode import EncodedLeaf
-from .plan import Plan
+from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .zarr import chunk_shape
 
@@ -20,7 +20,7 @@ _text = json.JSONEncoder().encode
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def tree_metadata(plan: Plan) -> str:
+def tree_metadata(plan: SavePlan) -> str:
     """Return the content of ``_METADATA``."""
     rest = {
         "use_ocdbt": True,
@@ -54,7 +54,7 @@ def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> 
     return json.dumps(value if write_shape is None else {**value, "write_shape": write_shape})
 
 
-def shardings(plan: Plan) -> str:
+def shardings(plan: SavePlan) -> str:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
     texts, quoted = ShardingEncoder(), Memo(_text)
     found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
@@ -67,7 +67,7 @@ def shardings(plan: Plan) -> str:
     return f"{{{', '.join(entries)}}}"
 
 
-def array_metadatas(plan: Plan, compressed: bool) -> str:
+def array_metadatas(plan: SavePlan, compressed: bool) -> str:
     """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys."""
     rests = Memo(_array_metadata)
     entries = []
@@ -89,12 +89,12 @@ def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool
     return json.dumps(rest)[1:]
 
 
-def has_jax_arrays(plan: Plan) -> bool:
+def has_jax_arrays(plan: SavePlan) -> bool:
     """Return whether there are jax arrays, which ``_sharding`` and ``array_metadatas`` list."""
     return any(e.stored is not None and e.stored.value_type == JAX_ARRAY for e in plan.entries)
 
 
-def _jax_arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
+def _jax_arrays(plan: SavePlan) -> list[tuple[str, EncodedLeaf]]:
     leaves = ((e.name, e.stored) for e in plan.entries)
     return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type == JAX_ARRAY]
 
@@ -111,7 +111,7 @@ def step_metadata(started_ns: int) -> dict[str, Any]:
     }
 
 
-def arrays(plan: Plan) -> list[tuple[str, EncodedLeaf]]:
+def arrays(plan: SavePlan) -> list[tuple[str, EncodedLeaf]]:
     """Return name and encoding of every leaf in the array database."""
     leaves = ((e.name, e.stored) for e in plan.entries)
     return [(name, stored) for name, stored in leaves if stored is not None and stored.value_type != STRING]

@@ -31,7 +31,7 @@ from .encode import EncodedLeaf
 from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
 from .grid import Shape, cells, full_box
 from .key_index import Index, open_database
-from .plan import Plan
+from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .writer import array_metadatas, commit, compressor, finish_arrays, start_arrays, sync_database, tree_files
 from .zarr import parse_array_metadata
@@ -42,7 +42,7 @@ _DONE_FILE = "ended"
 
 def begin(
     path: str,
-    plan: Plan,
+    plan: SavePlan,
     options: WriteOptions,
     _process: ProcessInfo,
     _upload: MultiprocessUpload | None = None,
@@ -55,7 +55,7 @@ def begin(
 
 
 def write(
-    path: str, plan: Plan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
+    path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
     """Write this process's shards, and in process 0 all that is not spread; see `Backend.write_process_part`.
 
@@ -91,7 +91,7 @@ def write(
 
 
 def end(
-    path: str, plan: Plan, _options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
+    path: str, plan: SavePlan, _options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     digest, base = _digest(plan), path if upload is None else upload.url
@@ -121,7 +121,7 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
     sync_database(path)
 
 
-def _check(path: str, plan: Plan, upload: MultiprocessUpload | None) -> None:
+def _check(path: str, plan: SavePlan, upload: MultiprocessUpload | None) -> None:
     if upload is None:
         known = functools.cache(lambda file: sizes_of([file])[file])
         _check_complete(path, plan, open_database(path), lambda file: known(os.path.join(path, file)))
@@ -136,7 +136,7 @@ def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> 
     return os.path.join(path, f"{PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}")
 
 
-def _digest(plan: Plan) -> str:
+def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
     texts, numbers = ShardingEncoder(), dict[str | None, int]()
     spread = []
@@ -178,7 +178,7 @@ def _remove_done_file(database: str) -> None:
         paths.storage_of(file).delete(file)
 
 
-def _check_complete(path: str, plan: Plan, index: Index, size: Callable[[str], int | OSError | None]) -> None:
+def _check_complete(path: str, plan: SavePlan, index: Index, size: Callable[[str], int | OSError | None]) -> None:
     """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
 
     Args:

@@ -30,8 +30,8 @@ from flax_ckpt_compat._core.orbax_layout import (
     STRING,
     STRINGS,
     TREE_METADATA,
+    leaf_name,
     pointer_tokens,
-    stored_name,
 )
 from flax_ckpt_compat._core.tree import Path, show_path
 
@@ -170,7 +170,7 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
             path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
             known = _KINDS.issuperset(kinds) and type(value["value_type"]) is str
             skipped, has_write_shape = bool(value.get("skip_deserialize")), value.get("write_shape") is not None
-            found = LeafEntry(path, kinds, stored_name(path), value["value_type"], skipped, has_write_shape)
+            found = LeafEntry(path, kinds, leaf_name(path), value["value_type"], skipped, has_write_shape)
         except (KeyError, TypeError, AttributeError) as error:
             raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
         if not known:
@@ -193,7 +193,7 @@ def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> l
 
 def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None) -> LeafEntry:
     value_type = leaf if isinstance(leaf, str) else UNKNOWN
-    return LeafEntry(path, kinds, stored_name(path), value_type, leaf is not None, False)
+    return LeafEntry(path, kinds, leaf_name(path), value_type, leaf is not None, False)
 
 
 def _missing_structure(path: str) -> Exception:

@@ -36,7 +36,7 @@ from . import metadata
 from .database import Database
 from .encode import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
-from .plan import Plan
+from .save_plan import SavePlan
 
 _COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"id": "zstd", "level": 1},  # what Orbax 0.12.8 writes
@@ -46,7 +46,7 @@ _COMPRESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(path: str, plan: Plan, options: WriteOptions) -> None:
+def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
 
     Raises:
@@ -77,13 +77,13 @@ def compressor(name: str | None) -> dict[str, Any] | None:
     return _COMPRESSORS[name]
 
 
-def array_metadatas(path: str, plan: Plan, compressed: bool, process: int) -> dict[str, bytes]:
+def array_metadatas(path: str, plan: SavePlan, compressed: bool, process: int) -> dict[str, bytes]:
     """Return the file with a process's list of all jax arrays: its path and content."""
     content = metadata.array_metadatas(plan, compressed)
     return {os.path.join(path, ARRAY_METADATAS, f"process_{process}"): content.encode()}
 
 
-def tree_files(path: str, plan: Plan) -> dict[str, bytes]:
+def tree_files(path: str, plan: SavePlan) -> dict[str, bytes]:
     """Return path → content of the JSON files of the primary process."""
     files = {TREE_METADATA: metadata.tree_metadata(plan)}
     if metadata.has_jax_arrays(plan):
@@ -128,7 +128,7 @@ def sync_database(path: str) -> None:
         sync_directory(files)
 
 
-def commit(path: str, plan: Plan) -> None:
+def commit(path: str, plan: SavePlan) -> None:
     """Write the step metadata and the commit file."""
     step = json.dumps(metadata.step_metadata(plan.started_ns))
     write_file(os.path.join(path, STEP_METADATA), step.encode())

@@ -50,7 +50,7 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
     return not (dtype.hasobject or dtype.names or (dtype.kind == "V" and dtype.name not in _ML_DTYPES))
 
 
-def stored_name(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the name to store for a dtype: ``dtype.name``, or the typestr for a foreign byte order.
 
     ``dtype.name`` drops the byte order: real Flax would read big-endian arrays as garbage. It reads the typestr

@@ -27,7 +27,7 @@ re-exports all of these. Each class inherits the built-in that callers of Flax a
 
 from __future__ import annotations
 
-from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.escaping import printable
 
 
 class CheckpointError(Exception):

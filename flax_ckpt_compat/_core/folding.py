@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.escaping import printable
 
 MAX_SHOWN = 20
 # Python refuses to convert numbers of thousands of digits.

@@ -47,7 +47,7 @@ JSON_FILES = ("metadata", "metrics")
 _BAD_ESCAPE = re.compile(r"~(?![01])")
 
 
-def stored_name(path: Path) -> str:
+def leaf_name(path: Path) -> str:
     """Return Orbax's name of a leaf: its key path joined with dots; a bare leaf is ``""``."""
     return ".".join(path)
 

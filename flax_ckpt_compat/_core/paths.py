@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.storage import LocalStorage
-from flax_ckpt_compat._core.object_store import requests
+from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
 
 _SLASHES_OF_BUCKET = 2
@@ -46,14 +46,14 @@ def is_url(path: str) -> bool:
 def absolute(path: str) -> str:
     """Return the absolute local path, or the normalized URL."""
     _refuse_mangled(path)
-    return requests.normal(path) if is_url(path) else os.path.abspath(local(path))
+    return retrying.normal(path) if is_url(path) else os.path.abspath(local(path))
 
 
 def normal(path: str) -> str:
     """Normalize a path; relative paths stay relative and ``file://`` is kept."""
     _refuse_mangled(path)
     if is_url(path):
-        return requests.normal(path)
+        return retrying.normal(path)
     plain = local(path)
     return path[: len(path) - len(plain)] + os.path.normpath(plain)
 

@@ -6,7 +6,7 @@ import difflib
 import heapq
 from collections.abc import Sequence
 
-from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.escaping import printable
 
 # difflib is slow: of more names, compare only those that share the most pairs of letters.
 _MAX_COMPARED = 40

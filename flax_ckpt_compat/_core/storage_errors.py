@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._core.printable import format_size
+from flax_ckpt_compat._core.escaping import format_size
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 
 _REMEDIES = {

@@ -49,7 +49,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class DetectedItems:
     """Contents of a path.
 
     Attributes:
@@ -161,7 +161,7 @@ def foreign_look(path: str) -> str | None:
     return folder_looks_like(path) if paths.isdir(path) and not _looks_begun(path) else None
 
 
-def detect(path: str) -> Found:
+def detect(path: str) -> DetectedItems:
     """Detect the format and items of a checkpoint.
 
     Raises:
@@ -187,7 +187,7 @@ def detect(path: str) -> Found:
     if paths.isdir(path):
         names = set(paths.listdir(path))
         if _is_tree(path, names):
-            return Found(path, {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))})
+            return DetectedItems(path, {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))})
         note = _json_file(path, names)
         items = {"": Item(None, note)} if note else _items(path, names)
         if not items:
@@ -197,8 +197,8 @@ def detect(path: str) -> Found:
                 path=path,
             )
         unknown = sorted(name for name in names - items.keys() - _NO_ITEMS if paths.isdir(os.path.join(path, name)))
-        return Found(path, items, tuple(unknown))
-    return Found(path, {"": Item(Format.MSGPACK, path)})
+        return DetectedItems(path, items, tuple(unknown))
+    return DetectedItems(path, {"": Item(Format.MSGPACK, path)})
 
 
 def _looks_begun(path: str) -> bool:

@@ -35,7 +35,7 @@ _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class LocatedCheckpoint:
     """The located checkpoint.
 
     Attributes:
@@ -51,7 +51,7 @@ class ReplacedError(CheckpointError):
     """Another checkpoint took this path during the read."""
 
 
-def find(ckpt_dir: str, step: Any, prefix: str) -> Choice | Absence:
+def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     """Return the checkpoint that a caller means, or why there is none.
 
     Raises:
@@ -61,22 +61,22 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> Choice | Absence:
     root = paths.absolute(ckpt_dir)
     if step is not None:
         with paths.listing_cache(root):
-            return Choice(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), True)
+            return LocatedCheckpoint(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), True)
     return directory.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
-def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> Choice | Absence:
+def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> LocatedCheckpoint | Absence:
     if not _exists(root):
         return absence.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
     if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)):
-        return Choice(root, True)
+        return LocatedCheckpoint(root, True)
     latest = directory.latest_of(directory.Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
-        return Choice(latest.path, False)
+        return LocatedCheckpoint(latest.path, False)
     if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
-        return Choice(root, True)
+        return LocatedCheckpoint(root, True)
     return absence.of_checkpoints(checkpoint_dir, prefix)
 
 
@@ -161,7 +161,7 @@ def read_found(
     raise CheckpointNotFoundError(f"{message}; keep more checkpoints (keep=), or save less often", path=path) from cause
 
 
-def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> Choice:
+def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Exception) -> LocatedCheckpoint:
     found = find(ckpt_dir, step, prefix)
     if isinstance(found, Absence):
         # Never return the target here: the program would go on training from initial parameters.
@@ -185,7 +185,9 @@ def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:
     return paths.absolute(ckpt_dir), prefix, "absent"
 
 
-def _has_changed(found: Choice, before: Any, error: Exception, find_now: Callable[[], Choice | Absence]) -> bool:
+def _has_changed(
+    found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
+) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
     if not is_there(found.path) or identity(found.path) != before:
         return True

@@ -18,7 +18,7 @@ from flax_ckpt_compat._restore import cast_losses, casting, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
 from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own, PlacedInput, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -111,7 +111,7 @@ class _Run:
                 continue
             if isinstance(one, Derived):
                 self._add_inputs(one, reads)
-            elif isinstance(one, PlacedInput):
+            elif isinstance(one, FunctionInput):
                 self._add_reads(self._plan.inputs[one], reads)
             else:
                 reads.append(one)
@@ -127,7 +127,7 @@ class _Run:
         if isinstance(source, Derived):
             return self._finish_derived(leaf, source)
         if not isinstance(source, LeafHandle):
-            return leaf.target if source is Own.TARGET else source
+            return leaf.target if source is Own.KEEP_TARGET else source
         cast = self._casts.get(leaf)
         if leaf.slices is None:
             value = placement.finish(leaf, source, self.take(source), cast)
@@ -198,7 +198,7 @@ class _Run:
     def _input(self, one: Any) -> Any:
         if isinstance(one, Derived):
             return self._compute(one)
-        return self.finish(self._plan.inputs[one]) if isinstance(one, PlacedInput) else self.take(one)
+        return self.finish(self._plan.inputs[one]) if isinstance(one, FunctionInput) else self.take(one)
 
     def log_warnings(self) -> None:
         """Log which casts lost values or may have, and which arrays jax cannot hold."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
+from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, shown
-from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, kinds, shardings
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, PlacedInput, shape_and_dtype
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, shape_and_dtype
 
 
 class LeafPlanner:
@@ -113,7 +113,7 @@ class LeafPlanner:
         for one in source.inputs:
             if isinstance(one, Derived):
                 self._plan_inputs(one)
-            elif isinstance(one, PlacedInput) and one not in self._plan.inputs:
+            elif isinstance(one, FunctionInput) and one not in self._plan.inputs:
                 self._plan.inputs[one] = self.stored((), one.handle, one.target)
 
     def _wanted_dtype(self, target: Any) -> Any:

@@ -79,7 +79,7 @@ class _Planner:
     def node(self, stored: Node, target: Node, path: Path) -> None:
         if not isinstance(target, Branch):
             self.leaf(stored, target, path)
-        elif stored is Own.TARGET:
+        elif stored is Own.KEEP_TARGET:
             for rest, leaf in iter_leaves(target):
                 if not isinstance(leaf, Branch):
                     self.keep(leaf, (*path, *rest), "from_target")
@@ -137,7 +137,7 @@ class _Planner:
                 self.leaf(_Absent.ABSENT, child, (*path, name))
 
     def leaf(self, stored: Node, target: Any, path: Path) -> None:
-        if stored is Own.TARGET:
+        if stored is Own.KEEP_TARGET:
             self.keep(target, path, "from_target")
             return
         if self._lenient and target is None:
@@ -145,7 +145,7 @@ class _Planner:
             self.keep(None, path, "None in the target")
             return
         chosen = self._choose(path, target) if self._choose is not None else None
-        if chosen is Own.TARGET:
+        if chosen is Own.KEEP_TARGET:
             self.note_unused(stored, path)
             self.keep(target, path, "as the transforms say")
         elif chosen is not None:
@@ -163,7 +163,7 @@ class _Planner:
             self.take(stored, self.compare(stored, target, path), path)
 
     def keep(self, target: Any, path: Path, why: str) -> None:
-        self._plan.leaves.append(LeafPlan(path, Own.TARGET, target, why=why))
+        self._plan.leaves.append(LeafPlan(path, Own.KEEP_TARGET, target, why=why))
 
     def take_subtree(self, stored: Branch, path: Path) -> None:
         """Plan a stored branch as it is, for a target that takes any structure."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import MAX_SHOWN, Row, fold, one_line, shown
-from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path, topmost

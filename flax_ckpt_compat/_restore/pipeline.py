@@ -93,8 +93,8 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     """
     checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
     for directory in {checkpoint_dir.directory, os.path.dirname(paths.absolute(ckpt_dir))}:
-        checkpointer_adapter.wait_for_pending_saves(orbax_checkpointer, directory)
-        async_saves.wait_for_joint_saves(directory)
+        checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
+        async_saves.wait_for_multiprocess_saves(directory)
         async_saves.raise_failures(directory)
 
 

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._restore.kinds import KindDifference
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._trees import state_dict
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own, PlacedInput
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 
 _log = logging.getLogger("flax_ckpt_compat")
 _SHORT_BYTES = 64 * 2**20
@@ -30,7 +30,7 @@ class LeafPlan:
     Attributes:
         path: key path in the target, or in the checkpoint without one; of all leaves of a subtree that is restored as
             stored, the key path of that subtree.
-        source: a stored or derived leaf, a stored None, or `Own.TARGET` for the target's own value.
+        source: a stored or derived leaf, a stored None, or `Own.KEEP_TARGET` for the target's own value.
         target: the target's leaf, or None.
         is_plain: a stored array whose value as read is final, or only has to be put on ``sharding``, a single device.
         sharding: sharding to place an array with; None for host memory.
@@ -80,7 +80,7 @@ class TreePlan:
     tree: Node
     leaves: list[LeafPlan] = dataclasses.field(default_factory=list)
     stored_subtrees: dict[Path, Node] = dataclasses.field(default_factory=dict)
-    inputs: dict[PlacedInput, LeafPlan] = dataclasses.field(default_factory=dict)
+    inputs: dict[FunctionInput, LeafPlan] = dataclasses.field(default_factory=dict)
     missing: list[Path] = dataclasses.field(default_factory=list)
     empty: set[Path] = dataclasses.field(default_factory=set)
     unused: list[Path] = dataclasses.field(default_factory=list)

@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.absence import Absence
-from flax_ckpt_compat._trees.leaf_sources import Derived, Own, PlacedInput
+from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, sources
 from flax_ckpt_compat.transforms import restore_args
@@ -205,7 +205,7 @@ class _Chooser:
             (path, leaf) for path, leaf in iter_leaves(tree) if isinstance(leaf, LeafHandle | Derived)
         )
         # Inputs of a multi_value_fn, by its transform's key: leaves that share a transform share them.
-        self._inputs: dict[str, dict[Path, Derived | PlacedInput]] = {}
+        self._inputs: dict[str, dict[Path, Derived | FunctionInput]] = {}
 
     def __call__(self, path: Path, leaf: Any) -> LeafHandle | Derived | Own | None:
         key = "/".join(path)
@@ -214,14 +214,14 @@ class _Chooser:
             return self._derive(key, outcome, leaf)
         if isinstance(outcome, Keep):
             # A leaf known to neither is recorded by the match.
-            return Own.TARGET if outcome.known else None
+            return Own.KEEP_TARGET if outcome.known else None
         if outcome.transform is None and outcome.source == key:
             return None
         stored: LeafHandle | Derived = self._leaves.of(outcome.source)
         if outcome.transform is None or outcome.transform.value_fn is None:
             return stored
         function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
-        one = stored if isinstance(stored, Derived) else PlacedInput(stored, _input_target(leaf, stored))
+        one = stored if isinstance(stored, Derived) else FunctionInput(stored, _input_target(leaf, stored))
         return Derived((one,), function, None, None, "value_fn")
 
     def _resolve(self, key: str) -> Any:
@@ -249,7 +249,7 @@ class _Chooser:
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
 
-    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Derived | PlacedInput]:
+    def _inputs_of(self, key: str, transform: Any) -> dict[Path, Derived | FunctionInput]:
         wanted = getattr(transform, "multi_value_fn_input_args", None)
         if wanted is None:
             raise TransformError(
@@ -257,7 +257,7 @@ class _Chooser:
                 "multi_value_fn_input_args, a dict of their names (or regular expressions) to RestoreArgs or None",
                 leaf=key,
             )
-        found: dict[Path, Derived | PlacedInput] = {}
+        found: dict[Path, Derived | FunctionInput] = {}
         unmatched = dict.fromkeys(wanted)
         for path, leaf in self._leaves.items():
             matching = [pattern for pattern in wanted if re.fullmatch(pattern, "/".join(path))]
@@ -265,7 +265,7 @@ class _Chooser:
                 unmatched.pop(pattern, None)
             if matching:
                 args = wanted[matching[0]]
-                found[path] = leaf if isinstance(leaf, Derived) else PlacedInput(leaf, _example(leaf, args))
+                found[path] = leaf if isinstance(leaf, Derived) else FunctionInput(leaf, _example(leaf, args))
         for pattern in unmatched:
             raise TransformError(
                 f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key

@@ -115,11 +115,11 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
 
     if request.async_manager:
         wait(request.async_manager)
-    checkpointer_adapter.wait_for_pending_saves(request.orbax_checkpointer, request.directory)
-    wait_for_pending_saves(request.directory)
+    checkpointer_adapter.wait_for_checkpointer(request.orbax_checkpointer, request.directory)
+    wait_for_async_saves(request.directory)
 
 
-def wait_for_joint_saves(directory: str) -> None:
+def wait_for_multiprocess_saves(directory: str) -> None:
     """Wait until this process's multi-process background saves into a directory were published or failed.
 
     Call this before every look-up in the directory, so that processes that called the same saves find the same
@@ -146,7 +146,7 @@ def wait(manager: Any) -> None:
         future.result()
 
 
-def wait_for_pending_saves(directory: str) -> None:
+def wait_for_async_saves(directory: str) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
     for save in _saves_into(directory):
         if save.raises:  # a manager without a future may never run its task

@@ -55,7 +55,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
         _publish(request, written)
 
 
-def wait_for_pending_saves(checkpointer: Any, directory: str) -> None:
+def wait_for_checkpointer(checkpointer: Any, directory: str) -> None:
     """Wait for background saves of this checkpointer, and of any other into this directory; raise a failure."""
     if checkpointer is not None and is_async(checkpointer):
         checkpointer.wait_until_finished()

@@ -43,7 +43,7 @@ def _remove_others(request: SaveRequest) -> None:
         ordered = [name for name in listing.complete_steps(checkpoint_dir) if name not in others]
         if request.name not in ordered:
             return  # another writer removed it meanwhile, and cleans up itself
-        for name in _doomed(request, ordered):
+        for name in _to_remove(request, ordered):
             _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
             try:
                 _remove(checkpoint_dir, name)
@@ -62,7 +62,7 @@ def _remove_others(request: SaveRequest) -> None:
         raise CleanupError(message, path=request.path, errno=failures[0].errno) from failures[0]
 
 
-def _doomed(request: SaveRequest, ordered: list[str]) -> list[str]:
+def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     """Return which of the complete steps to remove: replaced ones, newer ones (``overwrite``), old ones (``keep``)."""
     prefix, saved = request.checkpoint_dir.prefix, request.name
     numbers = {name: number for name in ordered if (number := steps.step_of(name, prefix)) is not None}
@@ -79,9 +79,9 @@ def _doomed(request: SaveRequest, ordered: list[str]) -> list[str]:
 
 def _remove(checkpoint_dir: CheckpointDir, name: str) -> None:
     # The main file first: without its arrays it would look like a checkpoint and not restore.
-    for doomed in (name, name + steps.ARRAYS_POSTFIX):
-        if paths.is_url(checkpoint_dir.directory) or paths.lexists(checkpoint_dir.path(doomed)):
-            _remove_path(checkpoint_dir.path(doomed))
+    for removed in (name, name + steps.ARRAYS_POSTFIX):
+        if paths.is_url(checkpoint_dir.directory) or paths.lexists(checkpoint_dir.path(removed)):
+            _remove_path(checkpoint_dir.path(removed))
     prefixes.forget(checkpoint_dir, name)
 
 

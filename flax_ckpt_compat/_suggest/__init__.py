@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
-from flax_ckpt_compat._suggest import steps as _steps
-from flax_ckpt_compat._suggest.judge import doubts
-from flax_ckpt_compat._suggest.layouts import Step
+from flax_ckpt_compat._suggest import proposals
+from flax_ckpt_compat._suggest.confidence import doubts
+from flax_ckpt_compat._suggest.layouts import ProposedRule
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
 from flax_ckpt_compat.rules import Rule
 
-__all__ = ["Step", "Suggestion", "suggest"]
+__all__ = ["ProposedRule", "Suggestion", "suggest"]
 _MAX_STARTS = 4
 
 
@@ -28,7 +28,7 @@ class Suggestion:
         doubts: evidence against being confident, a sentence each.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProposedRule, ...]
     confident: bool
     remaining: tuple[str, ...]
     doubts: tuple[str, ...] = ()
@@ -73,11 +73,11 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
     if not lacking:
         return None
     first = pairing.start(stored)
-    for prelude in _steps.preludes(stored, target):
+    for prelude in proposals.preludes(stored, target):
         first = pairing.tried(first, [prelude]) or first
     begun = [first]
     if isinstance(first.tree, Branch):
-        likely = _steps.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
+        likely = proposals.collections(first.tree, target, pairing.roles)[:_MAX_STARTS]
         begun += filter(None, (pairing.tried(first, steps) for steps in likely))
     found = sorted(map(pairing.paired, begun), key=lambda one: (-one.matched, len(one.steps)))
     best: Suggestion | None = None
@@ -85,7 +85,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
         # Fewer leaves found is no better way, however sure.
         if state.matched < max(found[0].matched, 1):
             break
-        state = _steps.finished(pairing, state, stored)
+        state = proposals.finished(pairing, state, stored)
         remaining = pairing.missing(state.tree)
         against = doubts(stored, target, state.tree, state.steps, remaining)
         told = tuple(printable(doubt, one_line=True) for doubt in against)

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node
-from flax_ckpt_compat._suggest.looks import Contents
+from flax_ckpt_compat._suggest.leaf_features import Contents
 from flax_ckpt_compat._suggest.names import numbered
 
 _AXES = (0, 1, 2, 3, -1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class ProposedRule:
     """One proposed rule.
 
     Attributes:
@@ -92,36 +92,38 @@ def renamed(old: Row, new: Row) -> dict[str, str]:
     return {literal(left): plain(right) for left, right in zip(old.names, new.names, strict=True)}
 
 
-def rename(patterns: dict[str, str], reason: str) -> Step:
+def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
     """Return the step for one or several renames at once."""
-    return Step(rules.rename(*next(iter(patterns.items()))) if len(patterns) == 1 else rules.rename(patterns), reason)
+    return ProposedRule(
+        rules.rename(*next(iter(patterns.items()))) if len(patterns) == 1 else rules.rename(patterns), reason
+    )
 
 
-def stacked(old: Row, into: str, axis: int, doubt: str) -> list[Step]:
+def stacked(old: Row, into: str, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that stack a row."""
     stem = f"{into.rpartition('/')[2]}_" if old.is_list or not old.stem else old.stem
     reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
     from_0 = Row(stem, False, 0, old.nodes)
     first = [rename(renamed(old, from_0), "stacks are made of rows from 0")] if old.is_list or old.first else []
-    return [*first, Step(rules.stack(rf"{literal(stem)}(\d+)", into, **_axis(axis)), reason, doubt)]
+    return [*first, ProposedRule(rules.stack(rf"{literal(stem)}(\d+)", into, **_axis(axis)), reason, doubt)]
 
 
-def unstacked(name: str, new: Row, axis: int, doubt: str) -> list[Step]:
+def unstacked(name: str, new: Row, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that make a row of a stack."""
     into = f"{new.stem}{'/' if new.is_list else ''}{{}}"
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
-    step = Step(rules.unstack(literal(name), into, **_axis(axis)), reason, doubt)
+    step = ProposedRule(rules.unstack(literal(name), into, **_axis(axis)), reason, doubt)
     from_0 = dataclasses.replace(new, first=0)
     return [step, *([rename(renamed(from_0, new), f"numbered from {new.first}")] if new.first else [])]
 
 
-def restacked(old: str, new: str, axes: tuple[int, int]) -> list[Step]:
+def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
     """Return the rules that put the layers of a stack on another axis."""
     reason = f"the layers lie on axis {axes[0]} of {old}, on axis {axes[1]} of the target's {new}"
     stem = f"{new.rpartition('/')[2]}_"
     return [
-        Step(rules.unstack(literal(old), f"{stem}{{}}", **_axis(axes[0])), reason),
-        Step(rules.stack(rf"{literal(stem)}(\d+)", new, **_axis(axes[1])), reason),
+        ProposedRule(rules.unstack(literal(old), f"{stem}{{}}", **_axis(axes[0])), reason),
+        ProposedRule(rules.stack(rf"{literal(stem)}(\d+)", new, **_axis(axes[1])), reason),
     ]
 
 

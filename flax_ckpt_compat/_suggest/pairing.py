@@ -9,9 +9,9 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
-from flax_ckpt_compat._suggest.gap import Change, Gap, Level, torn
-from flax_ckpt_compat._suggest.layouts import Step, either, plain, rename
-from flax_ckpt_compat._suggest.looks import EMPTY, MOMENTS, Memo, Roles, fits, flatten
+from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
+from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Memo, Roles, fits, flatten
 from flax_ckpt_compat._suggest.names import numbered, unnumbered
 
 _ROUNDS = 12
@@ -28,7 +28,7 @@ class State:
     """
 
     tree: Node
-    steps: tuple[Step, ...]
+    steps: tuple[ProposedRule, ...]
     matched: int
 
 
@@ -43,7 +43,7 @@ class Pairing:
         """Return the state before any step."""
         return State(stored, (), self._matched(stored))
 
-    def tried(self, state: State, steps: Iterable[Step]) -> State | None:
+    def tried(self, state: State, steps: Iterable[ProposedRule]) -> State | None:
         """Return the state after more steps, or None where a rule does not fit."""
         tree, steps = state.tree, tuple(steps)
         for step in steps:
@@ -88,14 +88,14 @@ class Pairing:
                 best = state
         return best
 
-    def _groups(self, state: State) -> Iterator[list[Step]]:
+    def _groups(self, state: State) -> Iterator[list[ProposedRule]]:
         """Yield the steps of one round; those of one list make sense together alone."""
         own = Roles(state.tree)
         places: dict[str, set[Path]] = {}
         for path, branch in iter_branches(state.tree):
             for name in branch.children:
                 places.setdefault(name, set()).add(path)
-        layouts: dict[str, list[Step]] = {}
+        layouts: dict[str, list[ProposedRule]] = {}
         levels: dict[tuple[str, bool], list[Level]] = {}
         rows: list[Change] = []
         changes: list[Change] = []
@@ -128,7 +128,7 @@ class Pairing:
                 yield from self._branches(child, other, own, (*path, name))
 
 
-def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> Iterator[list[Step]]:
+def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> Iterator[list[ProposedRule]]:
     """Yield the steps for one level that several branches have more or less; moments go with the parameters."""
     tops: set[str] = set()
     for level in levels:
@@ -137,10 +137,10 @@ def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> I
             above = set.union(*(places.get(name, set()) for name in held))
             tops |= {level.path[0]} | {at[-1] for at in above if at and at[-1] in MOMENTS and own.is_optimizer(at)}
         elif not level.path and level.is_new:
-            yield [Step(rules.wrap(level.name), level.reason)]
+            yield [ProposedRule(rules.wrap(level.name), level.reason)]
         elif not level.path:
             yield [
-                Step(
+                ProposedRule(
                     rules.move(literal(level.name), "") if level.alone else rules.unwrap(literal(level.name)),
                     level.reason,
                 )
@@ -158,7 +158,7 @@ def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> I
         yield [rename(pattern, level.reason)]
 
 
-def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[Step]]:
+def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[ProposedRule]]:
     """Yield renames, with the names above where others have that name, too; those that take freed names at once."""
     homes: dict[str, set[Path]] = {}
     kinds: dict[tuple[str, Path], Change] = {}

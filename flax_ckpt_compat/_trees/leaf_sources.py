@@ -16,11 +16,11 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 class Own(enum.Enum):
     """Sentinel leaf of a tree of sources: the target keeps its own value."""
 
-    TARGET = "from the target"
+    KEEP_TARGET = "from the target"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PlacedInput:
+class FunctionInput:
     """A stored leaf as an input of a user's function: placed and cast as for a leaf of the target.
 
     Attributes:
@@ -38,14 +38,14 @@ class Derived:
 
     Attributes:
         inputs: `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python);
-            or, for functions of the user, `PlacedInput`s.
+            or, for functions of the user, `FunctionInput`s.
         function: takes the inputs' values in order and must not write to them.
         shape: of the result; None if only the function knows.
         dtype: of the result; None if only the function knows, or if the result is `KeyData` of that shape of keys.
         how: the operation in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
     """
 
-    inputs: tuple[LeafHandle | ArraySlice | Derived | PlacedInput, ...]
+    inputs: tuple[LeafHandle | ArraySlice | Derived | FunctionInput, ...]
     function: Callable[..., Any]
     shape: tuple[int, ...] | None
     dtype: np.dtype[Any] | None
@@ -61,7 +61,7 @@ def handles_of(source: Any) -> list[LeafHandle]:
     """Return the stored leaves that a leaf of a tree of sources, or an input, reads; none for None and `Own`."""
     if isinstance(source, LeafHandle):
         return [source]
-    if isinstance(source, ArraySlice | PlacedInput):
+    if isinstance(source, ArraySlice | FunctionInput):
         return [source.handle]
     return source.handles if isinstance(source, Derived) else []
 
@@ -95,7 +95,7 @@ def needs(source: Any) -> dict[Any, int]:
     Args:
         source: a leaf of a tree of sources, or an input.
     """
-    if isinstance(source, PlacedInput):
+    if isinstance(source, FunctionInput):
         source = source.handle
     if isinstance(source, LeafHandle):
         return {source: source.nbytes}

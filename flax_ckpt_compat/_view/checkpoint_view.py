@@ -12,8 +12,8 @@ from typing import Any
 from flax_ckpt_compat._core import similar, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
+from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, shown
-from flax_ckpt_compat._core.printable import printable
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline

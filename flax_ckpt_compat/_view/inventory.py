@@ -59,7 +59,7 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
     checkpoint_dir = listing.checkpoint_dir(os.fspath(directory), prefix)
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
-        async_saves.wait_for_joint_saves(checkpoint_dir.directory)
+        async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     yield from list_again_while_it_changes(checkpoint_dir.directory, lambda last: _records(checkpoint_dir, last))
 
 

@@ -269,7 +269,7 @@ def _planned_subtree(path: Path, stored: Node, item: Path) -> PlannedLeaf:
 
 def _planned(leaf: LeafPlan, item: Path, kept: str) -> PlannedLeaf:
     name, source, target = show_path((*item, *leaf.path)), leaf.source, leaf.target
-    if source is Own.TARGET:
+    if source is Own.KEEP_TARGET:
         return _kept(name, target, leaf.why, kept)
     (shape, dtype), wanted = shape_and_dtype(source), shape_and_dtype(target)
     if isinstance(source, LeafHandle) and source.kind is not LeafKind.ARRAY:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from flax_ckpt_compat._core.printable import printable
+from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._view import plan_text
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, fold, one_line
-from flax_ckpt_compat._core.printable import printable
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 PlannedLeaf = Any

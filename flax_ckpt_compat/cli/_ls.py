@@ -14,7 +14,7 @@ import click
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
-from flax_ckpt_compat._core.printable import aligned, format_size, printable
+from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 

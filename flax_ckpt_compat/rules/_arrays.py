@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
-from flax_ckpt_compat.rules import _trees
+from flax_ckpt_compat.rules import _edit_tree
 from flax_ckpt_compat.rules._rule import Apply
 
 Array = LeafHandle | Derived
@@ -137,8 +137,8 @@ def join_trees(
 def each_array(
     pattern: str, rule_name: str, change: Callable[[Array, Path, Node], Node], needed: str = "array"
 ) -> Apply:
-    """Return the `apply` of a rule that changes every matching array; see `flax_ckpt_compat.rules._trees.each_leaf`."""
-    return _trees.each_leaf(
+    """Return the `apply` of a rule that changes every matching array; see `_edit_tree.each_leaf`."""
+    return _edit_tree.each_leaf(
         pattern, rule_name, lambda leaf, path, target: change(leaf, path, target) if is_array(leaf) else None, needed
     )
 

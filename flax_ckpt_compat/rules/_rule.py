@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from flax_ckpt_compat._core.dtypes import stored_name
+from flax_ckpt_compat._core.dtypes import dtype_name
 from flax_ckpt_compat._core.tree import Node
 
 _Given = ParamSpec("_Given")
@@ -82,7 +82,7 @@ def _shown(value: object) -> str:
             dtype = np.dtype(value)
         except TypeError:
             return repr(value)  # no rule takes it; leave the error to the rule
-        return repr(stored_name(dtype))
+        return repr(dtype_name(dtype))
     if isinstance(value, np.generic | np.ndarray) or hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
     if isinstance(value, Rule):

@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.module_names import linen_names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, show_path
-from flax_ckpt_compat.rules import _patterns, _trees
+from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._rule import Apply, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
@@ -34,13 +34,15 @@ def pre_linen(_rule_name: str, at: str = "params") -> Apply:
     def apply(stored: Node, _: Node) -> Node:
         new: dict[Path, Path] = {}
         for start in _patterns.select(stored, [at], _rule_name):
-            found = {path: (*start, *below) for path, below in _linen_paths(_trees.node_at(stored, start), start, ())}
+            found = {
+                path: (*start, *below) for path, below in _linen_paths(_edit_tree.node_at(stored, start), start, ())
+            }
             if all(path == other for path, other in found.items()):
                 raise TransformError(
                     f"{_rule_name}: below {show_path(start)} all names are linen's already", leaf=show_path(start)
                 )
             new |= found
-        return _trees.remap(stored, lambda path: [new.get(path, path)], _rule_name)
+        return _edit_tree.remap(stored, lambda path: [new.get(path, path)], _rule_name)
 
     return apply
 
@@ -71,9 +73,9 @@ def pre_optax(_rule_name: str) -> Apply:
 
     def apply(stored: Node, target: Node) -> Node:
         old = _Old.of(stored, target, _rule_name)
-        tree = _trees.remap(stored, lambda path: filter(None, [old.renamed(path)]), _rule_name)
+        tree = _edit_tree.remap(stored, lambda path: filter(None, [old.renamed(path)]), _rule_name)
         for path, node in old.additions(tree):
-            tree = _trees.put(tree, path, node, _rule_name)
+            tree = _edit_tree.put(tree, path, node, _rule_name)
         return tree
 
     return apply

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import Row, one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
-from flax_ckpt_compat.rules import _arrays, _patterns, _trees
+from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -50,7 +50,7 @@ def stack(_rule_name: str, pattern: str, into: str, axis: int = 0) -> Apply:
         layers = _in_order(compiled, branch, path, _rule_name)
         return _join(branch, path, layers, levels, lambda node, _: _arrays.describe(node), join, _rule_name)
 
-    return _trees.each_branch(stacked, _rule_name, near=pattern)
+    return _edit_tree.each_branch(stacked, _rule_name, near=pattern)
 
 
 @rule
@@ -119,7 +119,7 @@ def fuse(_rule_name: str, names: Sequence[str], into: str, axis: int = -1) -> Ap
         siblings = [next(_patterns.paths_of(branch, name), ()) for name in names]
         return _join(branch, path, siblings if all(siblings) else [], levels, alike, join, _rule_name)
 
-    return _trees.each_branch(fused, _rule_name, near=names[0])
+    return _edit_tree.each_branch(fused, _rule_name, near=names[0])
 
 
 @rule
@@ -165,9 +165,9 @@ def _join(
     """Return a branch with the nodes at several paths below it joined into one; None if there are none."""
     if not levels:
         return None
-    nodes, paths = [_trees.node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
+    nodes, paths = [_edit_tree.node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
     whole = _arrays.join_trees(nodes, paths, describe, join, rule_name)
-    return _trees.replaced(branch, path, levels, [(into, whole)], rule_name)
+    return _edit_tree.replaced(branch, path, levels, [(into, whole)], rule_name)
 
 
 def _divide(
@@ -198,13 +198,13 @@ def _divide(
     def divided(branch: Branch, path: Path) -> Branch | None:
         levels = [level for level, _ in _patterns.below(branch, path, compiled)]
         for level in levels:
-            node, start = _trees.node_at(branch, level), (*path, *level)
+            node, start = _edit_tree.node_at(branch, level), (*path, *level)
             parts = [_levels(name, rule_name) for name in names(node, start)]
             new = [(name, piece(node, start, number, len(parts))) for number, name in enumerate(parts)]
-            branch = _trees.replaced(branch, path, [level], new, rule_name)
+            branch = _edit_tree.replaced(branch, path, [level], new, rule_name)
         return branch if levels else None
 
-    return _trees.each_branch(divided, rule_name, near=pattern)
+    return _edit_tree.each_branch(divided, rule_name, near=pattern)
 
 
 def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path, rule_name: str) -> Sequence[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
-from flax_ckpt_compat.rules import _patterns, _trees
+from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -46,7 +46,7 @@ def rename(_rule_name: str, pattern: str | Mapping[str, Replacement], replacemen
                 done = after
             return ((*new, *path[done:]),)
 
-        tree = _trees.remap(stored, renamed, _rule_name)
+        tree = _edit_tree.remap(stored, renamed, _rule_name)
         for number in unmatched:
             text = list(given)[number]
             what = f"{text!r} matches" if len(given) > 1 else "matches"
@@ -98,13 +98,13 @@ def _relocated(source: str, to: Replacement, rule_name: str, *, stays: bool) -> 
         keeps_rest = stays or () not in ends.values()
 
         def new_paths(path: Path) -> list[Path]:
-            start = _trees.prefix_in(path, ends)
+            start = _edit_tree.prefix_in(path, ends)
             if start is None:
                 return [path] if keeps_rest else []
             end = ends[start] + path[len(start) :]
             return [path, end] if stays else [end]
 
-        return _trees.remap(stored, new_paths, rule_name)
+        return _edit_tree.remap(stored, new_paths, rule_name)
 
     return apply
 
@@ -123,8 +123,8 @@ def drop(_rule_name: str, *patterns: str) -> Apply:
 
     def apply(stored: Node, _: Node) -> Node:
         dropped = _patterns.select(stored, patterns, _rule_name)
-        return _trees.remap(
-            stored, lambda path: [] if _trees.prefix_in(path, dropped) is not None else [path], _rule_name
+        return _edit_tree.remap(
+            stored, lambda path: [] if _edit_tree.prefix_in(path, dropped) is not None else [path], _rule_name
         )
 
     return apply
@@ -151,10 +151,10 @@ def wrap(_rule_name: str, name: str, at: str = "") -> Apply:
         _expect_children(stored, starts, _rule_name)
 
         def deeper(path: Path) -> list[Path]:
-            start = _trees.prefix_in(path, starts)
+            start = _edit_tree.prefix_in(path, starts)
             return [path if start is None else (*start, *levels, *path[len(start) :])]
 
-        return _trees.remap(stored, deeper, _rule_name)
+        return _edit_tree.remap(stored, deeper, _rule_name)
 
     return apply
 
@@ -177,22 +177,22 @@ def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
     def apply(stored: Node, _: Node) -> Node:
         ends: dict[Path, Path] = {}
         for start in _patterns.select(stored, [at], _rule_name):
-            inside = _patterns.select(_trees.node_at(stored, start), [name], _rule_name, whose=show_path(start))
+            inside = _patterns.select(_edit_tree.node_at(stored, start), [name], _rule_name, whose=show_path(start))
             ends |= {(*start, *level): start for level in inside}
         _expect_children(stored, ends, _rule_name)
 
         def higher(path: Path) -> list[Path]:
-            level = _trees.prefix_in(path, ends)
+            level = _edit_tree.prefix_in(path, ends)
             return [path if level is None else ends[level] + path[len(level) :]]
 
-        return _trees.remap(stored, higher, _rule_name)
+        return _edit_tree.remap(stored, higher, _rule_name)
 
     return apply
 
 
 def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], rule_name: str) -> None:
     for path in paths:
-        node = _trees.node_at(stored, path)
+        node = _edit_tree.node_at(stored, path)
         if not isinstance(node, Branch) or not node.children:
             raise TransformError(
                 f"{rule_name}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path)

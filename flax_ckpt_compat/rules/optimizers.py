@@ -8,7 +8,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
-from flax_ckpt_compat.rules import _patterns, _states, _trees
+from flax_ckpt_compat.rules import _edit_tree, _patterns, _states
 from flax_ckpt_compat.rules._rule import Apply, rule
 from flax_ckpt_compat.rules._states import State
 
@@ -45,7 +45,7 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
         at_path = _patterns.select_one(target, at, _rule_name, whose="the target")
         start = _patterns.select_one(stored, source, _rule_name)
         _refuse_loss(stored, at_path, start, _rule_name)
-        own, old = _trees.node_at(target, at_path), _trees.node_at(stored, start)
+        own, old = _edit_tree.node_at(target, at_path), _edit_tree.node_at(stored, start)
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
         call = _Call(_rule_name, at_path, start)
         taken: dict[Path, Node] = {}
@@ -57,7 +57,7 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
             taken |= _take(group, sorted(similar, key=State.order), call)
         if not taken:
             raise TransformError(_nothing(_rule_name, show_path(start), wanted, old), leaf=show_path(at_path))
-        return _trees.put(stored, at_path, _with(taken, own), _rule_name)
+        return _edit_tree.put(stored, at_path, _with(taken, own), _rule_name)
 
     return apply
 
@@ -177,8 +177,8 @@ def _nothing(rule_name: str, start: str, wanted: list[State], old: Node) -> str:
 
 
 def _with(taken: dict[Path, Node], own: Node, path: Path = ()) -> Node:
-    """Return the target's optimizer state with the taken leaves, and `Own.TARGET` elsewhere."""
+    """Return the target's optimizer state with the taken leaves, and `Own.KEEP_TARGET` elsewhere."""
     if isinstance(own, Branch):
         children = {name: _with(taken, child, (*path, name)) for name, child in own.children.items()}
         return Branch(children, own.container, own.int_keys)
-    return taken.get(path, Own.TARGET)
+    return taken.get(path, Own.KEEP_TARGET)

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
-from flax_ckpt_compat.rules import _arrays, _patterns, _trees
+from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 from flax_ckpt_compat.rules.values import checked_cast, kind_of
@@ -157,7 +157,7 @@ def unreplicate(_rule_name: str, pattern: str = ".*") -> Apply:
                 return _arrays.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
             return Derived((leaf,), lambda keys: KeyData(keys.impl, np.array(keys.data[0])), shape[1:], None, how)
 
-        return _trees.each_leaf(pattern, _rule_name, first, "array")(stored, target)
+        return _edit_tree.each_leaf(pattern, _rule_name, first, "array")(stored, target)
 
     return apply
 

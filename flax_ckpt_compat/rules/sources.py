@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._trees.leaf_sources import Own
-from flax_ckpt_compat.rules import _patterns, _trees
+from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, OpenTree, Rule, rule
 
@@ -31,8 +31,8 @@ def from_target(_rule_name: str, *patterns: str) -> Apply:
 
     def apply(stored: Node, target: Node) -> Node:
         for path in _patterns.select(target, patterns, _rule_name, whose="the target"):
-            own = map_leaves(lambda _, __: Own.TARGET, _trees.node_at(target, path))
-            stored = _trees.put(stored, path, own, _rule_name)
+            own = map_leaves(lambda _, __: Own.KEEP_TARGET, _edit_tree.node_at(target, path))
+            stored = _edit_tree.put(stored, path, own, _rule_name)
         return stored
 
     return apply
@@ -78,7 +78,7 @@ def from_checkpoint(
                 text = "/".join(place)
                 near = _patterns.near_names(text, other)
                 raise TransformError(f"{_rule_name}: {located} has no {text}; {near}", leaf=text)
-            stored = _trees.put(stored, place, _trees.node_at(other, start), _rule_name)
+            stored = _edit_tree.put(stored, place, _edit_tree.node_at(other, start), _rule_name)
         return stored
 
     return apply
@@ -119,13 +119,17 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
                 places[place] = found[0]
         tree = stored
         for place in sorted(places, key=len):
-            tree = _trees.put(tree, place, _trees.node_at(stored, places[place]), name)
+            tree = _edit_tree.put(tree, place, _edit_tree.node_at(stored, places[place]), name)
         # What was taken and has no place of its own in the target is used, and gone from its old place.
         wanted, taken = {path for path, _ in iter_leaves(target)}, set(places.values())
 
         def stays(path: Path) -> bool:
-            return path in wanted or _trees.prefix_in(path, taken) is None or _trees.prefix_in(path, places) is not None
+            return (
+                path in wanted
+                or _edit_tree.prefix_in(path, taken) is None
+                or _edit_tree.prefix_in(path, places) is not None
+            )
 
-        return _trees.remap(tree, lambda path: [path] if stays(path) else [], name)
+        return _edit_tree.remap(tree, lambda path: [path] if stays(path) else [], name)
 
     return Rule(name, apply)

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, is_jax_array, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
-from flax_ckpt_compat.rules import _arrays, _trees
+from flax_ckpt_compat.rules import _arrays, _edit_tree
 from flax_ckpt_compat.rules._arrays import Array
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -128,7 +128,7 @@ def apply(_rule_name: str, pattern: str, function: Callable[[Any], Any]) -> Appl
 
         return Derived((leaf,), computed, None, None, getattr(function, "__name__", "a function"))
 
-    return _trees.each_leaf(pattern, _rule_name, changed)
+    return _edit_tree.each_leaf(pattern, _rule_name, changed)
 
 
 @rule
@@ -175,7 +175,7 @@ def key_data(_rule_name: str, pattern: str) -> Apply:
             return None
         return Derived((leaf,), lambda keys: np.asarray(keys.data), leaf.shape, leaf.dtype, "key data")
 
-    return _trees.each_leaf(pattern, _rule_name, changed, "PRNG key")
+    return _edit_tree.each_leaf(pattern, _rule_name, changed, "PRNG key")
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax_ckpt_compat.orbax_backend import metadata
-from flax_ckpt_compat.orbax_backend.plan import make_plan
+from flax_ckpt_compat.orbax_backend.save_plan import make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -65,7 +65,7 @@ def test_every_target_leaf_has_one_source(stored: Any, target: Any, lenient: boo
     assert set(planned) == set(leaves) and len(outcome.leaves) >= len(leaves) - len(subtrees)
     assert [path for path in leaves if path not in subtrees] == [path for path in planned if path not in subtrees]
     for leaf in outcome.leaves:
-        if leaf.source is Own.TARGET:
+        if leaf.source is Own.KEEP_TARGET:
             assert leaf.target is leaves[leaf.path]
             assert leaf.path in outcome.missing or (lenient and leaf.target is None)
         else:

@@ -141,11 +141,15 @@ def test_what_holds_no_value_stays() -> None:
     """None, empty subtrees and leaves left to the target need no stacking, and no cutting."""
     tree = stored(layers([{"w": count((2,)), "none": None, "empty": {}}] * 2))
     for node in tree.children.values():
-        node.children["own"] = leaf_sources.Own.TARGET
+        node.children["own"] = leaf_sources.Own.KEEP_TARGET
     after = rules.stack(r"layer_(\d+)", "layers").apply(tree, None)
     found = values(after)
-    assert (found["layers/none"], found["layers/empty"], found["layers/own"]) == (None, {}, leaf_sources.Own.TARGET)
-    assert values(rules.unstack("layers", "layer_{}").apply(after, None))["layer_1/own"] is leaf_sources.Own.TARGET
+    assert (found["layers/none"], found["layers/empty"], found["layers/own"]) == (
+        None,
+        {},
+        leaf_sources.Own.KEEP_TARGET,
+    )
+    assert values(rules.unstack("layers", "layer_{}").apply(after, None))["layer_1/own"] is leaf_sources.Own.KEEP_TARGET
 
 
 @pytest.mark.parametrize("rule", [rules.unstack("w", "w_{}"), rules.split("w", ["a", "b", "c", "d"], axis=0)], ids=str)

@@ -123,7 +123,7 @@ def test_its_own_name_before_more_leaves() -> None:
     )
     adam = tree.children["opt"].children["gen"].children["0"].children
     assert value_of(adam["mu"].children["w"])[0, 0] == 1
-    assert adam["mu"].children["b"] is Own.TARGET
+    assert adam["mu"].children["b"] is Own.KEEP_TARGET
 
 
 def plain(tree: Any) -> Any:

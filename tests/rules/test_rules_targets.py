@@ -65,7 +65,7 @@ def taken(tree: Any) -> dict[str, Any]:
 
 
 def migrate(old: Any, new: Any, *before: rules.Rule, optimizer: Any = None) -> dict[str, Any]:
-    """The new optimizer's leaves: a stored value, or `Own.TARGET`."""
+    """The new optimizer's leaves: a stored value, or `Own.KEEP_TARGET`."""
     tree, target = old, state_dict.describe({"opt_state": new, "step": 0})
     for rule in (*before, optimizer or rules.optimizer_state()):
         tree = rule.apply(tree, target)
@@ -76,7 +76,7 @@ def migrate(old: Any, new: Any, *before: rules.Rule, optimizer: Any = None) -> d
 
 def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """The leaves taken are those expected, bit for bit, and all others are the target's own."""
-    values = {name: value_of(leaf) for name, leaf in found.items() if leaf is not Own.TARGET}
+    values = {name: value_of(leaf) for name, leaf in found.items() if leaf is not Own.KEEP_TARGET}
     assert values.keys() == expected.keys()
     for name, value in values.items():
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
@@ -291,7 +291,10 @@ def test_from_target() -> None:
     after = rules.from_target("params/head", "batch_stats", "e").apply(tree, state_dict.describe(TARGET))
     found = {"/".join(path): leaf for path, leaf in iter_leaves(after)}
     assert found.pop("e").children == {}
-    assert {name for name, leaf in found.items() if leaf is Own.TARGET} == {"params/head/kernel", "batch_stats/mean"}
+    assert {name for name, leaf in found.items() if leaf is Own.KEEP_TARGET} == {
+        "params/head/kernel",
+        "batch_stats/mean",
+    }
     assert found.keys() == {"params/a", "params/head/kernel", "batch_stats/mean", "step"}
     assert set(tree.children["params"].children["head"].children) == {"old"}
 

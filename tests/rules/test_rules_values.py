@@ -289,5 +289,5 @@ def test_rules_after_rules() -> None:
 def test_own_leaves_are_left_alone() -> None:
     """Leaves left to the target have no values to change."""
     tree = stored({"w": count((2,))})
-    tree.children["v"] = leaf_sources.Own.TARGET
-    assert rules.cast("[wv]", "float16").apply(tree, None).children["v"] is leaf_sources.Own.TARGET
+    tree.children["v"] = leaf_sources.Own.KEEP_TARGET
+    assert rules.cast("[wv]", "float16").apply(tree, None).children["v"] is leaf_sources.Own.KEEP_TARGET

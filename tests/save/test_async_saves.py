@@ -206,7 +206,7 @@ def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager:
     ours.save_checkpoint(tmp_path / "b", tree(2), 2)
     assert ours.restore_checkpoint(tmp_path / "b", None)["n"] == 2
     with pytest.raises(errors.StorageError):
-        async_saves.wait_for_pending_saves(str(tmp_path / "a"))
+        async_saves.wait_for_async_saves(str(tmp_path / "a"))
 
 
 def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_commits_keep_the_order_of_the_calls(flag: bool, tmp_path: Path, monkeyp
     managers: list[Any] = [ours.AsyncManager(4), flax_checkpoints.AsyncManager(4), None, ours.AsyncManager()]
     for step in range(12):
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2, async_manager=managers[step % len(managers)])
-    async_saves.wait_for_pending_saves(str(tmp_path))
+    async_saves.wait_for_async_saves(str(tmp_path))
     assert order == [f"checkpoint_{step}" for step in range(12)]
     assert names(tmp_path) == ["checkpoint_10", "checkpoint_11"]
 
@@ -245,9 +245,9 @@ def test_look_ups_wait_for_their_time_and_saves_not_at_all(tmp_path: Path) -> No
     manager, calls = Later(), list[int]()
     async_saves.start(manager, str(tmp_path), lambda: calls.append(1), lookup_timeout=0.2)
     start = time.monotonic()
-    async_saves.wait_for_joint_saves(str(tmp_path))
+    async_saves.wait_for_multiprocess_saves(str(tmp_path))
     waited = time.monotonic() - start
-    async_saves.wait_for_pending_saves(str(tmp_path))
+    async_saves.wait_for_async_saves(str(tmp_path))
     assert waited >= 0.2 > time.monotonic() - start - waited
     manager.wait_previous_save()
     assert calls == [1] and not async_saves._saves_into(str(tmp_path))
@@ -395,7 +395,7 @@ background.start(manager, sys.argv[1], hold.wait)
 child = os.fork()
 if not child:
     signal.alarm(20)
-    background.wait_for_pending_saves(sys.argv[1])  # the parent's threads, which would end the save, are not here
+    background.wait_for_async_saves(sys.argv[1])  # the parent's threads, which would end the save, are not here
     os._exit(7)
 hold.set()
 os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) - 7)

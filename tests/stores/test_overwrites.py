@@ -17,7 +17,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import commit, views
+from flax_ckpt_compat._core.object_store import commit, visible_objects
 from tests.multiprocess import jobs, store_jobs
 from tests.stores.test_rules_crash import kill_at
 from tests.support import s3
@@ -227,22 +227,22 @@ def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None
         second.close()
 
 
-def test_views() -> None:
+def test_visible_objects() -> None:
     """Which names are to be seen, and where they lie."""
     one, two = "_next.5." + "1" * 32, "_next.6." + "2" * 32
     data = "d/" + "a" * 32
     old = ["_METADATA", "commit_success.txt", data, "state/_METADATA"]
     new = [f"{one}/_METADATA", f"{one}/manifest.ocdbt"]
-    assert views.visible([*old, *new]) == old
+    assert visible_objects.visible([*old, *new]) == old
     committed = [*new, f"{one}/commit_success.txt"]
-    assert views.visible([*old, *committed]) == old
+    assert visible_objects.visible([*old, *committed]) == old
     without = [name for name in old if name != "commit_success.txt"]
-    assert views.visible([*without, *new]) == sorted(without)
+    assert visible_objects.visible([*without, *new]) == sorted(without)
     expected = ["_METADATA", "commit_success.txt", data, "manifest.ocdbt"]
-    assert views.visible([*without, *committed, f"{two}/_METADATA"]) == expected
-    assert views.current_folder([*without, *committed, f"{two}/commit_success.txt"]) == two
-    assert views.resolve_key(f"run/c/{one}/{data}") == f"run/c/{data}"
-    assert views.resolve_key(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
-    assert views.resolve_key(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
+    assert visible_objects.visible([*without, *committed, f"{two}/_METADATA"]) == expected
+    assert visible_objects.current_folder([*without, *committed, f"{two}/commit_success.txt"]) == two
+    assert visible_objects.resolve_key(f"run/c/{one}/{data}") == f"run/c/{data}"
+    assert visible_objects.resolve_key(f"run/c/{one}/_METADATA") == f"run/c/{one}/_METADATA"
+    assert visible_objects.resolve_key(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
         f"run/c/ocdbt.process_0.{'1' * 32}/{data}"
     )

@@ -19,7 +19,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import paths, storage_errors
-from flax_ckpt_compat._core.object_store import client, requests, uploads
+from flax_ckpt_compat._core.object_store import client, retrying, uploads
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
 
@@ -254,10 +254,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
     few = {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"}
     context = ts.Context({"s3_request_retries": few, "gcs_request_retries": few})
-    requests.open_bucket.cache_clear()
-    monkeypatch.setattr(requests, "context", lambda: context)
-    monkeypatch.setattr(requests, "_TIMEOUT", 0.3)
-    monkeypatch.setattr(requests, "_ATTEMPTS", 2)
+    retrying.open_bucket.cache_clear()
+    monkeypatch.setattr(retrying, "context", lambda: context)
+    monkeypatch.setattr(retrying, "_TIMEOUT", 0.3)
+    monkeypatch.setattr(retrying, "_ATTEMPTS", 2)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -414,7 +414,7 @@ def is_right(pair_: Pair, stored: Node, target: Node, suggestion: Suggestion | N
         if path not in got:
             return False
         new = np.isnan(wanted).all() if wanted.dtype.kind == "f" else False
-        if new != (got[path] is Own.TARGET) or (not new and not _equal(_evaluated(got[path], values), wanted)):
+        if new != (got[path] is Own.KEEP_TARGET) or (not new and not _equal(_evaluated(got[path], values), wanted)):
             return False
     return True
 

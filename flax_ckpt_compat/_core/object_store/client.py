@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import views
-from flax_ckpt_compat._core.object_store.requests import key_of, retry, split
+from flax_ckpt_compat._core.object_store import visible_objects
+from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
+from flax_ckpt_compat._core.object_store.scheme import StoreScheme
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -40,7 +41,7 @@ class _Cache(threading.local):
 
     def keys(self, url: str, *, every: bool = False) -> list[str] | None:
         """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
-        every = every or views.is_in_next_folder(url)
+        every = every or visible_objects.is_in_next_folder(url)
         for root, found, visible in self.listings:
             inside = found if every else visible
             if url == root:
@@ -60,18 +61,18 @@ class _Cache(threading.local):
 _cache = _Cache()
 
 
-def scheme_of(url: str) -> S3:
+def scheme_of(url: str) -> StoreScheme:
     """Return what the scheme of a URL has of its own."""
     return _scheme(split(url)[0])
 
 
 @functools.cache
-def _scheme(name: str) -> S3:
+def _scheme(name: str) -> StoreScheme:
     if name == "s3":
         return S3()
-    from flax_ckpt_compat._core.object_store.gs import Gs  # here, because urllib and ssl take long to load
+    from flax_ckpt_compat._core.object_store.gs import GS  # here, because urllib and ssl take long to load
 
-    return Gs()
+    return GS()
 
 
 def bucket_store(url: str) -> Any:
@@ -82,7 +83,7 @@ def bucket_store(url: str) -> Any:
 def spec(url: str) -> dict[str, Any]:
     """Return TensorStore's spec of the folder ``url``, as the base of an array or of a database."""
     _, bucket, key = split(url)
-    found, folder = scheme_of(url).bucket_spec(bucket), views.parent(key)
+    found, folder = scheme_of(url).bucket_spec(bucket), visible_objects.parent(key)
     if folder is not None:  # the manifest is the only file of a database whose name another one has too
         manifest = {"base": found | {"path": f"{key.removesuffix('/')}/{MANIFEST}"}, "exact": MANIFEST}
         data = {"base": found | {"path": f"{folder}/"}}
@@ -97,7 +98,7 @@ def listing_cache(url: str) -> Iterator[None]:
         yield
         return
     found = fresh_keys(url)
-    _cache.listings.append((url, found, views.visible(found)))
+    _cache.listings.append((url, found, visible_objects.visible(found)))
     try:
         yield
     finally:
@@ -109,13 +110,13 @@ def listing_cache(url: str) -> Iterator[None]:
 def keys(url: str) -> list[str]:
     """Return the names of all objects below the folder ``url``, relative to it; none if there is no such folder."""
     cached_keys = _cache.keys(url)
-    return views.visible(fresh_keys(url)) if cached_keys is None else cached_keys
+    return visible_objects.visible(fresh_keys(url)) if cached_keys is None else cached_keys
 
 
 def content_root(url: str) -> str:
     """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
     cached_keys = _cache.keys(url, every=True)
-    inside = views.current_folder(fresh_keys(url) if cached_keys is None else cached_keys)
+    inside = visible_objects.current_folder(fresh_keys(url) if cached_keys is None else cached_keys)
     return url if inside is None else f"{url}/{inside}"
 
 
@@ -252,7 +253,7 @@ def _read(url: str, span: slice | None) -> bytes | int | None:
 
 
 def _request(url: str, span: slice | None) -> Any:
-    key = views.resolve_key(key_of(url))
+    key = visible_objects.resolve_key(key_of(url))
     if not key:
         return None  # the bucket itself
 

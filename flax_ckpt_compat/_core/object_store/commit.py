@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.object_store import client, swaps, uploads, views
+from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import (
     ConcurrentWriteError,
     WriteLease,
@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.object_store.lease import (
     tag_of,
 )
 from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
-from flax_ckpt_compat._core.object_store.views import LIST_FILE
+from flax_ckpt_compat._core.object_store.visible_objects import LIST_FILE
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
@@ -120,9 +120,9 @@ def publish_folder(
 
     ``replaced`` is the object's version before the lease began; ``uploaded`` names objects that are there already."""
     names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *uploaded}]
-    versions = swaps.shared_versions(lease, names)
-    if not new and views.commit_files(lease.initial):
-        swaps.replace(lease, staged, names, versions, uploaded)
+    versions = replace_directory.shared_versions(lease, names)
+    if not new and visible_objects.commit_files(lease.initial):
+        replace_directory.replace(lease, staged, names, versions, uploaded)
     else:
         _write_new(lease, staged, names, versions, uploaded, keep_committed=new)
     # The writer of a newer object sees our marker, and removes the folder.
@@ -143,7 +143,7 @@ def _write_new(
     """Upload a directory where no checkpoint is committed, or where none may be replaced."""
     lease.clear(keep_committed=keep_committed, keep=[*uploaded, *versions])
     try:
-        swaps.upload_all(lease, staged, names, versions, uploaded)
+        replace_directory.upload_all(lease, staged, names, versions, uploaded)
         lease.commit([*names, *uploaded])
     except ConcurrentWriteError:
         client.delete_all(f"{lease.url}/{name}" for name in names if name not in versions)
@@ -208,10 +208,10 @@ def remove_stale(directory: str) -> list[str]:
 def _remove_leftovers(url: str, markers: Collection[str]) -> None:
     """Remove from a committed checkpoint an unfinished replacement, or the marker of its own writer."""
     inside = client.fresh_keys(url)
-    if views.current_folder(inside) is not None:
+    if visible_objects.current_folder(inside) is not None:
         staged = staging_path(url)
         try:
-            swaps.resume(url, staged)
+            replace_directory.resume(url, staged)
         except ConcurrentWriteError:
             pass
         finally:
@@ -222,10 +222,12 @@ def _remove_leftovers(url: str, markers: Collection[str]) -> None:
     except FileNotFoundError:  # another process has just begun to remove it
         return
     for marker in markers:
-        tag, following = tag_of(marker), views.next_name(marker)
+        tag, following = tag_of(marker), visible_objects.next_name(marker)
         leftovers = {key for key in inside if key.startswith(f"{following}/")}
         if tag.encode() not in committed:
             leftovers.update(key for key in inside if tag + "/" in key[: key.find("/") + 1])
-            leftovers.update(swaps.data_names(url, following) if f"{following}/{LIST_FILE}" in inside else ())
+            leftovers.update(
+                replace_directory.data_names(url, following) if f"{following}/{LIST_FILE}" in inside else ()
+            )
         client.delete_all(f"{url}/{key}" for key in leftovers.intersection(inside))
     client.delete_all(f"{url}/{marker}" for marker in markers)

@@ -25,8 +25,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store.requests import retry, split
-from flax_ckpt_compat._core.object_store.s3 import S3
+from flax_ckpt_compat._core.object_store.retrying import retry, split
+from flax_ckpt_compat._core.object_store.scheme import StoreScheme
 from flax_ckpt_compat._core.storage_errors import store_error
 
 # Names in a page. A list shorter than its first page had no second one that could fail.
@@ -47,18 +47,18 @@ _lock = threading.Lock()
 _cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token
 
 
-class Gs(S3):
-    """The scheme ``gs``; see `S3`."""
+class GS(StoreScheme):
+    """The scheme ``gs``."""
 
     tells_sizes = False
     needs_commit_file = True
 
     def bucket_spec(self, bucket: str) -> dict[str, Any]:
-        """See `S3.bucket_spec`."""
+        """See `StoreScheme.bucket_spec`."""
         return {"driver": "gcs", "bucket": bucket}
 
     def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
-        """See `S3.list_keys`; raise too if the bucket does not exist."""
+        """See `StoreScheme.list_keys`; raise too if the bucket does not exist."""
         found: list[bytes] = []
         for _ in range(_TRIALS):
             more = self.list_once(url, start, stop)

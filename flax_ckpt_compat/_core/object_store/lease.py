@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import CleanupError, StorageError
-from flax_ckpt_compat._core.object_store import client, uploads, views
+from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 
 _MARKER = re.compile(r"_begun\.(\d+)\.([0-9a-f]{32})")
@@ -77,11 +77,16 @@ class WriteLease:
         self.initial = frozenset(client.fresh_keys(url))
         if marker:
             return
-        if replaces and self.initial and not views.commit_files(self.initial) and not any(map(is_marker, self.initial)):
+        if (
+            replaces
+            and self.initial
+            and not visible_objects.commit_files(self.initial)
+            and not any(map(is_marker, self.initial))
+        ):
             # On s3:// the copy of a local checkpoint is complete without the file, but not beside our marker.
             client.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
             self.initial |= {COMMIT_FILE}
-        last = max((max(_order(name), views.order_of_key(name))[0] for name in self.initial), default=0)
+        last = max((max(_order(name), visible_objects.order_of_key(name))[0] for name in self.initial), default=0)
         self.marker = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
         client.write(f"{url}/{self.marker}", b"")
 
@@ -99,17 +104,17 @@ class WriteLease:
     def clear(self, *, keep_committed: bool = False, keep: Collection[str] = ()) -> None:
         """Remove all objects but the marker and ``keep``; abort for ``keep_committed`` if a checkpoint is committed."""
         there = self.list_others().difference(keep)
-        if keep_committed and views.commit_files(there):
+        if keep_committed and visible_objects.commit_files(there):
             self.abort()
         self.remove(there)
 
     def uncommit(self) -> None:
         """Remove the commit files only."""
-        self.remove(views.commit_files(self.list_others()))
+        self.remove(visible_objects.commit_files(self.list_others()))
 
     def remove(self, names: Collection[str]) -> None:
         """Remove objects of the folder, commit files first."""
-        commit_files = views.commit_files(names)
+        commit_files = visible_objects.commit_files(names)
         for name in commit_files:
             client.delete(f"{self.url}/{name}")
         client.delete_all(f"{self.url}/{name}" for name in names if name not in commit_files)

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._core.object_store import client, commit, uploads, views
+from flax_ckpt_compat._core.object_store import client, commit, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import (
     ConcurrentWriteError,
     WriteLease,
@@ -121,7 +121,7 @@ def abort(upload: MultiprocessUpload) -> None:
         there = set(client.fresh_keys(upload.folder))
         if COMMIT_FILE in there and upload.marker.encode() in client.read(f"{upload.folder}/{COMMIT_FILE}"):
             return
-        if views.current_folder(there) == views.next_name(upload.marker):
+        if visible_objects.current_folder(there) == visible_objects.next_name(upload.marker):
             return
         client.delete_all(f"{upload.folder}/{key}" for key in there if upload.is_part(key))
         client.delete(f"{upload.folder}/{upload.marker}")

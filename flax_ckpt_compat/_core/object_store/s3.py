@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from flax_ckpt_compat._core.object_store import requests
+from flax_ckpt_compat._core.object_store.scheme import StoreScheme
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -13,13 +13,8 @@ _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ANY_REGION = "us-east-1"
 
 
-class S3:
-    """The scheme ``s3``.
-
-    Attributes:
-        tells_sizes: an error for a range beyond the end of an object has its size.
-        needs_commit_file: a directory without ``commit_success.txt`` is incomplete.
-    """
+class S3(StoreScheme):
+    """The scheme ``s3``."""
 
     tells_sizes = True
     needs_commit_file = False
@@ -33,22 +28,6 @@ class S3:
         elif region:
             spec["aws_region"] = region
         return spec
-
-    def open(self, bucket: str) -> Any:
-        """Open a bucket as a TensorStore ``KvStore``."""
-        return requests.open_bucket(tuple(self.bucket_spec(bucket).items()))
-
-    def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
-        """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket."""
-        return self.list_once(url, start, stop)
-
-    def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
-        """List keys by TensorStore; see `list_keys`."""
-        import tensorstore as ts
-
-        key_range, bucket = ts.KvStore.KeyRange(start, stop), requests.split(url)[1]
-        names: list[bytes] = requests.retry(url, "listed", lambda: self.open(bucket).list(key_range))
-        return names
 
 
 def _first_set(names: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core.object_store import client, commit, requests, uploads
+from flax_ckpt_compat._core.object_store import client, commit, retrying, uploads
 from flax_ckpt_compat._core.storage_errors import not_found
 
 
@@ -30,7 +30,7 @@ class ObjectStorage:
     kvstore = staticmethod(client.spec)
 
     def context(self) -> Any:
-        return requests.context()
+        return retrying.context()
 
     def resolve(self, path: str) -> str:
         return path

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import client, requests
-from flax_ckpt_compat._core.object_store.requests import key_of, retry, split
+from flax_ckpt_compat._core.object_store import client, retrying
+from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 # S3's limit for one request; an object from a single request appears whole or not at all.
@@ -229,4 +229,4 @@ def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    return ts.open(spec, context=requests.context(), transaction=transaction).result()
+    return ts.open(spec, context=retrying.context(), transaction=transaction).result()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flax_ckpt_compat._core.tree import Path, show_path
-from flax_ckpt_compat._suggest.looks import Look, bare
+from flax_ckpt_compat._suggest.leaf_features import Look, bare
 from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, numbered, unnumbered, words
 
 _PAIRWISE = 20

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import layouts
-from flax_ckpt_compat._suggest.layouts import Row, Step, either, plain
-from flax_ckpt_compat._suggest.looks import EMPTY, Memo, fits, flatten, look
+from flax_ckpt_compat._suggest.layouts import ProposedRule, Row, either, plain
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, Memo, fits, flatten, look
 from flax_ckpt_compat._suggest.names import akin, numbered, pair_up
 
 _MAX_PAIRS = 900
@@ -92,7 +92,7 @@ class Gap:
         self.gone = {name: node for name, node in self.ours.items() if name not in same and memo.contents(node)}
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
 
-    def others(self) -> Iterator[list[Step] | Level | Change]:
+    def others(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield what became of the children that are in no row: steps for stacks, a level, other names."""
         if self.gone or self.new:
             yield from self._stacks()
@@ -130,7 +130,7 @@ class Gap:
                         self.path, tuple(one.siblings), tuple(other.siblings), layouts.renamed(one, other), reason
                     )
 
-    def _stacks(self) -> Iterator[list[Step]]:
+    def _stacks(self) -> Iterator[list[ProposedRule]]:
         olds, news = self._open()
         for found, others, stacking in ((olds, self.new, True), (news, self.gone, False)):
             for row in found:

@@ -51,7 +51,7 @@ def look(leaf: Any) -> Look:
         return leaf.shape, kind_of(leaf.dtype) if leaf.dtype is not None else _KINDS.get(leaf.kind, "text")
     if leaf is None or isinstance(leaf, Branch):
         return EMPTY
-    if leaf is Own.TARGET:
+    if leaf is Own.KEEP_TARGET:
         return KEPT
     if isinstance(leaf, Derived):
         kind = "key" if is_key(leaf) else "text"

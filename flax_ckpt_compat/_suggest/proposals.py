@@ -10,9 +10,9 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, topmost
-from flax_ckpt_compat._suggest.judge import unused
-from flax_ckpt_compat._suggest.layouts import Step, plain
-from flax_ckpt_compat._suggest.looks import EMPTY, MOMENTS, Look, Roles, bare, flatten, leaves_at, look, node_at
+from flax_ckpt_compat._suggest.confidence import unused
+from flax_ckpt_compat._suggest.layouts import ProposedRule, plain
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, flatten, leaves_at, look, node_at
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._trees.leaf_sources import handles_of, is_array
 
@@ -20,43 +20,47 @@ _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
 
 
-def preludes(stored: Branch, target: Branch) -> Iterator[Step]:
+def preludes(stored: Branch, target: Branch) -> Iterator[ProposedRule]:
     """Yield the steps for other eras: flax.optim's states, and the last name ``value`` that states of NNX have."""
     optimizer = stored.children.get("optimizer")
     if isinstance(optimizer, Branch) and {"target", "state"} <= optimizer.children.keys():
-        yield Step(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
+        yield ProposedRule(rules.pre_optax(), "optimizer/target and optimizer/state are flax.optim's")
     ends = [[path[-1] == "value" for path, leaf in leaves_at(tree) if look(leaf) != EMPTY] for tree in (stored, target)]
     had, has = (sum(end) / max(len(end), 1) for end in ends)
     if has > 0.9 and had < 0.5:
-        yield Step(rules.rename("([^/]+)$", r"\1/value"), "every leaf of the target is called value")
+        yield ProposedRule(rules.rename("([^/]+)$", r"\1/value"), "every leaf of the target is called value")
     elif had > 0.9 and has < 0.5:
-        yield Step(rules.rename("([^/]+)/value$", r"\1"), "every stored leaf is called value")
+        yield ProposedRule(rules.rename("([^/]+)/value$", r"\1"), "every stored leaf is called value")
 
 
-def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[Step, ...]]:
+def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[ProposedRule, ...]]:
     """Return the ways in which collections became the whole tree, or one part of it; the likeliest ones first."""
     if len(stored.children) + len(target.children) > _MAX_COLLECTIONS:
         return []
-    had, found = Roles(stored), list[tuple[int, tuple[Step, ...]]]()
+    had, found = Roles(stored), list[tuple[int, tuple[ProposedRule, ...]]]()
     gone = [name for name in stored.children if name not in target.children and not had.is_optimizer((name,))]
     variables: list[str] = [name for name in ("params", "batch_stats") if name in gone]
 
-    def add(names: Sequence[str], into: Node, *steps: Step) -> None:
+    def add(names: Sequence[str], into: Node, *steps: ProposedRule) -> None:
         found.append(((sum((_ends(stored.children[name]) for name in names), Counter()) & _ends(into)).total(), steps))
 
     if "params" in variables:
-        add(variables, target, *(Step(rules.unwrap(literal(name)), f"the target has no {name}") for name in variables))
-        add(["params"], target, Step(rules.move("params", ""), "the target has no params"))
+        add(
+            variables,
+            target,
+            *(ProposedRule(rules.unwrap(literal(name)), f"the target has no {name}") for name in variables),
+        )
+        add(["params"], target, ProposedRule(rules.move("params", ""), "the target has no params"))
     for new, child in target.children.items():
         # An optimizer's state has the shapes of the parameters, too, and is none of them.
         if new not in stored.children and not roles.is_optimizer((new,)):
             groups = [[name] for name in gone]
             for names in [*groups, variables] if len(variables) > 1 else groups:
                 moves = {name: rules.move(literal(name), plain(new)) for name in names}
-                add(names, child, *(Step(move, f"{new} looks like {name}") for name, move in moves.items()))
+                add(names, child, *(ProposedRule(move, f"{new} looks like {name}") for name, move in moves.items()))
     if not stored.children.keys() & target.children.keys():
         for new, child in target.children.items():
-            add(list(stored.children), child, Step(rules.wrap(new), f"{new} looks like the whole"))
+            add(list(stored.children), child, ProposedRule(rules.wrap(new), f"{new} looks like the whole"))
     return [steps for _, steps in sorted(found, key=lambda one: -one[0])]
 
 
@@ -75,7 +79,7 @@ def finished(pairing: Pairing, state: State, stored: Node) -> State:
         text, fields = literal("/".join(at)), _fields(node_at(pairing.target, at))
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
-            tried = pairing.tried(state, [Step(rules.optimizer_state(text, **extra), f"both hold {fields}")])
+            tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
             if tried and not pairing.missing(tried.tree, at) and _takes_moments(node_at(tried.tree, at)):
                 state = tried if tried.matched >= state.matched else state
                 break
@@ -84,7 +88,7 @@ def finished(pairing: Pairing, state: State, stored: Node) -> State:
             reason = f"the stored optimizer has {had[0]}, the target's has {fields}" if had else "no stored optimizer"
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
-            state = pairing.tried(state, [Step(rules.from_target(text), reason, is_note=True)]) or state
+            state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
     return _kept(pairing, _typed_keys(pairing, state), stored)
 
 
@@ -94,7 +98,9 @@ def _typed_keys(pairing: Pairing, state: State) -> State:
     for path, leaf in leaves_at(state.tree):
         shape, kind = pairing.goal.get(path, EMPTY)
         if kind == "key" and is_array(leaf) and (leaf.shape, leaf.dtype) == ((*shape, 2), np.uint32):
-            steps.append(Step(rules.wrap_key_data(f"^{literal('/'.join(path))}$"), "the target has a typed key"))
+            steps.append(
+                ProposedRule(rules.wrap_key_data(f"^{literal('/'.join(path))}$"), "the target has a typed key")
+            )
     return pairing.tried(state, steps) or state
 
 
@@ -129,5 +135,5 @@ def _kept(pairing: Pairing, state: State, stored: Node) -> State:
         groups.setdefault((reason, is_whole), []).append(literal("/".join(path)))
     if len(groups) + sum(map(len, groups.values())) > _MAX_KEPT:
         return state
-    steps = [Step(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]
+    steps = [ProposedRule(rules.from_target(*paths), reason, is_note=note) for (reason, note), paths in groups.items()]
     return (pairing.tried(state, steps) if steps else None) or state

@@ -1,4 +1,4 @@
-"""Plan what a save stores, before anything is written."""
+"""SavePlan what a save stores, before anything is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import STRING, key_prefix, pointer_tokens, stored_name
+from flax_ckpt_compat._core.orbax_layout import STRING, key_prefix, leaf_name, pointer_tokens
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .encode import EncodedLeaf, Encoder, encode_text_as_bytes
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclasses.dataclass(slots=True)
-class Plan:
+class SavePlan:
     """The content of a checkpoint.
 
     Attributes:
@@ -59,9 +59,9 @@ class Plan:
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
 
 
-def make_plan(tree: Node, multiprocess: bool = False) -> Plan:
-    """Plan how each leaf of a tree is stored; with ``multiprocess``, arrays may be spread over processes."""
-    plan = Plan()
+def make_plan(tree: Node, multiprocess: bool = False) -> SavePlan:
+    """SavePlan how each leaf of a tree is stored; with ``multiprocess``, arrays may be spread over processes."""
+    plan = SavePlan()
     with memory.pause_gc():
         _Planner(plan, multiprocess).add(tree, (), ())
     return plan
@@ -70,7 +70,7 @@ def make_plan(tree: Node, multiprocess: bool = False) -> Plan:
 class _Planner:
     """Adds the entries of a tree to a plan."""
 
-    def __init__(self, plan: Plan, multiprocess: bool) -> None:
+    def __init__(self, plan: SavePlan, multiprocess: bool) -> None:
         self._plan, self._names, self._encoder = plan, _NameRegistry(), Encoder(multiprocess)
 
     def add(self, node: Node, keys: Keys, path: Path) -> None:
@@ -90,7 +90,7 @@ class _Planner:
         if node is None or isinstance(node, Branch):
             self._names.check(path)
             marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else "None"
-            plan.entries.append(Entry(keys, stored_name(path), marker=marker))
+            plan.entries.append(Entry(keys, leaf_name(path), marker=marker))
             return
         name = self._names.add(path)
         stored = self._encoder.encode(node, path)
@@ -135,7 +135,7 @@ class _NameRegistry:
     def add(self, path: Path) -> str:
         """Register a leaf and return its stored name; raise if another leaf has the same name or keys."""
         self.check(path)
-        name = stored_name(path)
+        name = leaf_name(path)
         other = self._paths.setdefault(key_prefix(name), path)
         if other is not path:
             raise NameCollisionError(

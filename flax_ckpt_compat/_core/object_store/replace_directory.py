@@ -1,7 +1,7 @@
 """Replace a committed directory in a store; at each moment the old or the new one is complete.
 
-See `flax_ckpt_compat._core.object_store.views` for the layout and `flax_ckpt_compat._core.object_store.lease` for
-other writers.
+See `flax_ckpt_compat._core.object_store.visible_objects` for the layout, and
+`flax_ckpt_compat._core.object_store.lease` for other writers.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from flax_ckpt_compat._core.object_store import client, uploads, views
+from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import ConcurrentWriteError, WriteLease, after_commit
-from flax_ckpt_compat._core.object_store.views import LIST_FILE
+from flax_ckpt_compat._core.object_store.visible_objects import LIST_FILE
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 
 _RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
@@ -45,7 +45,7 @@ def replace(
         versions: result of `shared_versions`.
         uploaded: names of objects of the new checkpoint that are uploaded already.
     """
-    next_folder = views.next_name(lease.marker)
+    next_folder = visible_objects.next_name(lease.marker)
     data = [name for name in names if not is_shared(name)]
     shared = [name for name in names if is_shared(name)]
     try:
@@ -109,14 +109,14 @@ def upload_all(
 def resume(url: str, staged: str) -> None:
     """Resume a replacement whose writer died after the new checkpoint was complete, through a local directory."""
     lease = WriteLease(url)
-    next_folder = views.current_folder(lease.initial)
+    next_folder = visible_objects.current_folder(lease.initial)
     if next_folder is None:
         lease.release()
         return
     lease.adopted.append(next_folder)
     shared = [name[len(next_folder) + 1 :] for name in lease.initial if name.startswith(f"{next_folder}/")]
     shared = [name for name in shared if name not in (COMMIT_FILE, LIST_FILE)]
-    of_processes = [name for name in lease.initial if views.is_of_save(name, next_folder)]
+    of_processes = [name for name in lease.initial if visible_objects.is_of_save(name, next_folder)]
     kept = {*data_names(url, next_folder), *of_processes} & lease.initial
     versions = shared_versions(lease, shared)
     uploads.download(f"{url}/{next_folder}", staged, shared)

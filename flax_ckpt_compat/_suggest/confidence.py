@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.tree import Node, Path, show_path
-from flax_ckpt_compat._suggest import moved
-from flax_ckpt_compat._suggest.layouts import Step
-from flax_ckpt_compat._suggest.looks import (
+from flax_ckpt_compat._suggest import moved_layers
+from flax_ckpt_compat._suggest.layouts import ProposedRule
+from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
     KEPT,
     MOMENTS,
@@ -55,7 +55,7 @@ class Outcome:
     has: Roles
 
 
-def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[Step], lacking: Sequence[Path]) -> list[str]:
+def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]) -> list[str]:
     """Return the doubts about a proposal, a sentence each; none if it is certain.
 
     Args:
@@ -72,7 +72,7 @@ def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[Step], lackin
     fresh = {path: seen for path, seen in outcome.kept.items() if not outcome.has.is_optimizer(path)}
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     found = list(dict.fromkeys(step.doubt for step in steps if step.doubt))
-    found += moved.doubts(own, outcome.stored, idle, fresh)
+    found += moved_layers.doubts(own, outcome.stored, idle, fresh)
     for judge in (_same_size(fresh, idle), _resized(outcome, fresh, idle), _copies(outcome, fresh)):
         found += judge
     found += _foreign(outcome, fresh, idle)
@@ -244,7 +244,7 @@ def _apart(outcome: Outcome) -> Iterator[str]:
                     continue
                 # One below the other, as a count of the whole and one of a part.
                 nested = (len(old) < len(other_old)) == (len(new) < len(other_new))
-                if not moved.told_apart((old, new), (other_old, other_new), nested=nested):
+                if not moved_layers.told_apart((old, new), (other_old, other_new), nested=nested):
                     yield f"nothing tells {show_path(old)} and {show_path(other_old)} apart"
                     return
     for path in outcome.unused:

@@ -1,0 +1,39 @@
+"""What the schemes of object stores have in common: a base class for `s3` and `gs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax_ckpt_compat._core.object_store import retrying
+
+
+class StoreScheme:
+    """One scheme of URLs.
+
+    Attributes:
+        tells_sizes: an error for a range beyond the end of an object has its size.
+        needs_commit_file: a directory without ``commit_success.txt`` is incomplete.
+    """
+
+    tells_sizes: bool
+    needs_commit_file: bool
+
+    def bucket_spec(self, bucket: str) -> dict[str, Any]:
+        """Return TensorStore's spec of a bucket."""
+        raise NotImplementedError
+
+    def open(self, bucket: str) -> Any:
+        """Open a bucket as a TensorStore ``KvStore``."""
+        return retrying.open_bucket(tuple(self.bucket_spec(bucket).items()))
+
+    def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
+        """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket."""
+        return self.list_once(url, start, stop)
+
+    def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
+        """List keys by TensorStore; see `list_keys`."""
+        import tensorstore as ts
+
+        key_range, bucket = ts.KvStore.KeyRange(start, stop), retrying.split(url)[1]
+        names: list[bytes] = retrying.retry(url, "listed", lambda: self.open(bucket).list(key_range))
+        return names
