@@ -25,7 +25,7 @@ class OrbaxBackend:
         self._open_msgpack = open_msgpack
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> SavePlan:
-        """SavePlan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
+        """Plan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
 
         Raises:
             UnsupportedLeafError, NameCollisionError: with the key path in the message.

@@ -1,4 +1,4 @@
-"""SavePlan what a save stores, before anything is written."""
+"""Plan what a save stores, before anything is written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SavePlan:
 
 
 def make_plan(tree: Node, multiprocess: bool = False) -> SavePlan:
-    """SavePlan how each leaf of a tree is stored; with ``multiprocess``, arrays may be spread over processes."""
+    """Plan how each leaf of a tree is stored; with ``multiprocess``, arrays may be spread over processes."""
     plan = SavePlan()
     with memory.pause_gc():
         _Planner(plan, multiprocess).add(tree, (), ())
