@@ -3,8 +3,8 @@
 CheckpointError
 ├── InvalidCheckpointError(flax InvalidCheckpointError, ValueError)   outdated or existing step, overwrite=False
 ├── MPACheckpointingRequiredError(flax's, ValueError)   an array that is not fully addressable from this process
-├── MPARestoreTargetRequiredError(flax's, ValueError)   such an array is stored, and the target has no sharding for it
-├── MPARestoreDataCorruptedError(flax's, ValueError)    the folder of such arrays was never finished
+├── MPARestoreTargetRequiredError(flax's, ValueError)   never raised here; callers of Flax may catch it
+├── MPARestoreDataCorruptedError(flax's, ValueError)    never raised here; callers of Flax may catch it
 └── those of flax_ckpt_compat._core.errors, which do not depend on flax
 """
 

@@ -1,4 +1,4 @@
-"""Fixtures for every room of the tests."""
+"""Fixtures for every folder of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point downwards: each room imports itself and rooms below it, and only one module knows the backends."""
+"""Imports point downwards: each part imports itself and parts below it, and only one module knows the backends."""
 
 import ast
 import functools
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "flax_ckpt_compat"
-# From the top down; rooms of one line do not import each other.
+# From the top down; parts of one line do not import each other.
 LAYERS = (
     {"__main__"},
     {"cli"},
@@ -26,7 +26,7 @@ LAYERS = (
     {"legacy", "orbax_backend"},
     {"_core"},
 )
-LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # The _gda folders of msgpack checkpoints hold TensorStore arrays; old Orbax directories hold a msgpack file.
 FORMAT_LIBRARIES = {"msgpack", "tensorstore", "zarr", "orbax"}
 ALLOWED = {"legacy": {"msgpack", "tensorstore"}, "orbax_backend": {"msgpack", "tensorstore"}}
@@ -61,16 +61,16 @@ def imports_of(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module of ours: the folder, or the file at the door."""
+def part_of(module: str) -> str:
+    """Return the part of a module of ours: the folder, or the file directly in the package."""
     return [*module.split("."), "__init__"][1]
 
 
 def test_imports_point_downwards() -> None:
-    """No room imports one above it or beside it."""
+    """No part imports one above it or beside it."""
     for module in FILES:
         for imported in imports_of(module):
-            here, there = room_of(module), room_of(imported)
+            here, there = part_of(module), part_of(imported)
             if imported.split(".")[0] == PACKAGE and here != there and (here, there) != ("cli", "__init__"):
                 assert LAYER[here] < LAYER[there], f"{module} imports {imported}"
                 assert there not in ALLOWED, f"{module} imports {imported}: _discovery.formats does that, by name"
@@ -81,10 +81,10 @@ def test_format_libraries() -> None:
     for module in FILES:
         tops = {imported.split(".")[0] for imported in imports_of(module)}
         assert not tops & ALLOWED.keys(), f"{module} imports a backend by its folder, which makes a second copy of it"
-        allowed = ALLOWED.get(room_of(module), set())
+        allowed = ALLOWED.get(part_of(module), set())
         allowed = allowed | ({"tensorstore"} if module.startswith(f"{PACKAGE}._core.object_store") else set())
         allowed = allowed | ({"orbax"} if module == f"{PACKAGE}.cli._demo_checks" else set())
-        forbidden = FORMAT_LIBRARIES | ({"jax", "flax"} if room_of(module) == "_core" else set())
+        forbidden = FORMAT_LIBRARIES | ({"jax", "flax"} if part_of(module) == "_core" else set())
         assert not tops & forbidden - allowed, f"{module} imports {tops & forbidden - allowed}"
 
 
@@ -94,6 +94,6 @@ def test_no_cycles() -> None:
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
-def test_few_modules_at_the_door() -> None:
+def test_few_modules_directly_in_the_package() -> None:
     """At most ten modules lie directly in the package."""
     assert len(list((ROOT / PACKAGE).glob("*.py"))) <= 10

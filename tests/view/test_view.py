@@ -266,8 +266,8 @@ def test_what_cannot_be_opened(flag: bool, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "half")
 
 
-def test_exported_from_the_door() -> None:
-    """Both functions are found at the door, and the names stay the functions after their modules are loaded."""
+def test_exported_from_the_package() -> None:
+    """Both functions are found in the package, and the names stay the functions after their modules are loaded."""
     assert flax_ckpt_compat.open_checkpoint is open_checkpoint
     assert callable(flax_ckpt_compat.iter_checkpoints)
 
