@@ -43,7 +43,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 
 def test_importing_loads_nothing_heavy() -> None:
-    """Neither the package nor install_on_import() loads jax, flax, numpy, tensorstore, a backend or the command line."""
+    """Neither the package nor install_on_import() loads jax, flax, numpy, tensorstore, a backend or the CLI."""
     for statement in (
         "import flax_ckpt_compat",
         "from flax_ckpt_compat import _patching; _patching.install_on_import()",
