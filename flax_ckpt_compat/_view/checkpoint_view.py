@@ -29,7 +29,7 @@ _MANAGED_STEP = re.compile(r"(?:.*_)?(\d+)")
 def open_checkpoint(
     path: str | os.PathLike[str], step: int | float | str | None = None, prefix: str = "checkpoint_"
 ) -> Checkpoint:
-    """Open a checkpoint of any format without reading array data; close it, or use it in a ``with`` statement.
+    """Open a checkpoint of any format without reading large arrays; close it, or use it in a ``with`` statement.
 
     Args:
         path: a directory of checkpoints, or one checkpoint.

@@ -1,4 +1,4 @@
-"""Preview a restore without reading array data: `plan_restore`."""
+"""Preview a restore without reading large arrays: `plan_restore`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def plan_restore(
     must_exist: bool | None = None,
     mapped: bool | None = None,
 ) -> Plan:
-    """Preview `flax_ckpt_compat.restore` with these arguments, without reading array data.
+    """Preview `flax_ckpt_compat.restore` with these arguments, without reading large arrays.
 
     For a preview of ``restore_checkpoint``, pass ``shape_mismatch="warn", kind_mismatch="warn"``, and
     ``missing_leaves="keep"`` if its ``orbax_transforms`` are not rules.

@@ -1,4 +1,4 @@
-"""What the schemes of object stores have in common: a base class for `s3` and `gs`."""
+"""Define the base class of the schemes of object stores, `s3` and `gs`."""
 
 from __future__ import annotations
 
