@@ -122,11 +122,12 @@ def fork(function, *arguments):
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-steps, killed = 0, True
+every = int(sys.argv[4])
+steps, killed = 1 - every, True
 assert fork(first) == 0
 shutil.copytree(folder, folder + ".first")
 while killed:
-    steps += 1
+    steps += every
     shutil.rmtree(folder)
     shutil.copytree(folder + ".first", folder)
     code = fork(write, steps)
@@ -137,14 +138,15 @@ print(steps)
 """
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("none", "arrays"), ("arrays", "arrays"), ("nested", "arrays"), ("arrays", "file"), ("file", "arrays"),
-        ("directory", "arrays"), ("arrays", "directory"),
-    ],
-)  # fmt: skip
-def test_killed_at_every_step(tmp_path: Path, before: str, after: str) -> None:
+KINDS = [
+    ("none", "arrays"), ("arrays", "arrays"), ("nested", "arrays"), ("arrays", "file"), ("file", "arrays"),
+    ("directory", "arrays"), ("arrays", "directory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), KINDS)
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_step(tmp_path: Path, before: str, after: str, every: int) -> None:
     """The old checkpoint or the new one restores, whole; the next writer removes all that is left of the other."""
-    out, _ = run_python(KILLS, tmp_path, before, after, PYTHONWARNINGS="ignore")
+    out, _ = run_python(KILLS, tmp_path, before, after, every, PYTHONWARNINGS="ignore")
     assert int(out) > 5

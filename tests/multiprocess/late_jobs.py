@@ -299,4 +299,4 @@ def restore_other_kinds(folder: str) -> None:
     assert bool(got["plain"].addressable_shards) == (jax.process_index() > 0)
     unfit = {"plain": jax.ShapeDtypeStruct((9,), np.float32, sharding=sharding)}
     checkpoints.save_checkpoint_multiprocess(folder, {"plain": np.zeros(9, np.float32)}, 2)
-    assert "cannot be placed" in _error(checkpoints.restore_checkpoint, folder, unfit, 2)
+    assert "does not fit the target's" in _error(checkpoints.restore_checkpoint, folder, unfit, 2)

@@ -70,12 +70,12 @@ def check_real_orbax(bucket: AnyBucket, folder: str, numbers: set[int], to: Path
 
 
 CASES = [
-    ("s3", "msgpack msgpack", 0, 2),
-    ("gs", "msgpack msgpack", 1, 2),
-    ("s3", "orbax orbax", 0, 4),
-    ("gs", "orbax orbax", 2, 4),
-    ("s3", "orbax msgpack", 0, 3),
-    ("s3", "msgpack orbax", 1, 4),
+    ("s3", "msgpack msgpack", 0, 4),
+    ("gs", "msgpack msgpack", 1, 4),
+    ("s3", "orbax orbax", 0, 8),
+    ("gs", "orbax orbax", 2, 8),
+    ("s3", "orbax msgpack", 0, 5),
+    ("s3", "msgpack orbax", 1, 7),
 ]
 
 
@@ -149,7 +149,7 @@ def aged(bucket: AnyBucket, folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket, tmp_path: Path, every: int) -> None:
     """Any save into that folder then removes what was never complete, and puts in its place what was."""
     for number in itertools.count(1 if "s3:" in any_bucket.url else 3, every):
@@ -175,7 +175,7 @@ def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket,
 def test_a_copy_without_the_sign(bucket: Bucket, tmp_path: Path) -> None:
     """On s3:// the copy of a local checkpoint is complete without it, and stays so while it is replaced."""
     flax_ckpt_compat.save(tmp_path / "run", state(3), step=3, format="orbax")
-    for number in (0, 2, 5, 9):
+    for number in (0, 5):
         root = bucket.upload(tmp_path / "run", f"run{number}")
         flax_ckpt_compat.save(root, state(2), step=2, format="orbax", overwrite=True, keep=0)
         with bucket.proxy.failing(from_change(number)), pytest.raises(errors.StorageError):
@@ -187,7 +187,7 @@ def test_a_copy_without_the_sign(bucket: Bucket, tmp_path: Path) -> None:
 def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None:
     """It never counts again once its removal has begun, at whichever request that ends."""
     tag = "0" * 32
-    for number in (0, 1, 2, 3, 6):
+    for number in (1, 2, 3):
         root = f"{bucket.url}/run{number}"
         flax_ckpt_compat.save(root, state(3), step=3, format="orbax")
         for key in bucket.keys(f"run{number}/"):
@@ -210,7 +210,7 @@ def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None
     team, seen = team_of(2), []
     team.call(store_jobs.lead_to, [s3.environment(bucket.proxy), s3.environment(second)])
     try:
-        for number in range(5, 60, 5):
+        for number in range(5, 60, 11):
             root = f"{bucket.url}/run{number}"
             team.call(jobs.save_small, root, True, 1)
             with bucket.proxy.failing(from_change(number)):

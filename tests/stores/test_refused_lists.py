@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ def test_where_the_token_is_not_known(bucket_there: bool, gs_bucket: GsBucket, m
         ours.available_steps("gs://not-there/run")
 
 
+def slow_but(cases: Iterable[tuple[Any, ...]], *default: tuple[Any, ...]) -> list[Any]:
+    """All cases as parameters; those not named run with ``-m slow`` only."""
+    return [pytest.param(*case, marks=() if case in default else pytest.mark.slow) for case in cases]
+
+
 def outcome(act: Callable[[], Any]) -> Any:
     """What a call gives, or its refusal."""
     try:
@@ -97,9 +103,13 @@ def outcome(act: Callable[[], Any]) -> Any:
         return None
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
-@pytest.mark.parametrize("fault", ["400", "403", "416"])
+@pytest.mark.parametrize(
+    ("fault", "format", "on"),
+    slow_but(
+        itertools.product(["400", "403", "416"], ["msgpack", "orbax"], [False, True]),
+        ("400", "msgpack", True), ("400", "orbax", False), ("403", "orbax", True), ("416", "msgpack", False),
+    ),
+)  # fmt: skip
 def test_a_refused_list_in_a_reader(fault: str, format: Any, on: bool, gs_bucket: GsBucket) -> None:
     """Whichever list it is: the answer is the right one, or an error of the store."""
     root = f"{gs_bucket.url}/run"
@@ -122,8 +132,13 @@ def test_a_refused_list_in_a_reader(fault: str, format: Any, on: bool, gs_bucket
             raise AssertionError("it never ended")
 
 
-@pytest.mark.parametrize("on", [False, True], ids=["once", "for good"])
-@pytest.mark.parametrize("how", ["msgpack new", "orbax new", "msgpack overwrite", "orbax overwrite"])
+@pytest.mark.parametrize(
+    ("how", "on"),
+    slow_but(
+        itertools.product(["msgpack new", "orbax new", "msgpack overwrite", "orbax overwrite"], [False, True]),
+        ("msgpack new", False), ("orbax new", True), ("msgpack overwrite", True), ("orbax overwrite", False),
+    ),
+)  # fmt: skip
 def test_a_refused_list_in_a_save(how: str, on: bool, gs_bucket: GsBucket) -> None:
     """A save with retention: what it says is what is there, and of what was there only what it should is gone."""
     format, _, rest = how.partition(" ")
