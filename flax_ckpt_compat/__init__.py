@@ -15,9 +15,10 @@ if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
 if _typing.TYPE_CHECKING:
     from flax_ckpt_compat import checkpoints, config, errors, rules, transforms
     from flax_ckpt_compat._patching import install, installed, uninstall
-    from flax_ckpt_compat._view.checkpoint_view import open_checkpoint
-    from flax_ckpt_compat._view.inventory import iter_checkpoints
-    from flax_ckpt_compat._view.plan import plan_restore
+    from flax_ckpt_compat._suggest import Suggestion
+    from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
+    from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
+    from flax_ckpt_compat._view.plan import Plan, PlannedLeaf, plan_restore
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.transforms import (
         RestoreArgs,
@@ -31,8 +32,13 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointRecord",
+    "Plan",
+    "PlannedLeaf",
     "RestoreArgs",
     "RestoreTransform",
+    "Suggestion",
     "Transform",
     "__version__",
     "apply_transformations",
@@ -53,9 +59,14 @@ __all__ = [
     "uninstall",
 ]
 
-_FUNCTIONS = {
+_MODULES = {
+    "Checkpoint": "_view.checkpoint_view",
+    "CheckpointRecord": "_view.inventory",
+    "Plan": "_view.plan",
+    "PlannedLeaf": "_view.plan",
     "RestoreArgs": "transforms",
     "RestoreTransform": "transforms",
+    "Suggestion": "_suggest",
     "Transform": "transforms",
     "apply_transformations": "transforms",
     "install": "_patching",
@@ -74,8 +85,8 @@ if not _typing.TYPE_CHECKING:  # with __getattr__, a type checker would accept a
 
     def __getattr__(name: str) -> _typing.Any:
         # Scripts may set jax's environment variables after this import, so do not import jax here.
-        if name in _FUNCTIONS:
-            return getattr(_import_module(f"flax_ckpt_compat.{_FUNCTIONS[name]}"), name)
+        if name in _MODULES:
+            return getattr(_import_module(f"flax_ckpt_compat.{_MODULES[name]}"), name)
         if name in __all__:
             return _import_module(f"flax_ckpt_compat.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from typing import Any, Literal, SupportsFloat
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
+from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._save import pipeline as save_pipeline
@@ -169,8 +170,10 @@ def save(
                 async_manager=async_manager,
                 format=chosen,
             )
-    if codec and compression is not None and request.format is Format.MSGPACK:
-        raise SettingError(f"a msgpack file is not compressed, found compression={compression!r}; pass format='orbax'")
+    if codec and compression is not None and not backend_for(request.format).compresses:
+        raise SettingError(
+            f"a {request.format.value} file is not compressed, found compression={compression!r}; pass format='orbax'"
+        )
     return save_pipeline.save(request, tree)
 
 

@@ -51,7 +51,7 @@ __all__ = [
 
 SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
 MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX
-MP_ARRAY_PH = "//GDAPlaceholder:"
+MP_ARRAY_PH = steps.ARRAYS_PLACEHOLDER
 COMMIT_SUCCESS_FILE = orbax_layout.COMMIT_FILE
 ORBAX_CKPT_FILENAME = orbax_layout.MSGPACK_FILE
 ORBAX_MANIFEST_OCDBT = orbax_layout.MANIFEST

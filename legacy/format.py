@@ -11,7 +11,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
-from flax_ckpt_compat._core import dtypes
+from flax_ckpt_compat._core import dtypes, steps
 from flax_ckpt_compat._core.backend import LeafKind
 
 # Extension codes, measured on files of Flax 0.3.6 to 0.12.8. Up to Flax 0.8.5 a Python complex was written as a
@@ -32,7 +32,7 @@ KEY_IMPL = "__flax_ckpt_compat_prng_key__"
 KEY_KEYS = frozenset((KEY_IMPL, "data"))
 
 # Prefix of a string that refers to an array in the folder beside the file.
-PLACEHOLDER = "//GDAPlaceholder:"
+PLACEHOLDER = steps.ARRAYS_PLACEHOLDER
 
 # Levels. msgpack's own packer stops near this depth, so no real file is deeper; a deeper one is hostile and would
 # exhaust the Python stack when the tree is walked.

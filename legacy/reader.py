@@ -63,6 +63,7 @@ class MsgpackReader(Reader):
     """
 
     format = Format.MSGPACK
+    places_on_device, keeps_lists = False, True
 
     def __init__(self, path: str, *, of_orbax: bool = False):
         self.path = path

@@ -19,6 +19,10 @@ class OrbaxBackend:
     """Flat Orbax PyTree directories: what `orbax.checkpoint.PyTreeCheckpointer` writes."""
 
     format = Format.ORBAX
+    compresses = True
+    uses_gda_folder = False
+    sorts_multiprocess = False
+    write_event: str | None = None
 
     def __init__(self, open_msgpack: OpenMsgpack | None = None) -> None:
         """Store the opener for the msgpack file of old releases; without one, their directories are refused."""

@@ -62,6 +62,7 @@ class OrbaxReader(Reader):
     """
 
     format = Format.ORBAX
+    places_on_device, keeps_lists = True, False
 
     def __init__(self, path: str, structure: Structure) -> None:
         self.path = path

@@ -41,7 +41,6 @@ from .save_plan import SavePlan
 _COMPRESSORS: dict[str, dict[str, Any]] = {
     "zstd": {"id": "zstd", "level": 1},  # what Orbax 0.12.8 writes
     "gzip": {"id": "gzip", "level": 1},
-    "zlib": {"id": "zlib", "level": 1},
     "blosc": {"id": "blosc", "blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": -1},
 }
 
@@ -50,7 +49,7 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
 
     Raises:
-        SettingError: the compression is not None, ``zstd``, ``gzip``, ``zlib`` or ``blosc``; nothing was written.
+        SettingError: the compression is not None, ``zstd``, ``gzip`` or ``blosc``; nothing was written.
         StorageError: the file system refused.
     """
     codec, lists_arrays = compressor(options.compression), metadata.has_jax_arrays(plan)

@@ -103,6 +103,10 @@ class Reader(Protocol):
     format: Format
     path: str
     tree: Node
+    # Arrays go to the devices of the target's; else only those of ``_gda`` folders do, as in Flax.
+    places_on_device: bool
+    # Stored lists are the caller's own, and stay lists.
+    keeps_lists: bool
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read the values of leaves and slices, in the given order; large ones in parallel.
@@ -165,9 +169,20 @@ class Backend(Protocol):
     process 0, which sends the temporary's path to the others; `write_process_part` in all; `finish_multiprocess`
     in process 0, which publishes.
     Restore: the caller detects the format and calls `open`, `Reader.read` any number of times, `Reader.close`.
+
+    Attributes:
+        format: the format.
+        compresses: `WriteOptions.compression` has an effect.
+        uses_gda_folder: arrays that span processes go into the ``_gda`` folder beside the file, as in Flax.
+        sorts_multiprocess: `save_checkpoint_multiprocess` sorts the maps, and stores lists as maps, as in Flax.
+        write_event: event that ``jax.monitoring`` records before a write, as in Flax, or None.
     """
 
     format: Format
+    compresses: bool
+    uses_gda_folder: bool
+    sorts_multiprocess: bool
+    write_event: str | None
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
         """Validate a tree and plan its storage, before anything is written; copy no array data.

@@ -24,6 +24,7 @@ _ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOT
 _SEPARATED = re.compile(r"(?:.*[^0-9A-Za-z.])?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
 
 ARRAYS_POSTFIX = "_gda"  # Flax's MP_ARRAY_POSTFIX: the folder of arrays that span processes
+ARRAYS_PLACEHOLDER = "//GDAPlaceholder:"  # Flax's MP_ARRAY_PH: begins a string that refers to one of them
 FLAX_TEMPORARY = "tmp"  # Flax writes its unfinished main file to prefix + "tmp"
 
 

@@ -28,7 +28,7 @@ _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
 _RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 # Orbax's own names for the tree of a step, for directories without other markers.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
-_STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)")
+STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
 _NO_ITEMS = {layout.DESCRIPTOR}
 _CHUNK = re.compile(layout.ZARR2_CHUNK_PATTERN)
 _FIRST_BYTES = 512
@@ -151,7 +151,7 @@ def is_step_of_manager(path: str) -> bool:
 
 def is_step_by_name(path: str) -> bool:
     """Return whether a directory holds items and is named like a step, the only signs before Orbax 0.5.11."""
-    if not _STEP_DIRECTORY.fullmatch(os.path.basename(path)) or not paths.isdir(path):
+    if not STEP_DIRECTORY.fullmatch(os.path.basename(path)) or not paths.isdir(path):
         return False
     return bool(_items(path, _names_in(path)))
 

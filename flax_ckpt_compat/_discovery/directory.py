@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -20,7 +19,6 @@ from flax_ckpt_compat._discovery import detect, listing, notices
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _Result = TypeVar("_Result")
-_STEP_OF_MANAGER = re.compile(r"(.*_)?(\d+)", re.DOTALL)
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
 _DEFAULT_PREFIXES = ("", "checkpoint_")
 # A listed name vanishes only if another process commits or removes it meanwhile. The bound is for file systems that
@@ -126,7 +124,7 @@ class Directory:
         """Return the steps of the only CheckpointManager with its own prefix, if the caller chose none."""
         if self.checkpoint_dir.prefix not in _DEFAULT_PREFIXES:
             return []
-        heads = {match[1] for match in map(_STEP_OF_MANAGER.fullmatch, self.names) if match and match[1]}
+        heads = {match[1] for match in map(detect.STEP_DIRECTORY.fullmatch, self.names) if match and match[1]}
         families = [family for head in sorted(heads - {self.checkpoint_dir.prefix}) if (family := self._family(head))]
         return families[0] if len(families) == 1 else []
 
@@ -188,7 +186,7 @@ class Directory:
 
     def _family(self, head: str) -> list[Entry]:
         """Return the steps named ``head + digits``, if at least one is a complete step of a manager."""
-        matches = filter(None, map(_STEP_OF_MANAGER.fullmatch, self.names))
+        matches = filter(None, map(detect.STEP_DIRECTORY.fullmatch, self.names))
         found = [self._entry(match[0], match[2], managed=True) for match in matches if (match[1] or "") == head]
         found.sort(key=_order)
         is_manager = any(detect.is_step_of_manager(entry.path) for entry in reversed(found))

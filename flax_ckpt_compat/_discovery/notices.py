@@ -29,9 +29,3 @@ def log_once(subject: Hashable, message: str | None, level: int = logging.WARNIN
                 _logged.popitem(last=False)
     if message is not None and message != before:
         _log.log(level, "%s", message)
-
-
-def forget() -> None:
-    """Forget all messages, so that each is logged again."""
-    with _lock:
-        _logged.clear()

@@ -91,6 +91,7 @@ class JsonReader(Reader):
     """Reader of a JSON item of an Orbax directory; its values are read on opening."""
 
     format = Format.ORBAX
+    places_on_device, keeps_lists = True, True
 
     def __init__(self, path: str):
         self.path = path
@@ -115,8 +116,3 @@ class JsonReader(Reader):
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles; there are no arrays, so no slices."""
         return [handle.locator for handle in handles if isinstance(handle, LeafHandle)]
-
-
-def gives_lists(reader: Reader) -> bool:
-    """Return whether stored lists stay lists: Flax writes none in msgpack, so they are the caller's own."""
-    return reader.format is Format.MSGPACK or isinstance(reader, JsonReader)

@@ -41,6 +41,7 @@ class CheckpointerReader(backend.Reader):
     """
 
     format = Format.ORBAX
+    places_on_device, keeps_lists = True, False
 
     def __init__(self, checkpointer: Any, path: str, tree: Node, own: backend.Reader | None = None):
         """Wrap a checkpointer.

@@ -102,6 +102,7 @@ class _ReaderOfSeveral(Reader):
             others: readers of their own leaves; all if None.
         """
         self.format, self.path, self.tree = reader.format, path, reader.tree
+        self.places_on_device, self.keeps_lists = reader.places_on_device, reader.keeps_lists
         self._reader, self._others = reader, others
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:

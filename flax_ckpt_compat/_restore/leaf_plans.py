@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import DtypeMismatchError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.memo import Memo
@@ -29,7 +29,7 @@ class LeafPlanner:
     def __init__(self, plan: TreePlan):
         self._plan = plan
         self._casts = plan.options.casts
-        self._is_orbax = plan.reader.format is Format.ORBAX
+        self._on_device = plan.reader.places_on_device
         # True for jax's arrays, False for types without a sharding, None for abstract arrays.
         self._types = Memo(_is_array_type)
         self._places = Memo(shardings.single_device)
@@ -48,7 +48,7 @@ class LeafPlanner:
         """
         if not self._casts and not handle.possible_kinds:
             is_array = self._types[type(target)]
-            on_device = self._is_orbax or handle.in_gda_folder
+            on_device = self._on_device or handle.in_gda_folder
             if is_array is False or (is_array and not on_device and self._is_one_device()):
                 self.host_types.add(type(target))
                 return LeafPlan(path, handle, target, True)
@@ -72,7 +72,7 @@ class LeafPlanner:
         if handle.possible_kinds and kinds.is_ambiguous(handle, target):
             self._plan.problems.append(kinds.ambiguous_key(handle))
         kind, dtype = kinds.resolved_kind(handle, target), kinds.stored_dtype(handle)
-        on_device = self._is_orbax or handle.in_gda_folder
+        on_device = self._on_device or handle.in_gda_folder
         leaf = LeafPlan(path, handle, target)
         name = show_path(handle.path)
         if kind is LeafKind.PRNG_KEY:
@@ -102,7 +102,7 @@ class LeafPlanner:
     def derived(self, path: Path, source: Derived, target: Any) -> LeafPlan:
         """Plan a derived leaf, and the inputs of users' functions; arguments as for `array`."""
         self._plan_inputs(source)
-        on_device = self._is_orbax or any(handle.in_gda_folder for handle in source.handles)
+        on_device = self._on_device or any(handle.in_gda_folder for handle in source.handles)
         leaf = LeafPlan(path, source, target)
         leaf.sharding, leaf.cast = shardings.wanted(target, on_device), self._wanted_dtype(target)
         if source.shape is not None:

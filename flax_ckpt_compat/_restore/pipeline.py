@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -15,14 +14,14 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.tree import Node
-from flax_ckpt_compat._discovery import listing, locating, opening
+from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import checkpointer_reader, policies
 from flax_ckpt_compat._restore.execute import read_and_place
 from flax_ckpt_compat._restore.items import main_item, plan_all, plan_with_rules
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
-from flax_ckpt_compat._save import async_saves, checkpointer_adapter
+from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -45,7 +44,7 @@ def restore(
     start = time.time()
     if target is None:
         options.transforms.warn_without_target()
-    wait_for_pending_saves(ckpt_dir, prefix, orbax_checkpointer)
+    async_saves.wait_for_pending_saves(ckpt_dir, prefix, orbax_checkpointer)
 
     def restore_at(path: str) -> Any:
         before = locating.identity(path)
@@ -86,18 +85,6 @@ def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, che
     return RestorePlan({"": plan_with_rules(reader, tree, target, options, path)}, False)
 
 
-def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
-    """Wait for background saves to the restore's directory, and raise the errors of our failed ones.
-
-    Of our saves, only multiprocess ones are waited for, so that all processes find the same checkpoint.
-    """
-    checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
-    for directory in {checkpoint_dir.directory, os.path.dirname(paths.absolute(ckpt_dir))}:
-        checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
-        async_saves.wait_for_multiprocess_saves(directory)
-        async_saves.raise_failures(directory)
-
-
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
     """Restore chosen items, or parts of them, without a target.
 
@@ -117,7 +104,7 @@ def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
 def rebuild(plan: TreePlan, values: list[Any], shapes: list[ShapeDifference]) -> Any:
     """Rebuild the user's tree, or without a target the stored one, with the results of `read_and_place`."""
     policies.enforce_shapes(plan, shapes)
-    lists = "lists" if opening.gives_lists(plan.reader) else "flax"
+    lists = "lists" if plan.reader.keeps_lists else "flax"
     if plan.target is None:
         structure = "stored" if plan.options.settings.structure == "stored" else lists
         return state_dict.from_stored(plan.tree, iter(values), structure)

@@ -19,6 +19,7 @@ from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._discovery.absence import Absence
+from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 from flax_ckpt_compat._trees.old_namedtuples import modernize
 from flax_ckpt_compat.rules import Rule, sources
@@ -81,6 +82,7 @@ class TransformSpec:
 
     def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
         """Open another checkpoint for a rule, until this is closed; return its path and tree."""
+        async_saves.wait_for_pending_saves(path, prefix)
         found = locating.find(path, step, prefix)
         if isinstance(found, Absence):
             raise CheckpointNotFoundError(found.why, path=path)
@@ -106,6 +108,8 @@ class TransformSpec:
             try:
                 tree = rule.apply_to(tree, target, self._open)
             except CheckpointError as error:
+                if error.path is not None:  # of another checkpoint, or of a background save
+                    raise
                 raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
         return tree
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
+from flax_ckpt_compat._discovery import listing
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
     from flax_ckpt_compat._save.request import SaveManager, SaveRequest
@@ -117,6 +118,20 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
         wait(request.async_manager)
     checkpointer_adapter.wait_for_checkpointer(request.orbax_checkpointer, request.directory)
     wait_for_async_saves(request.directory)
+
+
+def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
+    """Wait before a restore for background saves to its directory, and raise the errors of our failed ones.
+
+    Of our saves, only multiprocess ones are waited for, so that all processes find the same checkpoint.
+    """
+    from flax_ckpt_compat._save import checkpointer_adapter
+
+    checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
+    for directory in {checkpoint_dir.directory, os.path.dirname(paths.absolute(ckpt_dir))}:
+        checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
+        wait_for_multiprocess_saves(directory)
+        raise_failures(directory)
 
 
 def wait_for_multiprocess_saves(directory: str) -> None:

@@ -11,7 +11,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core import paths, staging
-from flax_ckpt_compat._core.backend import Backend, Format
+from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, snapshot, validation
@@ -65,7 +65,7 @@ class _ProcessSave:
         request = self.request
         validation.check(request)
         paths.prepare_directory(request.directory)
-        staged = staging.begin(request.path, in_gda_folder=request.format is Format.MSGPACK)
+        staged = staging.begin(request.path, in_gda_folder=self.backend.uses_gda_folder)
         try:
             with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
                 self.backend.begin_multiprocess(
@@ -106,8 +106,8 @@ class _ProcessSave:
 
         def commit() -> str:
             assert staged is not None
-            if request.format is Format.MSGPACK:
-                monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
+            if self.backend.write_event:
+                monitoring.record_event(self.backend.write_event)
             with writing(request.path, staged.path):
                 self.backend.finish_multiprocess(staged.path, self.prepared, request.options, process, staged.upload)
             validation.publish(request, functools.partial(staged.publish, request.path))

@@ -10,7 +10,7 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import Backend, Format
+from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import Node
@@ -48,8 +48,8 @@ def save(request: SaveRequest, target: Any) -> str:
 
 def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node) -> None:
     """Write to a temporary, publish it, and retain."""
-    if request.format is Format.MSGPACK:
-        monitoring.record_event("/jax/flax/checkpoint/save_main_ckpt_task")
+    if backend.write_event:
+        monitoring.record_event(backend.write_event)
     paths.prepare_directory(request.directory)
     temporary = paths.storage_of(request.path).temporary_path(request.path)
     try:

@@ -7,7 +7,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import (
@@ -21,6 +20,7 @@ from flax_ckpt_compat._core.tree import (
     shards_of,
     show_path,
 )
+from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import tree_summary
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.request import SaveRequest
@@ -56,8 +56,7 @@ class _Snapshot:
     def __init__(self, request: SaveRequest):
         self._request, self.levels = request, 0
         self.copies = Copies() if request.async_manager else None
-        # In save_checkpoint_multiprocess only, Flax sorts the maps of a msgpack file (0.12.8, measured).
-        self._in_order = request.multiprocess and request.format is Format.MSGPACK
+        self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()
         self._array_types: set[type] = set()

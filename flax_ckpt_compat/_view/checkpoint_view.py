@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.folding import Row, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._view import metadata
 
@@ -42,7 +43,7 @@ def open_checkpoint(
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
-    restore_pipeline.wait_for_pending_saves(ckpt_dir, prefix)
+    async_saves.wait_for_pending_saves(ckpt_dir, prefix)
 
     def open_one(path: str) -> Checkpoint:
         before, opened = locating.identity(path), opening.Opened(path)
@@ -113,7 +114,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> metadata.Metadata:
-        """The checkpoint's metadata; read from its files at each access."""
+        """Return the checkpoint's metadata; read from its files at each access."""
         return metadata.read_metadata(self._opened)
 
     def read(self, paths: LeafPath | Iterable[LeafPath] | None = None) -> Any:

@@ -17,11 +17,11 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
-from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
 from flax_ckpt_compat._restore.policies import refusals
+from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
@@ -96,12 +96,12 @@ class Plan:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Key paths of the leaves for which the restore raises `MissingLeavesError`."""
+        """Return the key paths of the leaves for which the restore raises `MissingLeavesError`."""
         return tuple(leaf.path for leaf in self.leaves if leaf.origin == "missing")
 
     @functools.cached_property
     def suggestion(self) -> Suggestion | None:
-        """Rules that would map the checkpoint to the target if leaves are missing or shapes differ; else None."""
+        """Return rules that would map the checkpoint to the target, if leaves are missing or shapes differ; or None."""
         found: Iterator[Suggestion] = filter(None, (tree_plan.suggest() for tree_plan in self._plans))
         return next(found, None)
 
@@ -187,7 +187,7 @@ def plan_restore(
         return plan
 
     otherwise = None if options.settings.must_exist else lambda: _nothing(paths.absolute(ckpt_dir), target)
-    restore_pipeline.wait_for_pending_saves(ckpt_dir, prefix)
+    async_saves.wait_for_pending_saves(ckpt_dir, prefix)
     with depth.limited("restored"), closing(options.transforms):
         return locating.read_found(ckpt_dir, step, prefix, plan_one, otherwise)
 

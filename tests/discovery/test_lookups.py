@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from tests.support.saves import names, tree, use_flag
 
 
 @pytest.fixture(autouse=True)
-def nothing_told() -> None:
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start each test as a fresh process does: with nothing logged yet."""
-    notices.forget()
+    monkeypatch.setattr(notices, "_logged", OrderedDict())
 
 
 def latest_everywhere(directory: Path, prefix: str = "checkpoint_") -> str | None:

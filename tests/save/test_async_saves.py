@@ -18,7 +18,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors
+from flax_ckpt_compat import errors, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._save import async_saves, snapshot
 from flax_ckpt_compat._save.host_copies import Copies
@@ -197,6 +197,33 @@ def test_a_failure_raises_at_restore(flag: bool, tmp_path: Path, manager: Any, g
     fail_once(gate, tmp_path, manager, finished=True)
     with pytest.raises(errors.StorageError, match="broke"):
         ours.restore_checkpoint(tmp_path, None)
+
+
+def test_a_failure_raises_at_a_restore_from_two(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """A restore that takes subtrees from the directory raises it, too, once."""
+    gate.open.set()
+    first = save(tmp_path / "first", {"n": 1})
+    ours.save_checkpoint(tmp_path / "b", {"n": 0}, 0)
+    fail_once(gate, tmp_path / "b", manager, finished=True)
+    taken = [rules.from_checkpoint(tmp_path / "b", "n")]
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.restore_checkpoint(first, None, orbax_transforms=taken)
+    assert ours.restore_checkpoint(first, None, orbax_transforms=taken)["n"] == 0
+
+
+def test_a_restore_from_two_waits_for_multiprocess_saves(tmp_path: Path) -> None:
+    """What `rules.from_checkpoint` takes is what this process's multi-process save published, however late."""
+    first, other = save(tmp_path / "first", {"n": 1}), tmp_path / "b"
+    ours.save_checkpoint(other, {"n": 1}, 1)
+
+    second = save(tmp_path / "second", {"n": 2})
+
+    def late() -> None:
+        time.sleep(0.3)
+        Path(second).rename(other / "checkpoint_2")
+
+    async_saves.start(ours.AsyncManager(), str(other), late, lookup_timeout=30)
+    assert ours.restore_checkpoint(first, None, orbax_transforms=[rules.from_checkpoint(other, "n")])["n"] == 2
 
 
 def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:

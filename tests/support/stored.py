@@ -19,6 +19,7 @@ class Memory:
     """A reader of values that are there already; it notes how many bytes of arrays were asked for."""
 
     format = Format.MSGPACK
+    places_on_device, keeps_lists = False, True
     path = "memory"
 
     def __init__(self, tree: Any):
