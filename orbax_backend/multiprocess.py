@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
     MANIFEST,
+    PROCESS_DONE,
     PROCESS_PREFIX,
     STRING,
     ZARR2_METADATA,
@@ -35,9 +36,6 @@ from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .writer import array_metadatas, commit, compressor, finish_arrays, start_arrays, sync_database, tree_files
 from .zarr import parse_array_metadata
-
-# The last file of a process, with the digest of its plan; removed at the end.
-_DONE_FILE = "ended"
 
 
 def begin(
@@ -83,11 +81,11 @@ def write(
             write_files(tree_files(path, plan))
     finally:
         finish_arrays(own, database)
-    write_file(os.path.join(own, _DONE_FILE), _digest(plan).encode())
+    write_file(os.path.join(own, PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in uploads.names_in(own)]
-        multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, _DONE_FILE), path))
+        multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, PROCESS_DONE), path))
 
 
 def end(
@@ -128,7 +126,7 @@ def _check(path: str, plan: SavePlan, upload: MultiprocessUpload | None) -> None
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
     folder = upload.folder
-    sizes = sizes_of([f"{folder}/{key}" for key in upload.written() if not key.endswith((MANIFEST, _DONE_FILE))])
+    sizes = sizes_of([f"{folder}/{key}" for key in upload.written() if not key.endswith((MANIFEST, PROCESS_DONE))])
     _check_complete(upload.url, plan, index, lambda file: sizes.get(f"{folder}/{file}"))
 
 
@@ -149,7 +147,7 @@ def _digest(plan: SavePlan) -> str:
 
 
 def _check_done(path: str, process: int, database: str, digest: str) -> None:
-    file = os.path.join(database, _DONE_FILE)
+    file = os.path.join(database, PROCESS_DONE)
     try:
         with translated(file, "read"):
             found = paths.read(file).decode("ascii", "replace")
@@ -173,7 +171,7 @@ def _check_done(path: str, process: int, database: str, digest: str) -> None:
 
 
 def _remove_done_file(database: str) -> None:
-    file = os.path.join(database, _DONE_FILE)
+    file = os.path.join(database, PROCESS_DONE)
     with translated(file, "removed"):
         paths.storage_of(file).delete(file)
 

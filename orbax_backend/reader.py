@@ -16,14 +16,16 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, St
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
     ARRAY_METADATAS,
+    EMPTY_CONTAINERS,
     JAX_ARRAY,
     MSGPACK_FILE,
+    NONE,
     NP_ARRAY,
     SCALAR,
     STRING,
     key_prefix,
 )
-from flax_ckpt_compat._core.tree import Branch, Container, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
 from .aggregate import OpenMsgpack, open_aggregate
 from .build_tree import build_tree
@@ -37,13 +39,7 @@ from .structure import UNKNOWN, LeafEntry, Structure, read_structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata
 
-_EMPTY = {
-    "None": None,
-    "Dict": Container.DICT,
-    "List": Container.LIST,
-    "Tuple": Container.TUPLE,
-    "NamedTuple": Container.NAMEDTUPLE,
-}
+_EMPTY = {NONE: None, **EMPTY_CONTAINERS}
 # Leaves of other types may be stored in any way, even if there are arrays of their names.
 _ARRAY_TYPES = frozenset([JAX_ARRAY, NP_ARRAY, SCALAR, UNKNOWN])
 _STORED_TYPES = _ARRAY_TYPES | {STRING}

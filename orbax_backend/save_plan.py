@@ -8,20 +8,14 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.orbax_layout import STRING, key_prefix, leaf_name, pointer_tokens
+from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, NONE, STRING, key_prefix, leaf_name, pointer_tokens
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
 from .encode import EncodedLeaf, Encoder, encode_text_as_bytes
 from .type_annotations import TypeAnnotations
 
-# Orbax's names of empty nodes.
-EMPTY_MARKERS = {
-    Container.DICT: "Dict",
-    Container.LIST: "List",
-    Container.TUPLE: "Tuple",
-    # Real Orbax stores empty containers of other types as None.
-    Container.NAMEDTUPLE: "None",
-}
+# Orbax's names of empty nodes; real Orbax stores empty containers of other types as None.
+EMPTY_MARKERS = {container: name for name, container in EMPTY_CONTAINERS.items()} | {Container.NAMEDTUPLE: NONE}
 Keys = tuple[tuple[str, bool], ...]  # a key path; each name with whether it is an index of a sequence
 
 
@@ -89,7 +83,7 @@ class _Planner:
         plan = self._plan
         if node is None or isinstance(node, Branch):
             self._names.check(path)
-            marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else "None"
+            marker = EMPTY_MARKERS[node.container] if isinstance(node, Branch) else NONE
             plan.entries.append(Entry(keys, leaf_name(path), marker=marker))
             return
         name = self._names.add(path)

@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.orbax_layout import (
+    ARRAY_METADATA_PREFIX,
     ARRAY_METADATAS,
     COMMIT_FILE,
     DATA_DIRECTORY,
@@ -79,7 +80,7 @@ def compressor(name: str | None) -> dict[str, Any] | None:
 def array_metadatas(path: str, plan: SavePlan, compressed: bool, process: int) -> dict[str, bytes]:
     """Return the file with a process's list of all jax arrays: its path and content."""
     content = metadata.array_metadatas(plan, compressed)
-    return {os.path.join(path, ARRAY_METADATAS, f"process_{process}"): content.encode()}
+    return {os.path.join(path, ARRAY_METADATAS, f"{ARRAY_METADATA_PREFIX}{process}"): content.encode()}
 
 
 def tree_files(path: str, plan: SavePlan) -> dict[str, bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flax_ckpt_compat._core.tree import Path
+from flax_ckpt_compat._core.tree import Container, Path
 
 # A tree.
 TREE_METADATA = "_METADATA"
@@ -12,10 +12,18 @@ MSGPACK_FILE = "checkpoint"  # of releases until 0.5.15; other tools give text f
 SHARDING = "_sharding"
 STRINGS = "_strings.json"
 ARRAY_METADATAS = "array_metadatas"
+ARRAY_METADATA_PREFIX = "process_"  # in ARRAY_METADATAS, before the index of the process that wrote the file
 
 # Words of TREE_METADATA: types of keys and of leaves.
 SEQUENCE_KEY, DICT_KEY = 1, 2
 JAX_ARRAY, NP_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
+NONE = "None"
+EMPTY_CONTAINERS = {
+    "Dict": Container.DICT,
+    "List": Container.LIST,
+    "Tuple": Container.TUPLE,
+    "NamedTuple": Container.NAMEDTUPLE,
+}
 
 # The OCDBT database of its arrays.
 MANIFEST = "manifest.ocdbt"
@@ -34,6 +42,10 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 COMMIT_FILE = "commit_success.txt"
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
+# Ours, while a save runs; removed at its end.
+PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
+BEGUN, NEXT = "_begun", "_next"  # in a store: a running save, and what it publishes at once; see `visible_objects`
+NEXT_DATA_LIST = "_data.txt"  # in NEXT, written first: the names of the data objects, to clean up after a dead writer
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
 
 # Items that are no tree.

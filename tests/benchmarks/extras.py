@@ -92,7 +92,7 @@ def _list(directory: str) -> None:
 def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
     """Seconds to describe a tree and to match it, by number of leaves."""
     rows = []
-    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="")
+    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="", places_on_device=False, keeps_lists=True)
     options = RestoreOptions(config.current())
     for count in counts:
         leaf = np.zeros(1, np.float32)

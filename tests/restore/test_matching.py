@@ -36,7 +36,7 @@ def handles(tree: Any) -> Any:
 
 def plan(stored: Node, target: Any, *, lenient: bool = False) -> TreePlan:
     """The plan of a restore; lenient as with ``orbax_transforms={}``."""
-    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="/p")
+    reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="/p", places_on_device=False, keeps_lists=True)
     options = RestoreOptions(config.current(), TransformSpec({} if lenient else None))
     return matching.plan_tree(reader, stored, state_dict.TargetTree(target), options, "/p")
 

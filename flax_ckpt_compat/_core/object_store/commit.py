@@ -28,8 +28,7 @@ from flax_ckpt_compat._core.object_store.lease import (
     tag_of,
 )
 from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
-from flax_ckpt_compat._core.object_store.visible_objects import LIST_FILE
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
 
@@ -227,7 +226,7 @@ def _remove_leftovers(url: str, markers: Collection[str]) -> None:
         if tag.encode() not in committed:
             leftovers.update(key for key in inside if tag + "/" in key[: key.find("/") + 1])
             leftovers.update(
-                replace_directory.data_names(url, following) if f"{following}/{LIST_FILE}" in inside else ()
+                replace_directory.data_names(url, following) if f"{following}/{NEXT_DATA_LIST}" in inside else ()
             )
         client.delete_all(f"{url}/{key}" for key in leftovers.intersection(inside))
     client.delete_all(f"{url}/{marker}" for marker in markers)

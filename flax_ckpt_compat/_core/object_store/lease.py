@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import CleanupError, StorageError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
+from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
 
-_MARKER = re.compile(r"_begun\.(\d+)\.([0-9a-f]{32})")
+_MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Seconds after which a writer without a commit counts as dead.
 _EXPIRES_AFTER = 24 * 3600
@@ -87,7 +87,7 @@ class WriteLease:
             client.write(f"{url}/{COMMIT_FILE}", _COMMITTED.format("It is a copy.").encode())
             self.initial |= {COMMIT_FILE}
         last = max((max(_order(name), visible_objects.order_of_key(name))[0] for name in self.initial), default=0)
-        self.marker = f"_begun.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
+        self.marker = f"{BEGUN}.{max(int(time.time()), last + 1)}.{uuid.uuid4().hex}"
         client.write(f"{url}/{self.marker}", b"")
 
     def list_others(self) -> set[str]:

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable
 
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import ConcurrentWriteError, WriteLease, after_commit
-from flax_ckpt_compat._core.object_store.visible_objects import LIST_FILE
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
 
 _RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
 _ROUNDS = 5
@@ -49,7 +48,7 @@ def replace(
     data = [name for name in names if not is_shared(name)]
     shared = [name for name in names if is_shared(name)]
     try:
-        client.write(f"{lease.url}/{next_folder}/{LIST_FILE}", "\n".join(data).encode())
+        client.write(f"{lease.url}/{next_folder}/{NEXT_DATA_LIST}", "\n".join(data).encode())
         uploads.upload(staged, lease.url, data, {})
         uploads.upload(staged, f"{lease.url}/{next_folder}", shared, {})
         if not {*data, *uploaded, *(f"{next_folder}/{name}" for name in shared)} <= lease.list_others():
@@ -66,7 +65,7 @@ def replace(
 
 def _undo(lease: WriteLease, next_folder: str, shared: Iterable[str], data: Iterable[str]) -> None:
     client.delete(f"{lease.url}/{next_folder}/{COMMIT_FILE}")
-    client.delete_all(f"{lease.url}/{next_folder}/{name}" for name in [*shared, LIST_FILE])
+    client.delete_all(f"{lease.url}/{next_folder}/{name}" for name in [*shared, NEXT_DATA_LIST])
     client.delete_all(f"{lease.url}/{name}" for name in data)
 
 
@@ -79,7 +78,7 @@ def _finish(
     next_folder: str,
 ) -> None:
     """Upload the new checkpoint's files to their final names, and remove all else."""
-    ours = [f"{next_folder}/{name}" for name in [*shared, LIST_FILE]]
+    ours = [f"{next_folder}/{name}" for name in [*shared, NEXT_DATA_LIST]]
     commit_file = f"{next_folder}/{COMMIT_FILE}"
     with after_commit(lease.url):
         upload_all(lease, staged, shared, versions, {*kept, *ours, commit_file})
@@ -115,7 +114,7 @@ def resume(url: str, staged: str) -> None:
         return
     lease.adopted.append(next_folder)
     shared = [name[len(next_folder) + 1 :] for name in lease.initial if name.startswith(f"{next_folder}/")]
-    shared = [name for name in shared if name not in (COMMIT_FILE, LIST_FILE)]
+    shared = [name for name in shared if name not in (COMMIT_FILE, NEXT_DATA_LIST)]
     of_processes = [name for name in lease.initial if visible_objects.is_of_save(name, next_folder)]
     kept = {*data_names(url, next_folder), *of_processes} & lease.initial
     versions = shared_versions(lease, shared)
@@ -126,6 +125,6 @@ def resume(url: str, staged: str) -> None:
 def data_names(url: str, next_folder: str) -> list[str]:
     """Return the names of the data objects of the save that writes below ``next_folder``."""
     try:
-        return client.read(f"{url}/{next_folder}/{LIST_FILE}").decode().split("\n")
+        return client.read(f"{url}/{next_folder}/{NEXT_DATA_LIST}").decode().split("\n")
     except FileNotFoundError:  # its writer finished meanwhile
         return []

@@ -12,19 +12,25 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, DATA_DIRECTORY, DATA_FILE_PATTERN, PROCESS_PREFIX
+from flax_ckpt_compat._core.orbax_layout import (
+    BEGUN,
+    COMMIT_FILE,
+    DATA_DIRECTORY,
+    DATA_FILE_PATTERN,
+    NEXT,
+    NEXT_DATA_LIST,
+    PROCESS_PREFIX,
+)
 
-# Written first below ``_next…``: the names of the data objects, to clean up after a dead writer.
-LIST_FILE = "_data.txt"
-_NEXT = re.compile(r"(.*/|)(_next\.(\d+)\.([0-9a-f]{32}))/(.+)", re.DOTALL)
-_IN_NEXT = re.compile(r"(.*/_next\.\d+\.([0-9a-f]{32}))(?:/|$)", re.DOTALL)
+_NEXT = re.compile(rf"(.*/|)({NEXT}\.(\d+)\.([0-9a-f]{{32}}))/(.+)", re.DOTALL)
+_IN_NEXT = re.compile(rf"(.*/{NEXT}\.\d+\.([0-9a-f]{{32}}))(?:/|$)", re.DOTALL)
 _DATA = re.compile(f"{DATA_DIRECTORY}/{DATA_FILE_PATTERN}")
 _Order = tuple[int, str]
 
 
 def next_name(marker: str) -> str:
     """Return the name of the ``_next…`` folder of the save with this marker."""
-    return marker.replace("_begun", "_next", 1)
+    return marker.replace(BEGUN, NEXT, 1)
 
 
 def order_of(name: str) -> _Order:
@@ -59,7 +65,7 @@ def current_folder(names: Collection[str]) -> str | None:
 
 def visible(keys: list[str]) -> list[str]:
     """Return the keys of the current checkpoints, with those of a committed ``_next…`` under their final names."""
-    if not any("_next." in key for key in keys):
+    if not any(f"{NEXT}." in key for key in keys):
         return keys
     inside: dict[str, list[str]] = {}
     for key in keys:
@@ -76,12 +82,12 @@ def visible(keys: list[str]) -> list[str]:
 def _visible_key(key: str, chosen: dict[str, str]) -> str | None:
     match = _NEXT.fullmatch(key)
     if match:
-        return match[1] + match[5] if chosen.get(match[1]) == match[2] and match[5] != LIST_FILE else None
+        return match[1] + match[5] if chosen.get(match[1]) == match[2] and match[5] != NEXT_DATA_LIST else None
     for folder, name in chosen.items():
         if key.startswith(folder):
             rest = key[len(folder) :]
             # Of the rest, only data can be the new checkpoint's; markers show the running save.
-            kept = _DATA.fullmatch(rest) or rest.startswith("_begun.")
+            kept = _DATA.fullmatch(rest) or rest.startswith(f"{BEGUN}.")
             return key if kept or is_of_save(rest, name) else None
     return key
 
