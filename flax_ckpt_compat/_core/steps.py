@@ -1,4 +1,4 @@
-"""Parse, order and expire checkpoint names: pure functions on names and numbers.
+"""Parse and order checkpoint names: pure functions on names and numbers.
 
 The rules are those of legacy Flax without its glob and sorting accidents: a name belongs to a prefix
 only if the rest of the name is one finite number.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout
@@ -125,45 +124,3 @@ def _is_traced(step: Any) -> bool:
     """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(step, jax.core.Tracer)
-
-
-def check_keep(keep: Any) -> int:
-    """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
-    try:
-        value = float(keep)
-    except (TypeError, ValueError):
-        raise StepError(f"keep must be a number, found {keep!r}") from None
-    if math.isnan(value) or value < 0:
-        raise StepError(f"keep must be 0 (keep all) or more, found {keep!r}")
-    if math.isinf(value):
-        return 0
-    if value != int(value):
-        raise StepError(f"keep must be a whole number, found {keep!r}")
-    return operator.index(keep) if hasattr(keep, "__index__") else int(value)
-
-
-def check_every(every: Any) -> float | None:
-    """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
-    try:
-        value = 0.0 if every is None else float(every)
-    except (TypeError, ValueError):
-        value = math.nan
-    if math.isnan(value):
-        raise StepError(f"keep_every_n_steps must be a number or None, found {every!r:.100}")
-    return value or None
-
-
-def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:
-    """Return the checkpoints that retention removes, of a prefix's numeric ones, oldest first (`in_order`)."""
-    if keep == 0:
-        return []
-    removed = []
-    last_kept = -math.inf
-    for name in names[:-keep]:
-        step = step_of(name, prefix)
-        # Step 0 counts as "no step" here, as in legacy Flax: keep_every_n_steps never keeps it.
-        if keep_every_n_steps and step and step - last_kept >= keep_every_n_steps:
-            last_kept = step
-        else:
-            removed.append(name)
-    return removed

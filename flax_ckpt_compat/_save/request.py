@@ -14,6 +14,7 @@ from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import StepError
 from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._save import expiry
 
 
 class SaveManager(Protocol):
@@ -108,8 +109,8 @@ def of_step(
         shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
         step=step,
         overwrite=bool(overwrite),
-        keep=steps.check_keep(keep),
-        keep_every_n_steps=steps.check_every(keep_every_n_steps),
+        keep=expiry.check_keep(keep),
+        keep_every_n_steps=expiry.check_every(keep_every_n_steps),
         **options,
     )
 

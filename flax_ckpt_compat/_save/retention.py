@@ -13,6 +13,7 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import prefixes
+from flax_ckpt_compat._save.expiry import expired
 from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -73,7 +74,7 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     # Sort the one just saved as the newest of its step.
     kept = sorted(set(ordered) - {*replaced, *newer}, key=lambda name: (numbers[name], name == saved, name))
     # Never remove the one just saved, even if enough newer ones stay.
-    old = [name for name in steps.expired(kept, prefix, request.keep, request.keep_every_n_steps) if name != saved]
+    old = [name for name in expired(kept, prefix, request.keep, request.keep_every_n_steps) if name != saved]
     return replaced + newer + old
 
 
