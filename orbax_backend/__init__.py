@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader
+from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 
@@ -12,7 +12,7 @@ from .aggregate import OpenMsgpack
 from .reader import open_checkpoint
 from .save_plan import SavePlan, make_plan
 
-__all__ = ["BACKEND", "OrbaxBackend"]
+__all__ = ["OrbaxBackend"]
 
 
 class OrbaxBackend:
@@ -50,6 +50,3 @@ class OrbaxBackend:
         """
         with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
             return open_checkpoint(path, self._open_msgpack)
-
-
-BACKEND: Backend = OrbaxBackend()

@@ -13,13 +13,13 @@ from unittest import mock
 import jax
 import numpy as np
 from flax_ckpt_compat.legacy import BACKEND as MSGPACK
-from flax_ckpt_compat.orbax_backend import BACKEND as ORBAX
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._save import key_value_store
 from tests.benchmarks import scale_costs
 from tests.multiprocess.jobs import mesh, use
+from tests.support.orbax_trees import BACKEND as ORBAX
 
 # Divides by 16 devices, and is small enough to be stored inside of the index of Orbax's format.
 LENGTH = 64

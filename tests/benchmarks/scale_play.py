@@ -12,13 +12,13 @@ from unittest import mock
 
 import jax
 import numpy as np
-from flax_ckpt_compat.orbax_backend import BACKEND
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from flax_ckpt_compat._save import coordination, key_value_store
 from tests.benchmarks.scale_jobs import Counting
+from tests.support.orbax_trees import BACKEND
 
 # Elements of a shard, of float32: just too large to be stored inside of the index.
 ELEMENTS = 260

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_ckpt_compat.orbax_backend import BACKEND
 
 from flax_ckpt_compat._core.errors import NameCollisionError, StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.tree import Branch
-from tests.support.orbax_trees import branches, load, save
+from tests.support.orbax_trees import BACKEND, branches, load, save
 
 
 @pytest.mark.parametrize(

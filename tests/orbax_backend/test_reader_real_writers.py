@@ -11,14 +11,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import BACKEND, key_index
+from flax_ckpt_compat.orbax_backend import key_index
 from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.interpreters import run_python
 from tests.support.logs import warnings_logged
-from tests.support.orbax_trees import handles, load, on_host
+from tests.support.orbax_trees import BACKEND, handles, load, on_host
 from tests.support.peers import needs, ocp_v1, pytree_handler, skip_without_typed_keys
 from tests.support.trees import fingerprint
 

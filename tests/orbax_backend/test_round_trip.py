@@ -15,13 +15,12 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_ckpt_compat.orbax_backend import BACKEND
 from hypothesis import HealthCheck, given, settings
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, WriteOptions
 from flax_ckpt_compat._core.errors import NameCollisionError, SettingError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData
-from tests.support.orbax_trees import branches, handles, load, on_host, save
+from tests.support.orbax_trees import BACKEND, branches, handles, load, on_host, save
 from tests.support.peers import version
 from tests.support.profiles import examples
 from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
