@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
@@ -98,4 +99,6 @@ def _shown(value: object) -> str:
     # The repr of a complex number such as ``-0j`` evaluates to other signs of zeros.
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return f"{type(value).__name__}({str(value)!r})"
+    if isinstance(value, str) and "\\" in value and value.isprintable() and not re.search(r"'|\\$", value):
+        return f"r'{value}'"  # as one writes patterns
     return repr(value)

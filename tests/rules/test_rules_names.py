@@ -248,11 +248,11 @@ def test_nothing_is_changed_in_place(tree: Any) -> None:
 def test_rules_show_their_python() -> None:
     """The source of a rule is Python that makes it again."""
     for text in (
-        r"rules.rename('a_(\\d)', 'b_\\1')",
+        r"rules.rename(r'a_(\d)', r'b_\1')",
         "rules.move('params', '')",
         "rules.drop('a', 'b')",
         "rules.wrap('model', at='params')",
-        r"rules.stack('layer_(\\d+)', 'layers', axis=1)",
+        r"rules.stack(r'layer_(\d+)', 'layers', axis=1)",
         "rules.fuse(['q', 'k'], 'qk', axis=-2)",
         "rules.cast('params', 'bfloat16')",
         "rules.optimizer_state(stored_at='optimizer')",

@@ -81,7 +81,7 @@ LAYERS = (Layer("a", "dense", 16), Layer("b", "batch"), Layer("c", "dense", 32),
             make([*LAYERS[:3], Layer("d", "dense", 7)]),
             ["rules.optimizer_state('opt_state')", "rules.from_target('params/Dense_2')"],
         ),
-        (make(LAYERS, inside="model"), [r"rules.rename('(batch_stats|mu|nu|params)', '\\1/model')"]),
+        (make(LAYERS, inside="model"), [r"rules.rename('(batch_stats|mu|nu|params)', r'\1/model')"]),
         (
             # Flax counts the dense layers anew once one of them has a name.
             make([Layer("a", "dense", 16, "encoder"), *LAYERS[1:]]),
@@ -118,7 +118,7 @@ def test_raw_keys_become_typed_ones() -> None:
 def test_unrolled_layers_become_scanned_ones_and_back() -> None:
     """Numbered layers and one with a leading axis are told from the shapes, moments included."""
     unrolled, scanned = train(Layers()), train(Layers("layers"))
-    assert sources(unrolled, scanned) == [r"rules.stack('layer_(\\d+)', 'layers')"]
+    assert sources(unrolled, scanned) == [r"rules.stack(r'layer_(\d+)', 'layers')"]
     assert sources(scanned, unrolled) == ["rules.unstack('layers', 'layer_{}')"]
     found = proposed(unrolled, train(Layers("scan"), CLIPPED))[1]
     names = [f"opt_state/0/mu/layer_{number}/Dense_0/kernel" for number in range(4)]
@@ -285,7 +285,7 @@ def test_large_trees(layers: int) -> None:
     """Hundreds of leaves are no hindrance; hundreds of unrelated names are given up on."""
     old = {"params": {f"layers_{n}": dict.fromkeys("abcdefghijkl", D) for n in range(layers)}}
     new = {"params": {f"block_{n}": node for n, node in enumerate(old["params"].values())}}
-    assert sources(old, new) == [r"rules.rename('layers_(\\d+)', 'block_\\1')"]
+    assert sources(old, new) == [r"rules.rename(r'layers_(\d+)', r'block_\1')"]
     mixed = {f"x{chr(97 + n % 26)}{chr(97 + n // 26)}": node for n, node in enumerate(old["params"].values())}
     suggestion, _ = proposed(old, {"params": mixed})
     assert suggestion is None or not suggestion.confident

@@ -63,18 +63,18 @@ def stack(axis: int) -> Any:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (NUMBERED, {"layer": {str(n): D for n in range(3)}}, [r"rules.rename('layer_(\\d+)', 'layer/\\1')"]),
-        (NUMBERED, {"layers": stack(1)}, [r"rules.stack('layer_(\\d+)', 'layers', axis=1)"]),
+        (NUMBERED, {"layer": {str(n): D for n in range(3)}}, [r"rules.rename(r'layer_(\d+)', r'layer/\1')"]),
+        (NUMBERED, {"layers": stack(1)}, [r"rules.stack(r'layer_(\d+)', 'layers', axis=1)"]),
         ({"layers": stack(1)}, NUMBERED, ["rules.unstack('layers', 'layer_{}', axis=1)"]),
         (
             {"layers": {str(n): D for n in range(3)}},
             {"layers": stack(0)},
-            [r"rules.rename('layers/(\\d+)', 'layers_\\1')", r"rules.stack('layers_(\\d+)', 'layers')"],
+            [r"rules.rename(r'layers/(\d+)', r'layers_\1')", r"rules.stack(r'layers_(\d+)', 'layers')"],
         ),
         (
             {"layers": stack(0)},
             {"layers": stack(1)},
-            ["rules.unstack('layers', 'layers_{}')", r"rules.stack('layers_(\\d+)', 'layers', axis=1)"],
+            ["rules.unstack('layers', 'layers_{}')", r"rules.stack(r'layers_(\d+)', 'layers', axis=1)"],
         ),
         (
             {f"layer_{n}": D for n in (1, 2)},
