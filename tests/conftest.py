@@ -54,7 +54,9 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Share out the whole suite; what was chosen by hand starts sooner in one process."""
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
-    return 0 if chosen else len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    # The default tests wait for servers and other processes in a third of their time.
+    return 0 if chosen else cores + (config.option.markexpr == "not slow")
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
