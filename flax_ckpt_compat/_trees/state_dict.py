@@ -105,10 +105,9 @@ class TargetTree:
         unexpanded = _unexpand(self._state, state) if self._has_foreign else state
         for path in self._misread:  # the inner ones come first
             unexpanded = old_namedtuples.as_old(unexpanded, path)
-        try:
-            return _from_state_dict(self.tree, unexpanded)
-        except Exception:  # noqa: BLE001  (of the tree's own types; from the root, Flax's errors tell whole key paths)
+        if self.custom_paths:  # the types may raise; from the root, Flax's errors tell whole key paths
             return serialization.from_state_dict(self.tree, unexpanded)
+        return _from_state_dict(self.tree, unexpanded)
 
 
 def describe(target: Any) -> Node:

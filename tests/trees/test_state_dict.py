@@ -177,3 +177,19 @@ def test_types_with_own_rules() -> None:
     assert state_dict.TargetTree(mixed).custom_paths == {("b",), ("d",)}
     for plain in ({}, [], (), Fields(1), Pair(1, 2), core.freeze({}), optax.EmptyState(), np.ones(1), jnp.ones(1)):
         assert state_dict.TargetTree({"a": plain}).custom_paths == set()
+
+
+def test_a_type_that_refuses_a_state_is_asked_once() -> None:
+    """It may have taken things out of the state, so that a second attempt would give something else."""
+
+    class Takes:
+        pass
+
+    def take(_: Takes, state: dict[str, Any]) -> Takes:
+        if state.pop("all", None) is not None:
+            raise ValueError("of another release")
+        return Takes()
+
+    serialization.register_serialization_state(Takes, lambda _: {"all": np.ones(2)}, take)
+    with pytest.raises(ValueError, match="of another release"):
+        state_dict.rebuild({"takes": Takes()}, {"takes": {"all": np.ones(2)}})
