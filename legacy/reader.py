@@ -236,12 +236,12 @@ def _read_slices(
     """Read leaves and slices; arrays with slices that are not contiguous are read whole, once."""
     direct = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
     pairs = list(zip(wanted, direct, strict=True))
-    cut = {id(one.handle): one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None}
-    values = iter(read_handles([*(handle for handle in direct if handle is not None), *cut.values()]))
+    cut = dict.fromkeys(one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None)
+    values = iter(read_handles([*(handle for handle in direct if handle is not None), *cut]))
     found = [None if handle is None else next(values) for handle in direct]
     whole = dict(zip(cut, values, strict=True))
     return [
-        one.cut(whole[id(one.handle)]) if isinstance(one, ArraySlice) and rows is None else value
+        one.cut(whole[one.handle]) if isinstance(one, ArraySlice) and rows is None else value
         for (one, rows), value in zip(pairs, found, strict=True)
     ]
 

@@ -26,7 +26,7 @@ _SMALL_BYTES = 4096
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StoredLeaf:
-    """How leaves of one type are stored as arrays; the locator of their handles.
+    """Storage of leaves of one type as arrays; the locator of their handles.
 
     Attributes:
         info: metadata of the array.

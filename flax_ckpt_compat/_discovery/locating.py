@@ -131,7 +131,7 @@ def read_found(
         ckpt_dir: a directory of checkpoints, or one checkpoint.
         step: the step in the directory; None is the latest, and the new latest if that was removed.
         prefix: as the caller wrote it.
-        read: reads the checkpoint at a path, with `check_same` after reading several files.
+        read: reads the checkpoint at a path, inside `unchanged` if it reads several files.
         otherwise: returns the result if there is no checkpoint; None raises.
         doing: completes "nothing to …".
 
@@ -144,7 +144,7 @@ def read_found(
         if isinstance(found, Absence):
             return _nothing(ckpt_dir, prefix, found, otherwise, doing)
         notices.log_once(_subject(ckpt_dir, prefix), None)
-        before = identity(found.path)
+        before = _identity(found.path)
         try:
             return read(found.path)
         except _POLICY_ERRORS:
@@ -189,7 +189,7 @@ def _has_changed(
     found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
 ) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
-    if not is_there(found.path) or identity(found.path) != before:
+    if not is_there(found.path) or _identity(found.path) != before:
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
@@ -203,18 +203,21 @@ def _has_changed(
     return isinstance(now, Absence) or now.path != found.path
 
 
-def identity(path: str) -> tuple[int, int] | None:
+def _identity(path: str) -> tuple[int, int] | None:
     """Return device and inode of a local path; None in stores, or if it does not exist."""
     return paths.storage_of(path).identity(path)
 
 
-def check_same(path: str, before: tuple[int, int] | None) -> None:
-    """Raise if the directory was replaced during the read, which may have mixed the two.
+@contextmanager
+def unchanged(path: str) -> Iterator[None]:
+    """Raise after the block if the directory was replaced during it, which may have mixed the two.
 
     Raises:
         ReplacedError: it was replaced.
     """
-    now = identity(path)
+    before = _identity(path)
+    yield
+    now = _identity(path)
     if now != before and None not in (now, before) and os.path.isdir(path):
         raise ReplacedError(f"{path} was replaced while it was read", path=path)
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any
 
@@ -46,14 +47,12 @@ def open_checkpoint(
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)
 
     def open_one(path: str) -> Checkpoint:
-        before, opened = locating.identity(path), opening.Opened(path)
-        try:
-            checkpoint = Checkpoint(opened, _step_of(opened, listing.checkpoint_dir(ckpt_dir, prefix).prefix))
-            locating.check_same(path, before)
-        except BaseException:
-            opened.close()
-            raise
-        return checkpoint
+        with ExitStack() as files:
+            with locating.unchanged(path):
+                opened = files.enter_context(closing(opening.Opened(path)))
+                checkpoint = Checkpoint(opened, _step_of(opened, listing.checkpoint_dir(ckpt_dir, prefix).prefix))
+            files.pop_all()  # the checkpoint closes them
+            return checkpoint
 
     return locating.read_found(ckpt_dir, step, prefix, open_one, doing="open")
 

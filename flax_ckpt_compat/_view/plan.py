@@ -180,11 +180,8 @@ def plan_restore(
     )
 
     def plan_one(found: str) -> Plan:
-        before = locating.identity(found)
-        with closing(opening.Opened(found)) as opened:
-            plan = _plan(opened, plan_all(opened, target, options))
-        locating.check_same(found, before)
-        return plan
+        with locating.unchanged(found), closing(opening.Opened(found)) as opened:
+            return _plan(opened, plan_all(opened, target, options))
 
     otherwise = None if options.settings.must_exist else lambda: _nothing(paths.absolute(ckpt_dir), target)
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)

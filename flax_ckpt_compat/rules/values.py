@@ -85,13 +85,12 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
         shape = (*old[:at], size, *old[at + 1 :])
         how = f"{old[at]} → {size} on axis {at}"
         if isinstance(value, str):
-            own, how = (
-                _targets_own(target, path, shape, leaf.dtype, _rule_name),
-                f"{how}, with the target's own values",
-            )
+            own = _targets_own(target, path, shape, leaf.dtype, _rule_name)
+            how += ", with the target's own values"
             function = _filled(own, shape, leaf.dtype, f"{_rule_name}: the target's own {show_path(path)}")
         else:
-            fill, how = _fill(value, leaf.dtype, path, _rule_name), f"{how}, filled with {value}"
+            fill = _fill(value, leaf.dtype, path, _rule_name)
+            how += f", filled with {value}"
             function = _filled(fill, shape, leaf.dtype, _rule_name)
         return _arrays.apply_to(leaf, function, how, shape=shape)
 
