@@ -30,7 +30,7 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
     ``total_size``: bytes in a file, or in all files below a directory; 0 if it does not exist.
     ``prefetch_sizes``, ``prefetch_emptiness``, ``prefetch_contents``: request many in parallel, in `listing_cache`.
     ``temporary_path``: a local path for a checkpoint that `publish` publishes.
-    ``discard``: remove a checkpoint; a crash in the middle leaves nothing that counts as one.
+    ``discard``: remove checkpoints durably; a crash in the middle leaves no part of one. Return path → failure.
     ``restore_set_aside``: put back checkpoints among these names that a dead writer set aside; return their names.
     ``why_unfinished``: why a directory with these names is incomplete by the rules for stores, or None.
     ``kvstore``, ``context``: TensorStore's spec of a directory, and the context to open it with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 
 from jax import monitoring
 
@@ -44,14 +45,9 @@ def _remove_others(request: SaveRequest) -> None:
         ordered = [name for name in listing.complete_steps(checkpoint_dir) if name not in others]
         if request.name not in ordered:
             return  # another writer removed it meanwhile, and cleans up itself
-        for name in _to_remove(request, ordered):
-            _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
-            try:
-                _remove(checkpoint_dir, name)
-            except StorageError as error:
-                failures.append(error)
+        failures += _remove(checkpoint_dir, _to_remove(request, ordered))
         if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
-            _remove_orphaned_arrays(checkpoint_dir)
+            failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
     if failures:
@@ -78,31 +74,34 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     return replaced + newer + old
 
 
-def _remove(checkpoint_dir: CheckpointDir, name: str) -> None:
-    # The main file first: without its arrays it would look like a checkpoint and not restore.
-    for removed in (name, name + steps.ARRAYS_POSTFIX):
-        if paths.is_url(checkpoint_dir.directory) or paths.lexists(checkpoint_dir.path(removed)):
-            _remove_path(checkpoint_dir.path(removed))
-    prefixes.forget(checkpoint_dir, name)
+def _remove(checkpoint_dir: CheckpointDir, names: list[str]) -> list[StorageError]:
+    """Remove checkpoints and their arrays; return the failures."""
+    storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
+    # In a store each with its arrays, because what a crash left of several would stay.
+    for group in [[name] for name in names] if storage.is_remote else [names]:
+        for name in group:
+            _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
+        # The main files first: without its arrays one would look like a checkpoint and not restore.
+        failed = storage.discard(map(checkpoint_dir.path, group))
+        removed = [name for name in group if checkpoint_dir.path(name) not in failed]
+        failed |= storage.discard(checkpoint_dir.path(name + steps.ARRAYS_POSTFIX) for name in removed)
+        failures += failed.values()
+        for name in removed:
+            prefixes.forget(checkpoint_dir, name)
+    return failures
 
 
-def _remove_path(path: str) -> None:
-    try:
-        paths.storage_of(path).discard(path)
-    except StorageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):  # another process cleans the same directory
-            raise
-
-
-def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> None:
+def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> Iterable[StorageError]:
     """Remove array folders without a main file, except those that a live writer is about to complete."""
+    orphaned = []
     for name in listing.names_in(checkpoint_dir):
         main = name.removesuffix(steps.ARRAYS_POSTFIX)
         if main == name or steps.step_of(main, checkpoint_dir.prefix) is None or _has_file(checkpoint_dir, main):
             continue
         if not atomic.has_live_writer(checkpoint_dir.path(main)) and not _has_file(checkpoint_dir, main):
             _log.info("Removing orphaned arrays at %s", checkpoint_dir.path(name))
-            _remove_path(checkpoint_dir.path(name))
+            orphaned.append(checkpoint_dir.path(name))
+    return atomic.discard(orphaned).values()
 
 
 def _has_file(checkpoint_dir: CheckpointDir, name: str) -> bool:

@@ -101,7 +101,7 @@ def test_long_names_have_temporaries_too(tmp_path: Path) -> None:
             make(temporary, text, "directory")
             atomic.publish(temporary, final)
             assert read(final) == text
-        atomic.discard(final)
+        assert atomic.discard([final]) == {}
     assert names(tmp_path) == []
 
 
@@ -143,7 +143,7 @@ def test_publish_replaces_a_link_and_not_what_it_points_to(tmp_path: Path, kind:
     make(temporary, "new", kind)
     atomic.publish(temporary, str(tmp_path / "c_1"))
     assert (read(tmp_path / "c_1"), read(tmp_path / "elsewhere")) == ("new", "kept")
-    atomic.discard(str(tmp_path / "c_1"))
+    assert atomic.discard([str(tmp_path / "c_1")]) == {}
     assert names(tmp_path) == ["elsewhere"]
 
 
@@ -171,7 +171,7 @@ def test_publish_when_another_process_evicts_the_old_one(tmp_path: Path, monkeyp
     make(tmp_path / "c_1", "old", "directory")
 
     def too_late(_: str, target: str) -> bool:
-        atomic.discard(target)
+        atomic.discard([target])
         return False
 
     monkeypatch.setattr(atomic, "_exchange", too_late)
@@ -275,13 +275,13 @@ def test_clean_up_by_two_writers_at_once_is_no_error(
 ) -> None:
     """A leftover that another process removes in the same moment does not fail a save."""
     make(temporary_of(dead, tmp_path / "c_1"), "x", "file")
-    delete = atomic._delete
+    delete = atomic.delete
 
     def delete_twice(path: str) -> None:
         delete(path)
         delete(path)
 
-    monkeypatch.setattr(atomic, "_delete", delete_twice)
+    monkeypatch.setattr(atomic, "delete", delete_twice)
     atomic.remove_stale(str(tmp_path))
     assert names(tmp_path) == []
 
@@ -296,7 +296,7 @@ def test_a_leftover_that_cannot_be_removed_stops_nobody(
     def refuse(path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
-    monkeypatch.setattr(atomic, "_delete", refuse)
+    monkeypatch.setattr(atomic, "delete", refuse)
     assert atomic.remove_stale(str(tmp_path)) == []
     assert leftover in caplog.text
 
@@ -322,7 +322,7 @@ if child:
 def test_errors_of_the_system_become_storage_errors(tmp_path: Path) -> None:
     """The message names the path, the number is kept, and the system's error is the cause."""
     with pytest.raises(StorageError, match="nowhere") as caught:
-        atomic.discard(str(tmp_path / "nowhere"))
+        atomic.remove_stale(str(tmp_path / "nowhere"))
     assert caught.value.errno == errno.ENOENT
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     assert caught.value.path == str(tmp_path / "nowhere")

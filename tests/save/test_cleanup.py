@@ -97,7 +97,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed(
         raise PermissionError(13, "Permission denied", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "_delete", refuse)
+        patch.setattr(atomic, "delete", refuse)
         ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert ours.restore_checkpoint(tmp_path, None)["n"] == 1
     assert "checkpoint_1 was saved, but what it replaced cannot be removed" in caplog.text

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.local import atomic, syncing
+from tests.support.saves import dead_pid
 
 TREE = {"w": np.arange(200_000.0), "small": {"b": np.ones(3)}, "name": "text"}
 
@@ -61,3 +66,169 @@ def test_the_oldest_goes_first(flag: bool, tmp_path: Path, monkeypatch: pytest.M
     assert len(stages) > 2
     assert all(stage == [2, 9, 10, 11][4 - len(stage) :] for stage in stages), stages
     assert checkpoints.available_steps(tmp_path) == [12]
+
+
+Changes = list[tuple[str, Path]]
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> Changes:
+    """Record of (call, path) for each call that changes or syncs names; a link and a rename count for both paths."""
+    seen: Changes = []
+
+    def record(name: str) -> None:
+        real = getattr(os, name)
+
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            folder = Path(os.readlink(f"/proc/self/fd/{options['dir_fd']}")) if options.get("dir_fd") else Path()
+            if name == "fsync":
+                seen.append((name, Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))))
+            else:
+                seen.extend((name, folder / path) for path in arguments if isinstance(path, (str, Path)))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(os, name, recorded)
+
+    for name in ("fsync", "unlink", "rmdir", "rename", "replace", "link"):
+        record(name)
+    return seen
+
+
+def position(changes: Changes, call: str, path: Path, after: int = -1) -> int:
+    """Index of the first such call behind another."""
+    return next(number for number, change in enumerate(changes) if number > after and change == (call, path))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("keep", [1, 9])
+@pytest.mark.parametrize("arrays", [False, True])
+def test_removals_are_synced(
+    flag: bool, arrays: bool, keep: int, background: bool, tmp_path: Path, changes: Changes
+) -> None:
+    """A power loss brings back no removed step, and no half of one: names are synced before contents go."""
+    for step in (2, 9, 10):
+        checkpoints.save_checkpoint(tmp_path, TREE, step, keep=9)
+        if arrays and not flag:
+            (tmp_path / f"checkpoint_{step}_gda" / "w").mkdir(parents=True)
+            (tmp_path / f"checkpoint_{step}_gda" / "w" / ".zarray").write_text("{}")
+    changes.clear()
+    manager = checkpoints.AsyncManager() if background else None
+    checkpoints.save_checkpoint(tmp_path, TREE, 5, keep=keep, overwrite=True, async_manager=manager)
+    if manager is not None:
+        manager.wait_previous_save()
+    assert checkpoints.available_steps(tmp_path) == [2, 5][2 - min(keep, 2) :]
+    hide = "rename" if flag else "unlink"
+    removed = [tmp_path / f"checkpoint_{step}" for step in (2, 9, 10)[keep > 1 :]]
+    mains = [position(changes, hide, path) for path in removed]
+    synced = position(changes, "fsync", tmp_path, max(mains))
+    hidden = []
+    if arrays and not flag:
+        hidden = [position(changes, "rename", path.with_name(f"{path.name}_gda"), synced) for path in removed]
+        synced = position(changes, "fsync", tmp_path, max(hidden))
+    contents = [number for number, (call, path) in enumerate(changes) if call == "unlink" and path.parent != tmp_path]
+    assert bool(contents) == (flag or arrays)
+    assert all(number > synced for number in contents)
+    # One sync publishes, and one more belongs to each phase: costs do not grow with the steps that are removed.
+    assert changes.count(("fsync", tmp_path)) == 2 + bool(hidden)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES])
+def test_a_directory_that_cannot_be_synced_is_said_once(
+    flag: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves work on file systems without such a call, and warn once that a power loss may undo them."""
+    fsync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    monkeypatch.setattr(syncing, "_warned", set())
+    for step in range(3):
+        checkpoints.save_checkpoint(tmp_path, TREE, step)
+    assert checkpoints.available_steps(tmp_path) == [2]
+    said = [record.getMessage() for record in caplog.records if "cannot be synced" in record.getMessage()]
+    assert len(said) == 1
+    assert os.strerror(number) in said[0]
+
+
+def test_what_was_replaced_stays_if_the_exchange_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may still have the old name, so the old contents stay until a later save syncs."""
+    flax_ckpt_compat.save(tmp_path / "c", {"a": 1}, format="orbax")
+    inode, fsync = os.stat(tmp_path / "c").st_ino, os.fsync
+
+    def failing(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path and os.stat(tmp_path / "c").st_ino != inode:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(errors.StorageError, match=os.strerror(errno.EIO)):
+        flax_ckpt_compat.save(tmp_path / "c", {"a": 2}, format="orbax", overwrite=True)
+    (old,) = (one for one in tmp_path.iterdir() if os.stat(one).st_ino == inode)
+    assert flax_ckpt_compat.restore(old) == {"a": 1}
+    monkeypatch.setattr(os, "fsync", fsync)
+    flax_ckpt_compat.save(tmp_path / "c", {"a": 3}, format="orbax", overwrite=True)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_failed_sync_keeps_what_a_removal_hid(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save says that it is complete and the removal is not; the next one removes the rest."""
+    checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if not (tmp_path / "checkpoint_1").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(errors.CleanupError, match="was saved"):
+        checkpoints.save_checkpoint(tmp_path, TREE, 2)
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert checkpoints.available_steps(tmp_path) == [2]
+    assert len(os.listdir(tmp_path)) == 1 + flag
+    checkpoints.save_checkpoint(tmp_path, TREE, 3)
+    assert os.listdir(tmp_path) == ["checkpoint_3"]
+
+
+def test_what_dead_writers_left_is_removed_once_their_renames_are_synced(tmp_path: Path, changes: Changes) -> None:
+    """A writer that died behind its rename left the old checkpoint under a temporary name, which a power loss undoes.
+
+    A file that one set aside gets its name back before it loses the other."""
+    old, aside = (
+        Path(atomic.temporary_path(str(tmp_path / "c"), role).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
+        for role in ("new", "old")
+    )
+    old.mkdir()
+    (old / "data").write_text("x")
+    aside.write_text("y")
+    atomic.remove_stale(str(tmp_path))
+    assert os.listdir(tmp_path) == ["c"]
+    link = position(changes, "link", tmp_path / "c")
+    assert position(changes, "unlink", aside) > position(changes, "fsync", tmp_path, link)
+    assert position(changes, "unlink", old / "data") > position(changes, "fsync", tmp_path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_orbaxs_checkpointer_wrote_is_synced_before_others_go(
+    overwrite: bool, tmp_path: Path, changes: Changes
+) -> None:
+    """Orbax does not sync its files; no older checkpoint is removed before they are on the disk."""
+    import orbax.checkpoint as ocp
+
+    for step in (1, 1 if overwrite else 2):
+        changes.clear()
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpoints.save_checkpoint(
+                tmp_path, {"a": np.ones(3)}, step, overwrite=overwrite, orbax_checkpointer=checkpointer
+            )
+    removed = min(
+        number for number, (call, path) in enumerate(changes) if call == "unlink" and path.name == "_METADATA"
+    )
+    synced = {path.name for call, path in changes[:removed] if call == "fsync"}
+    assert synced >= {"_METADATA", "manifest.ocdbt", "d", "_CHECKPOINT_METADATA", tmp_path.name}

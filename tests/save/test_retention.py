@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -308,9 +309,11 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
         ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
     discard = atomic.discard
 
-    def too_late(path: str) -> None:
-        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
-        discard(path)
+    def too_late(doomed: Iterable[str]) -> dict[str, errors.StorageError]:
+        for path in (doomed := list(doomed)):
+            if os.path.lexists(path):
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+        return discard(doomed)
 
     monkeypatch.setattr(atomic, "discard", too_late)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)

@@ -1,7 +1,7 @@
 """Publish and remove checkpoints atomically on a local file system; only this package renames or deletes.
 
 Nothing appears under a checkpoint's name before it is complete and synced, and nothing under that name is ever half
-deleted: replacing is one atomic exchange, deleting starts with a rename.
+deleted: replacing is one atomic exchange, and what it replaced is deleted once that is synced.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import ctypes
 import errno
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
+from flax_ckpt_compat._core.local.removal import delete as delete
+from flax_ckpt_compat._core.local.removal import discard as discard
+from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
-from flax_ckpt_compat._core.local.temporaries import GONE, abandon, is_alive, parse
+from flax_ckpt_compat._core.local.temporaries import GONE, is_alive, parse
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
@@ -34,16 +36,22 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 def remove_stale(directory: str) -> list[str]:
     """Remove temporaries of dead writers, after `restore_set_aside`, and return their names."""
-    removed = []
     with translated(directory):
         names = os.listdir(directory)
     restore_set_aside(directory, names)
+    stale = []
     for name in names:
         path = os.path.join(directory, name)
         match = parse(name)
-        if match and os.path.lexists(path) and not is_alive(match, path) and _remove_leftover(path):
-            removed.append(name)
-    return removed
+        if match and os.path.lexists(path) and not is_alive(match, path):
+            stale.append(name)
+    try:
+        if stale:  # one may be what a rename replaced that its dead writer did not sync
+            sync_directory(directory)
+    except OSError as error:
+        _log.warning("Cannot remove %s in %s, left by interrupted saves: %s", stale, directory, error)
+        return []
+    return [name for name in stale if _remove_leftover(os.path.join(directory, name))]
 
 
 def _remove_leftover(path: str) -> bool:
@@ -53,7 +61,7 @@ def _remove_leftover(path: str) -> bool:
             if gda_folder.is_link_marker(os.path.basename(path)):
                 gda_folder.recover(path)
             else:
-                _delete(path)
+                delete(path)
     except OSError as error:
         _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)
         return False
@@ -100,7 +108,6 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
         except BaseException:
             gda_folder.undo(move)
             raise
-        sync_directory(os.path.dirname(final))
         if replaced is not None:
             _remove_replaced(replaced, final)
         gda_folder.remove_replaced(move)
@@ -109,25 +116,27 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
 def _remove_replaced(replaced: str, final: str) -> None:
     """Delete the replaced checkpoint; only log a failure, because the new one is in place."""
     try:
-        _delete(replaced)
+        delete(replaced)
         sync_directory(os.path.dirname(final))
     except OSError as error:
         _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
 
 
 def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
-    """Rename; return the path of the replaced checkpoint if it still exists."""
+    """Rename and sync; return the path of the replaced checkpoint if it still exists."""
     if new:
         publish_new(temporary, final)
         return None
+    replaced = None
     try:
         os.replace(temporary, final)
     except OSError as error:
         # os.replace refuses non-empty directories, and files for directories.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             raise
-        return temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
-    return None
+        replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
+    sync_directory(os.path.dirname(final))
+    return replaced
 
 
 def _replace_in_two_steps(temporary: str, final: str) -> str | None:
@@ -144,26 +153,6 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
         os.rename(aside, final)
         raise
     return aside
-
-
-def discard(path: str) -> None:
-    """Delete a file or directory; a crash in the middle leaves no half checkpoint under its name."""
-    with translated(path):
-        if os.path.isdir(path) and not os.path.islink(path) and not is_temporary(os.path.basename(path)):
-            doomed = temporary_path(path)
-            os.rename(path, doomed)
-            path = doomed
-        _delete(path)
-
-
-def remove_temporary(temporary: str) -> None:
-    """Remove what a failed save wrote, with its arrays; a later save removes what this cannot."""
-    abandon(temporary)
-    for path in (temporary, gda_folder.folder_of(temporary)):
-        for _ in range(_TRIES):  # late processes of the same save may remove it at the same time
-            with suppress(StorageError, OSError):
-                if os.path.lexists(path):
-                    discard(path)
 
 
 def make_directory(path: str) -> None:
@@ -183,12 +172,13 @@ def make_directory(path: str) -> None:
 
 
 def rename_new(path: str, final: str) -> bool:
-    """Rename without replacing anything but an empty directory; return False if the name is taken."""
+    """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
+    linked = not os.path.isdir(path) and not os.path.islink(path)
     try:
-        if os.path.isdir(path) or os.path.islink(path):
+        if linked:
+            os.link(path, final)
+        else:
             os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
-            return True
-        os.link(path, final)
     except OSError as error:
         if error.errno in _TAKEN:
             return False
@@ -197,8 +187,10 @@ def rename_new(path: str, final: str) -> bool:
         if os.path.lexists(final):
             return False
         os.rename(path, final)  # a file system without hard links
-        return True
-    os.unlink(path)
+        linked = False
+    sync_directory(os.path.dirname(final))
+    if linked:  # only now: a power loss must not take both names
+        os.unlink(path)
     return True
 
 
@@ -244,13 +236,6 @@ def is_empty(path: str) -> bool:
 def _taken(final: str) -> StorageError:
     message = f"{final}: another process has saved a checkpoint of this name meanwhile, so this one was not saved"
     return StorageError(f"{message}; pass overwrite=True to replace it", path=final, errno=errno.EEXIST)
-
-
-def _delete(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
 
 
 def _exchange(first: str, second: str) -> bool:

@@ -146,6 +146,7 @@ def recover(marker: str) -> None:
     generation = temporaries.generation_of(marker)
     move = Move(marker, final, _identity(marker), generation, marker, replaces=True)
     if _is_published(move):
+        sync_directory(os.path.dirname(final))  # its writer may have died before it did
         remove_replaced(move)
     else:
         undo(move)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -92,8 +92,8 @@ class LocalStorage:
     def publish(self, temporary: str, path: str, *, new: bool = False) -> None:
         atomic.publish(temporary, path, new=new)
 
-    def discard(self, path: str) -> None:
-        atomic.discard(path)
+    def discard(self, doomed: Iterable[str]) -> dict[str, StorageError]:
+        return atomic.discard(doomed)
 
     def prepare_directory(self, path: str) -> None:
         atomic.make_directory(path)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import logging
 import os
 from typing import Any
+
+# Some network file systems cannot sync directories, and a directory may be writable but not readable.
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EPERM, errno.EACCES)
+_warned: set[int] = set()  # devices
+_log = logging.getLogger("flax_ckpt_compat")
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
@@ -25,15 +31,33 @@ def _sync_file_range() -> Any:
 
 
 def sync_directory(path: str) -> None:
-    """Sync the names in a directory to disk."""
+    """Sync the names in a directory to disk; warn, once for a file system, where that is impossible."""
     try:
         descriptor = os.open(path or ".", os.O_RDONLY)
-    except PermissionError:  # a directory may be writable but not readable
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError as error:  # some network file systems cannot sync directories
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
             raise
-    finally:
-        os.close(descriptor)
+        device = os.stat(path or ".").st_dev
+        if device not in _warned:
+            _warned.add(device)
+            _log.warning(
+                "%s cannot be synced (%s): checkpoints on its file system are safe from crashes of a program, but a "
+                "power loss may undo the last saves; save to another file system to be safe from that, too",
+                path, error.strerror,
+            )  # fmt: skip
+
+
+def sync_tree(path: str) -> None:
+    """Sync all files and directories below a directory, and itself."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_directory(folder)

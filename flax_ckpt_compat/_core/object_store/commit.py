@@ -86,7 +86,7 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
     if not new:
         with after_commit(url):
             remove_arrays_beside(url)
-    atomic.discard(staged)
+    atomic.delete(staged)
 
 
 def publish_object(staged: str, url: str, *, new: bool) -> None:

@@ -95,7 +95,7 @@ def publish(upload: MultiprocessUpload, staged: str, *, new: bool) -> None:
     except ConcurrentWriteError:
         abort(upload)
         raise
-    atomic.discard(staged)
+    atomic.delete(staged)
 
 
 def _publish_gda(upload: MultiprocessUpload, lease: WriteLease, staged: str, new: bool) -> None:

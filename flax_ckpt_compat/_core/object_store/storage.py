@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import client, commit, retrying, uploads
 from flax_ckpt_compat._core.storage_errors import not_found
 
@@ -25,7 +26,6 @@ class ObjectStorage:
     prefetch_contents = staticmethod(client.prefetch_contents)
     why_unfinished = staticmethod(commit.why_unfinished)
     temporary_path = staticmethod(commit.staging_path)
-    discard = staticmethod(commit.discard)
     prepare_directory = staticmethod(commit.remove_stale)
     kvstore = staticmethod(client.spec)
 
@@ -71,6 +71,15 @@ class ObjectStorage:
     def publish(self, temporary: str, path: str, *, new: bool = False) -> None:
         uploads.check_sizes(temporary, path)  # before anything in the store changes
         commit.publish(temporary, path, new=new)
+
+    def discard(self, doomed: Iterable[str]) -> dict[str, StorageError]:
+        failures = {}
+        for path in doomed:
+            try:
+                commit.discard(path)
+            except StorageError as error:
+                failures[path] = error
+        return failures
 
     def restore_set_aside(self, directory: str, names: Iterable[str]) -> list[str]:  # noqa: ARG002
         return []

@@ -1,0 +1,79 @@
+"""Remove checkpoints and temporaries, so that no crash and no power loss brings back a part of one.
+
+Nothing is deleted under a checkpoint's name: a directory is renamed, the names are synced, and then its contents go.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import gda_folder
+from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.local.temporaries import GONE, abandon, temporary_path
+from flax_ckpt_compat._core.storage_errors import storage_error, translated
+
+_TRIES = 3
+
+
+def discard(paths: Iterable[str]) -> dict[str, StorageError]:
+    """Delete files and directories durably, with one sync of their directory; return path → failure.
+
+    What another process deletes meanwhile is no failure."""
+    failures: dict[str, StorageError] = {}
+    hidden: dict[str, str | None] = {}
+    for path in paths:
+        try:
+            hidden[path] = _hide(path)
+        except GONE:
+            continue
+        except OSError as error:
+            failures[path] = storage_error(path, error)
+    for folder in {os.path.dirname(path) for path in hidden}:
+        try:
+            sync_directory(folder)
+        except OSError as error:  # the names may come back, so the contents have to stay
+            for path in [path for path in hidden if os.path.dirname(path) == folder]:
+                failures[path] = storage_error(path, error, "removed")
+                abandon(hidden.pop(path) or "")
+    for path, aside in hidden.items():
+        try:
+            if aside is not None:
+                delete(aside)
+        except StorageError as error:
+            failures[path] = error
+    return failures
+
+
+def _hide(path: str) -> str | None:
+    """Rename a directory and return its new path; delete anything else."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+        return None
+    aside = temporary_path(path)
+    os.rename(path, aside)
+    return aside
+
+
+def delete(path: str) -> None:
+    """Delete a file or directory whose name counts for nothing, such as a temporary."""
+    with translated(path), suppress(*GONE):
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+
+def remove_temporary(temporary: str) -> None:
+    """Remove what a failed save wrote, with its arrays; a later save removes what this cannot."""
+    abandon(temporary)
+    for path in (temporary, gda_folder.folder_of(temporary)):
+        for _ in range(_TRIES):  # late processes of the same save may remove it at the same time
+            with suppress(StorageError, OSError):
+                if os.path.lexists(path):
+                    # If the save failed while it was published, this may be what it replaced.
+                    sync_directory(os.path.dirname(path))
+                    delete(path)
