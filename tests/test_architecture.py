@@ -12,7 +12,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"__init__"},
-    {"_patching"},
+    {"_patching", "_scan"},
     {"api", "checkpoints"},
     {"_view"},
     {"_restore"},

@@ -12,6 +12,7 @@ _COMMANDS = {
     "demo": "flax_ckpt_compat.cli.demo",
     "ls": "flax_ckpt_compat.cli.ls",
     "run": "flax_ckpt_compat.cli.run",
+    "scan": "flax_ckpt_compat.cli.scan",
 }
 
 

@@ -1,0 +1,141 @@
+"""Change the imports of a program, and file operations that can be made safe; formatting and comments stay.
+
+Needs libcst (``pip install 'flax-ckpt-compat[scan]'``), which keeps every character that is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from .project import Finding
+
+_API = "flax.training.checkpoints"
+_OURS = "flax_ckpt_compat.checkpoints"
+
+
+def fix(code: str, findings: Iterable[Finding]) -> str:
+    """Return the code with our imports, and with file operations that work for both formats.
+
+    - Imports of `flax.training.checkpoints` become those of `flax_ckpt_compat.checkpoints`.
+    - ``os.path.isfile(checkpoint)`` becomes ``os.path.exists(checkpoint)``.
+    - The statement ``os.remove(checkpoint)`` removes a directory, too.
+
+    Args:
+        code: The text of a Python file.
+        findings: What `project.scan` found in it.
+
+    Raises:
+        libcst.ParserSyntaxError: libcst does not know the syntax of this code.
+    """
+    wrapper = MetadataWrapper(cst.parse_module(code))
+    fixer = _Fixer({(found.line, found.column): found.kind for found in findings})
+    fixed = wrapper.visit(fixer)
+    return AddImportsVisitor(fixer.context).transform_module(fixed).code
+
+
+class _Fixer(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, kinds: dict[tuple[int, int], str]) -> None:
+        super().__init__()
+        self.context = CodemodContext()
+        self._kinds = kinds
+
+    def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
+        """Pass over the names of modules: they are no expressions."""
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
+        """Pass over the names of modules: they are no expressions."""
+        return False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+        """Change an import, into two where it names other things as well; and the removal of a file."""
+        if len(updated_node.body) != 1:
+            return updated_node
+        statement = updated_node.body[0]
+        if isinstance(statement, cst.Import | cst.ImportFrom):
+            first, *others = _with_ours(statement)
+            lines = [updated_node.with_changes(body=[first]), *(cst.SimpleStatementLine([other]) for other in others)]
+            return cst.FlattenSentinel(lines)
+        if isinstance(statement, cst.Expr) and self._kind(original_node.body[0]) == "remove":
+            return updated_node.with_changes(body=[self._removal(statement)])
+        return updated_node
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:  # noqa: ARG002
+        """Change ``flax.training.checkpoints`` where it is written out."""
+        if get_full_name_for_node(updated_node) != _API:
+            return updated_node
+        AddImportsVisitor.add_needed_import(self.context, _OURS)
+        return cst.parse_expression(_OURS)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        """Ask whether a checkpoint exists, instead of whether it is a file."""
+        is_asked = get_full_name_for_node(updated_node.func) == "os.path.isfile"
+        if not is_asked or self._kind(original_node) != "is-file":
+            return updated_node
+        return updated_node.with_changes(func=cst.parse_expression("os.path.exists"))
+
+    def _kind(self, node: cst.CSTNode) -> str | None:
+        start = self.get_metadata(PositionProvider, node).start
+        return self._kinds.get((start.line, start.column))
+
+    def _removal(self, statement: cst.Expr) -> cst.Expr:
+        call = statement.value
+        if not isinstance(call, cst.Call) or len(call.args) != 1:
+            return statement
+        is_known = get_full_name_for_node(call.func) in {"os.remove", "os.unlink"}
+        if not is_known or not isinstance(call.args[0].value, cst.Name | cst.Attribute):
+            return statement  # an expression with effects must not be evaluated twice
+        AddImportsVisitor.add_needed_import(self.context, "shutil")
+        code = cst.Module([]).code_for_node
+        path, remove = code(call.args[0].value), code(call)
+        return cst.Expr(cst.parse_expression(f"shutil.rmtree({path}) if os.path.isdir({path}) else {remove}"))
+
+
+def _with_ours(statement: cst.Import | cst.ImportFrom) -> Iterator[cst.Import | cst.ImportFrom]:
+    """Give the statements that import the same names, those of the legacy API from us."""
+    if isinstance(statement, cst.ImportFrom):
+        yield from _from_ours(statement)
+        return
+    ours = [alias for alias in statement.names if alias.evaluated_name == _API]
+    rest = [alias for alias in statement.names if alias not in ours]
+    # Without "as", the import binds `flax`, which other code may need.
+    rest += [cst.ImportAlias(cst.parse_expression("flax.training")) for alias in ours if alias.asname is None]  # type: ignore[arg-type]
+    if rest:
+        yield statement.with_changes(names=_without_last_comma(rest)) if ours else statement
+    for alias in ours:
+        if alias.asname or not rest:
+            name = cst.parse_expression(_OURS)
+            yield statement.with_changes(names=[cst.ImportAlias(name, alias.asname)])  # type: ignore[arg-type]
+
+
+def _from_ours(statement: cst.ImportFrom) -> Iterator[cst.ImportFrom]:
+    module = get_full_name_for_node(statement.module) if statement.module and not statement.relative else None
+    if module == _API:
+        yield statement.with_changes(module=cst.parse_expression(_OURS))
+        return
+    if module != "flax.training" or isinstance(statement.names, cst.ImportStar):
+        yield statement
+        return
+    ours = [alias for alias in statement.names if alias.evaluated_name == "checkpoints"]
+    rest = [alias for alias in statement.names if alias not in ours]
+    if rest:
+        yield statement.with_changes(names=_without_last_comma(rest, statement)) if ours else statement
+    if ours:
+        plain = statement.with_changes(lpar=None, rpar=None, module=cst.Name("flax_ckpt_compat"))
+        yield plain.with_changes(names=_without_last_comma(ours))
+
+
+def _without_last_comma(names: list[cst.ImportAlias], statement: cst.ImportFrom | None = None) -> list[cst.ImportAlias]:
+    if statement is not None and statement.lpar is not None:
+        return names
+    return [*names[:-1], names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]

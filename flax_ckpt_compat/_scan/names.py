@@ -1,0 +1,80 @@
+"""Resolve expressions of a module to the dotted names that they were imported by."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+_IMPORTERS = {"importlib.import_module", "__import__"}
+
+
+class Names:
+    """The imported names of a module and their aliases, wherever in the module they are bound."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._bound: dict[str, str] = {}
+        self.wildcards: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    top = alias.name.partition(".")[0]
+                    self._bound[alias.asname or top] = alias.name if alias.asname else top
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    if alias.name == "*":
+                        self.wildcards.add(node.module)
+                    else:
+                        self._bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        # Aliases of aliases: each round resolves one more.
+        assigned = list(_assigned_names(tree))
+        for _ in range(3):
+            for name, value in assigned:
+                dotted = self.of(value)
+                if dotted and name not in self._bound:
+                    self._bound[name] = dotted
+
+    def of(self, node: ast.AST) -> str | None:
+        """Return the dotted name that an expression stands for, or None."""
+        if isinstance(node, ast.Name):
+            return self._bound.get(node.id) or self._from_wildcard(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.of(node.value)
+            return f"{base}.{node.attr}" if base else None
+        if isinstance(node, ast.Call):
+            return self._of_call(node)
+        return None
+
+    def _from_wildcard(self, name: str) -> str | None:
+        module = "flax.training.checkpoints"
+        return f"{module}.{name}" if module in self.wildcards and name in CHECKPOINT_API else None
+
+    def _of_call(self, node: ast.Call) -> str | None:
+        function = self.of(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")
+        constants = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        if function in _IMPORTERS and constants:
+            return constants[0]
+        if function == "getattr" and constants and (base := self.of(node.args[0])):
+            return f"{base}.{constants[0]}"
+        if function == "functools.partial" and node.args:
+            return self.of(node.args[0])
+        return None
+
+
+# Names of flax.training.checkpoints, and the kind of finding that a call of each is.
+CHECKPOINT_API = {
+    "save_checkpoint": "save",
+    "save_checkpoint_multiprocess": "multiprocess-save",
+    "restore_checkpoint": "restore",
+    "latest_checkpoint": "lookup",
+    "available_steps": "lookup",
+    "AsyncManager": "async-manager",
+    "convert_pre_linen": "other-api",
+    "natural_sort": "other-api",
+    "safe_normpath": "other-api",
+}
+
+
+def _assigned_names(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value

@@ -1,0 +1,158 @@
+"""Scan files and folders of code: Python files, and the code cells of notebooks."""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import json
+import os
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from .kinds import KINDS, NOTHING, Kind
+from .module_scan import Use, scan_module, uses_legacy_api
+
+_SKIPPED = {".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "site-packages", "build", "dist"}
+_SUFFIXES = {".py", ".ipynb"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of code that saves, restores or handles checkpoints.
+
+    Attributes:
+        path: File, as it was named or found.
+        cell: Number of the notebook's code cell from 1; None in Python files.
+        line: Line in the file or cell, from 1.
+        column: Column in characters, from 0.
+        kind: Key of `kinds.KINDS`.
+        code: The line, without its indentation.
+    """
+
+    path: str
+    cell: int | None
+    line: int
+    column: int
+    kind: str
+    code: str
+
+    @property
+    def about(self) -> Kind:
+        """What the kind of finding means."""
+        return KINDS[self.kind]
+
+
+@dataclass(frozen=True)
+class ScanReport:
+    """What a scan found.
+
+    Attributes:
+        findings: By file and line.
+        files: How many files were read.
+        unreadable: Files that are no Python code, with the reason.
+    """
+
+    findings: tuple[Finding, ...]
+    files: int
+    unreadable: tuple[tuple[str, str], ...]
+
+    @property
+    def actions(self) -> tuple[Finding, ...]:
+        """The findings that ask for a change or a look."""
+        return tuple(found for found in self.findings if found.about.action != NOTHING)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A parsed file; the code cells of a notebook are one module, because they share their names."""
+
+    path: str
+    text: str
+    tree: ast.Module
+    cell_starts: tuple[int, ...] = ()  # the lines before each cell
+
+    def finding(self, use: Use) -> Finding:
+        """Return a use with its place in the file."""
+        cell = bisect.bisect_left(self.cell_starts, use.line) or None
+        line = use.line - (self.cell_starts[cell - 1] if cell else 0)
+        code = self.text.split("\n")[use.line - 1]
+        column = len(code.encode()[: use.column].decode())
+        return Finding(self.path, cell, line, column, use.kind, code.strip())
+
+
+def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
+    """Find all uses of the legacy API below paths, and the code around them that expects one file.
+
+    The code is parsed, never imported or run.
+
+    Args:
+        paths: Files (``.py``, ``.ipynb``, or Python without a suffix) and folders, which are searched.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+    """
+    files = list(dict.fromkeys(file for path in paths for file in _files(Path(path))))
+    sources: list[_Source] = []
+    unreadable: list[tuple[str, str]] = []
+    for file in files:
+        try:
+            sources.append(_read(file))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            unreadable.append((str(file), f"{type(error).__name__}: {error}"))
+    in_project = any(uses_legacy_api(source.tree) for source in sources)
+    found = [source.finding(use) for source in sources for use in scan_module(source.tree, in_project=in_project)]
+    return ScanReport(tuple(found), len(files), tuple(unreadable))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"There is no file or folder {path}")
+        yield path
+        return
+    for folder, names, files in os.walk(path):
+        names[:] = sorted(name for name in names if name not in _SKIPPED and not name.endswith(".egg-info"))
+        yield from (Path(folder, name) for name in sorted(files) if Path(name).suffix in _SUFFIXES)
+
+
+def _read(file: Path) -> _Source:
+    if file.suffix == ".ipynb":
+        return _read_notebook(file)
+    with tokenize.open(file) as opened:  # by the encoding that the file declares
+        text = opened.read()
+    return _Source(str(file), text, _parse(text))
+
+
+def _read_notebook(file: Path) -> _Source:
+    notebook = json.loads(file.read_text(encoding="utf-8"))
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list):
+        raise ValueError("not a notebook of format 4: it has no list of cells")  # noqa: TRY004 - a file, no argument
+    code = [_cell_code(cell) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    starts = tuple(accumulate((len(lines.splitlines()) for lines in code), initial=0))[:-1]
+    text = "".join(code)
+    return _Source(str(file), text, _parse(text), starts)
+
+
+def _cell_code(cell: dict[str, object]) -> str:
+    """Return the Python of a cell, with as many lines; IPython's own commands become ``pass``."""
+    source = cell.get("source")
+    text = "".join(map(str, source)) if isinstance(source, list) else str(source or "")
+    lines = [re.sub(r"^(\s*)[%!?].*|^(\s*)[\w.]+\?+$", r"\1\2pass", line) for line in text.splitlines()]
+    code = "".join(f"{line}\n" for line in lines)
+    try:
+        _parse(code)
+    except SyntaxError:
+        return "\n" * len(lines)
+    return code
+
+
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in the user's code
+        return ast.parse(text)

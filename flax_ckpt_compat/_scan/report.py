@@ -1,0 +1,127 @@
+"""Show what a scan found: as a table for people, as data, and as SARIF for code review tools."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from .kinds import CHANGE, CHECK, KINDS, NOTHING
+from .project import Finding, ScanReport
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SARIF_LEVEL = {CHANGE: "error", CHECK: "warning", NOTHING: "note"}
+_HEADINGS = {
+    CHANGE: ("Change these: they expect a checkpoint to be one file", "red"),
+    CHECK: ("Look at these", "yellow"),
+    NOTHING: ("Nothing to do: these work on both formats with flax_ckpt_compat", "green"),
+}
+
+
+def print_report(report: ScanReport, console: Console, *, verbose: bool) -> None:
+    """Print the findings by what they ask for, then by kind.
+
+    Args:
+        report: What to print.
+        console: Where to.
+        verbose: Whether to list each place that needs nothing, instead of counting them.
+    """
+    from rich.markup import escape
+
+    for action, (heading, style) in _HEADINGS.items():
+        found = [finding for finding in report.findings if finding.about.action == action]
+        if found:
+            console.print(f"[bold {style}]{heading}[/]")
+        for kind, places in itertools.groupby(
+            sorted(found, key=lambda one: list(KINDS).index(one.kind)), lambda one: one.kind
+        ):
+            _print_kind(kind, list(places), console, list_all=verbose or action != NOTHING)
+    for path, reason in report.unreadable:
+        console.print(f"[yellow]Not read:[/] {escape(path)}: {escape(reason)}", soft_wrap=True)
+    changes = sum(finding.about.action == CHANGE for finding in report.findings)
+    files = len({finding.path for finding in report.findings})
+    console.print(
+        f"{report.files} files read; {len(report.findings)} uses in {files} of them; {changes} to change,"
+        f" {len(report.actions) - changes} to look at.",
+        highlight=False,
+    )
+
+
+def _print_kind(kind: str, places: list[Finding], console: Console, *, list_all: bool) -> None:
+    from rich.markup import escape
+
+    about = KINDS[kind]
+    console.print(f"  [bold]{about.title}[/] [dim]({kind}, {len(places)})[/]", highlight=False)
+    if about.flax != about.shim:
+        console.print(f"    [dim]flag on, Flax alone:[/] {escape(about.flax)}", highlight=False)
+        console.print(f"    [dim]with flax_ckpt_compat:[/] {escape(about.shim)}", highlight=False)
+    else:
+        console.print(f"    [dim]flag on:[/] {escape(about.flax)}", highlight=False)
+    if about.remedy:
+        console.print(f"    [dim]instead:[/] {escape(about.remedy)}", highlight=False)
+    for place in places if list_all else ():
+        console.print(
+            f"      {escape(where(place))}  {escape(place.code)}", highlight=False, no_wrap=True, overflow="ellipsis"
+        )
+
+
+def where(finding: Finding) -> str:
+    """Return the place of a finding, as editors open it: file:line, or file:cell N:line."""
+    cell = f":cell {finding.cell}" if finding.cell else ""
+    return f"{finding.path}{cell}:{finding.line}"
+
+
+def to_json(report: ScanReport) -> dict[str, Any]:
+    """Return the report as JSON values."""
+    return {
+        "files": report.files,
+        "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
+        "findings": [
+            {
+                "path": found.path,
+                "cell": found.cell,
+                "line": found.line,
+                "column": found.column,
+                "kind": found.kind,
+                "code": found.code,
+                **found.about._asdict(),
+            }
+            for found in report.findings
+        ],
+    }
+
+
+def to_sarif(report: ScanReport, version: str) -> dict[str, Any]:
+    """Return the report in SARIF 2.1.0, which GitHub and editors read; columns count from 1 there.
+
+    A finding in a notebook has the line of its cell, and the cell's number in the message.
+    """
+    rules = [
+        {"id": kind, "shortDescription": {"text": about.title}, "help": {"text": about.remedy or about.shim}}
+        for kind, about in KINDS.items()
+    ]
+    driver = {"name": "flax-ckpt scan", "version": version, "rules": rules}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": [_result(found) for found in report.findings]}],
+    }
+
+
+def _result(found: Finding) -> dict[str, Any]:
+    about = found.about
+    cell = f"Cell {found.cell}: " if found.cell else ""
+    text = f"{cell}{about.title}. With the flag on: {about.shim}." + (
+        f" Instead: {about.remedy}." if about.remedy else ""
+    )
+    location = {
+        "artifactLocation": {"uri": found.path.replace("\\", "/")},
+        "region": {"startLine": found.line, "startColumn": found.column + 1},
+    }
+    return {
+        "ruleId": found.kind,
+        "level": _SARIF_LEVEL[about.action],
+        "message": {"text": text},
+        "locations": [{"physicalLocation": location}],
+    }

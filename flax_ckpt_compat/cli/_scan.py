@@ -1,0 +1,70 @@
+"""Run ``flax-ckpt scan``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import tempfile
+import tokenize
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.syntax import Syntax
+
+from flax_ckpt_compat import __version__
+from flax_ckpt_compat._scan.kinds import CHANGE
+from flax_ckpt_compat._scan.project import ScanReport, scan
+from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
+
+
+def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> None:
+    """Scan, print, fix if asked, and exit with the command's code."""
+    report = scan(code)
+    if as_json or as_sarif:
+        click.echo(json.dumps(to_sarif(report, __version__) if as_sarif else to_json(report), indent=2))
+    elif do_fix:
+        _fix(report, yes=yes)
+        report = scan(code)
+    if not (as_json or as_sarif):
+        print_report(report, Console(soft_wrap=not sys.stdout.isatty()), verbose=verbose)
+    needs_change = any(found.about.action == CHANGE for found in report.findings)
+    sys.exit(2 if report.unreadable and not report.findings else int(needs_change))
+
+
+def _fix(report: ScanReport, *, yes: bool) -> None:
+    """Show the changes as a diff and write them, each file at once."""
+    try:
+        from flax_ckpt_compat._scan.fix import fix
+    except ImportError as error:
+        raise click.ClickException("--fix needs libcst: pip install libcst") from error
+    changed: dict[Path, str] = {}
+    for path in dict.fromkeys(found.path for found in report.findings if found.cell is None):
+        with tokenize.open(path) as file:
+            before = file.read()
+        after = fix(before, [found for found in report.findings if found.path == path])
+        if after != before:
+            changed[Path(path)] = after
+            lines = difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm="")
+            Console().print(Syntax("\n".join(lines), "diff", word_wrap=False, background_color="default"))
+    if any(found.cell for found in report.findings):
+        click.echo(
+            "Notebooks are not changed: put `import flax_ckpt_compat; flax_ckpt_compat.install()` into the first cell."
+        )
+    if changed and (yes or click.confirm(f"Write {len(changed)} files?")):
+        for where, text in changed.items():
+            _replace(where, text)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in its encoding and with its mode and line ends, atomically."""
+    with path.open("rb") as file:
+        encoding, _ = tokenize.detect_encoding(file.readline)
+    newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding=encoding, newline=newline) as file:
+        file.write(text)
+    os.chmod(temporary, path.stat().st_mode & 0o7777)
+    os.replace(temporary, path)

@@ -1,0 +1,22 @@
+"""Copies by shell commands and clients."""
+
+import importlib
+import os
+import subprocess
+
+import wandb
+
+checkpoints = importlib.import_module("flax.training.checkpoints")  # expect: import
+save = getattr(checkpoints, "save_checkpoint")
+PREFIX = "model_"
+
+
+def keep(workdir, state, bucket, blob):
+    latest = save(workdir, state, 3, prefix="model_")  # expect: save
+    subprocess.run(["gsutil", "cp", latest, bucket], check=True)  # expect: shell-copy
+    subprocess.run(["gsutil", "cp", "-r", latest, bucket], check=True)
+    os.system(f"aws s3 cp {latest} {bucket}")  # expect: shell-copy
+    artifact = wandb.Artifact("model", type="model")
+    artifact.add_file(latest)  # expect: upload
+    blob.upload_from_filename(os.path.join(workdir, "model_3"))  # expect: upload
+    return artifact

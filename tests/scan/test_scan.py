@@ -1,0 +1,154 @@
+"""`flax-ckpt scan`: what is planted in programs is found, all of it and nothing else, and fixed programs still run."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flax_ckpt_compat._scan.fix import fix
+from flax_ckpt_compat._scan.project import scan
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def planted(file: Path) -> list[tuple[int, str]]:
+    """Return the kinds that comments of a program announce, by line."""
+    return [
+        (number, kind)
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        for kind in (re.findall(r"[\w-]+", line.partition("# expect:")[2]))
+    ]
+
+
+@pytest.mark.parametrize("file", sorted((PROGRAMS / "uses").glob("*.py")), ids=lambda file: file.stem)
+def test_planted_uses(file: Path) -> None:
+    """Each planted use is found at its line, and nothing else is."""
+    found = [(one.line, one.kind) for one in scan([PROGRAMS / "uses"]).findings if one.path == str(file)]
+    assert sorted(found) == sorted(planted(file))
+
+
+def test_clean_programs() -> None:
+    """Programs without the legacy API have no findings."""
+    report = scan([PROGRAMS / "clean"])
+    assert (report.files, report.findings, report.unreadable) == (2, (), ())
+
+
+# A whole program: trains, keeps its own three newest checkpoints, and reports what is there.
+PROGRAM = """\
+# Trains for a while.
+import os, sys
+import flax
+from flax.training import (
+    checkpoints,  # saving
+    train_state,
+)
+import numpy as np
+
+flax.config.update('flax_use_orbax_checkpointing', sys.argv[2] == 'orbax')
+folder = os.path.abspath(sys.argv[1])
+saved = []
+for step in range(4):
+    path   =   checkpoints.save_checkpoint(folder, {'w': np.arange(3) + step}, step, keep=9)
+    saved.append(path)
+    if len(saved) > 2:
+        oldest = saved.pop(0)
+        if os.path.isfile(oldest):
+            os.remove(oldest)  # make room
+print(sorted(os.listdir(folder)), checkpoints.restore_checkpoint(folder, None)['w'], train_state.TrainState.__name__)
+"""
+
+
+def run(code: str, folder: Path, backend: str) -> str:
+    """Run a program in a process of its own and return what it prints."""
+    folder.mkdir()
+    file = folder / "train.py"
+    file.write_text(code)
+    arguments = [sys.executable, str(file), str(folder / "run"), backend]
+    return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+
+
+def test_fixed_program_runs(tmp_path: Path) -> None:
+    """After --fix, a program does on Orbax's format what it did with Flax on msgpack files; its layout stays."""
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+    fixed = fix(PROGRAM, scan([file]).findings)
+    expected = run(PROGRAM, tmp_path / "before", "msgpack")
+    assert "['checkpoint_2', 'checkpoint_3'] [3 4 5] TrainState" in expected
+    assert run(fixed, tmp_path / "after", "orbax") == expected
+    changed = set(PROGRAM.splitlines()) ^ set(fixed.splitlines())
+    kept = {"# Trains for a while.", "import flax", "    saved.append(path)"}
+    assert not changed & kept and "path   =   checkpoints.save" in fixed and "# make room" in fixed
+
+
+@pytest.mark.parametrize(
+    ("code", "fixed"),
+    [
+        ("from flax.training import checkpoints\n", "from flax_ckpt_compat import checkpoints\n"),
+        (
+            "from flax.training import checkpoints as c, train_state\n",
+            "from flax.training import train_state\nfrom flax_ckpt_compat import checkpoints as c\n",
+        ),
+        ("import flax.training.checkpoints as c\n", "import flax_ckpt_compat.checkpoints as c\n"),
+        (
+            "if True:\n  from flax.training.checkpoints import *  # all\n",
+            "if True:\n  from flax_ckpt_compat.checkpoints import *  # all\n",
+        ),
+        (
+            "import flax.training.checkpoints\nflax.training.checkpoints.latest_checkpoint('d')\n",
+            "import flax.training\nimport flax_ckpt_compat.checkpoints\n\n"
+            "flax_ckpt_compat.checkpoints.latest_checkpoint('d')\n",
+        ),
+        ("from flax.training import train_state\n", "from flax.training import train_state\n"),
+    ],
+)
+def test_fixed_imports(code: str, fixed: str, tmp_path: Path) -> None:
+    """Imports come from us; what else they import stays where it was."""
+    file = tmp_path / "code.py"
+    file.write_text(code)
+    assert fix(code, scan([file]).findings) == fixed
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """Cells of a notebook share names; magics are passed over; places are counted by cell."""
+    cells = [
+        "%matplotlib inline\nfrom flax.training import checkpoints",
+        "x = (",
+        "!ls\npath = checkpoints.latest_checkpoint('d')",
+    ]
+    cells.append("import os\nos.remove(path)")
+    code = [{"cell_type": "code", "source": text.splitlines(keepends=True)} for text in cells]
+    file = tmp_path / "look.ipynb"
+    file.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "# Title"}, *code]}))
+    found = [(one.cell, one.line, one.kind, one.code) for one in scan([file]).findings]
+    assert found == [
+        (1, 2, "import", "from flax.training import checkpoints"),
+        (3, 2, "lookup", "path = checkpoints.latest_checkpoint('d')"),
+        (4, 2, "remove", "os.remove(path)"),
+    ]
+
+
+def test_command(tmp_path: Path) -> None:
+    """The exit code tells whether something has to change; --json and --sarif are data; --fix mends what it can."""
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "flax_ckpt_compat", "scan", *arguments]
+        return subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+
+    found = command(".")
+    assert found.returncode == 1 and "train.py:19  os.remove(oldest)" in found.stdout and "broken.py" in found.stdout
+    as_json = json.loads(command("train.py", "--json").stdout)
+    assert {one["kind"] for one in as_json["findings"] if one["action"] == "change"} == {"remove", "is-file"}
+    sarif = json.loads(command("train.py", "--sarif").stdout)
+    results = sarif["runs"][0]["results"]
+    assert [one["locations"][0]["physicalLocation"]["region"] for one in results if one["ruleId"] == "remove"] == [
+        {"startLine": 19, "startColumn": 13}
+    ]
+    assert command("train.py", "--fix", "--yes").returncode == 0
+    assert "from flax_ckpt_compat import checkpoints" in file.read_text()
+    assert command("nowhere.py").returncode == 2
