@@ -20,6 +20,8 @@ setting                   values (default first)     meaning
 ``must_exist``            false, true                nothing to restore: return the target as Flax does, or raise
 ``mapped``                false, true                restored numpy arrays are memory of their own, or, if large and
                                                      stored as they are in a local file, private mappings of it
+``checksums``             verify, write, off         record checksums in saves and verify them in restores, only
+                                                     record them, or neither
 ``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
                                                      save; they wait for it twice as long, and look-ups four times as
@@ -55,6 +57,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "structure": ("flax", "stored"),
     "must_exist": (False, True),
     "mapped": (False, True),
+    "checksums": ("verify", "write", "off"),
     "compression": (None, "zstd", "gzip", "blosc"),
 }
 _SECONDS = ("coordination_timeout",)
@@ -73,6 +76,7 @@ class Settings:
     structure: str = "flax"
     must_exist: bool = False
     mapped: bool = False
+    checksums: str = "verify"
     compression: str | None = None
     coordination_timeout: float = 600.0
 

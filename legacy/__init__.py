@@ -48,7 +48,7 @@ class MsgpackBackend:
     write_process_part = staticmethod(gda_write.write_process_part)
     finish_multiprocess = staticmethod(gda_write.finish)
 
-    def open(self, path: str) -> Reader:
+    def open(self, path: str, *, verify: bool = False) -> Reader:  # noqa: ARG002
         """Open a msgpack checkpoint: read its structure, and small files of many arrays whole."""
         return MsgpackReader(path)
 

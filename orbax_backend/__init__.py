@@ -41,7 +41,7 @@ class OrbaxBackend:
     write_process_part = staticmethod(multiprocess.write)
     finish_multiprocess = staticmethod(multiprocess.end)
 
-    def open(self, path: str) -> Reader:
+    def open(self, path: str, *, verify: bool = False) -> Reader:  # noqa: ARG002
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database.
 
         Raises:

@@ -16,6 +16,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "IncompleteCheckpointError": (ValueError,),
     "UnrecognizedFormatError": (ValueError,),
     "CorruptCheckpointError": (ValueError,),
+    "ChecksumError": (ValueError, errors.CorruptCheckpointError),
     "MissingLeavesError": (ValueError,),
     "ShapeMismatchError": (ValueError,),
     "KindMismatchError": (TypeError, ValueError),

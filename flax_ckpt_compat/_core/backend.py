@@ -123,6 +123,7 @@ class Reader(Protocol):
 
         Raises:
             CorruptCheckpointError: bytes are missing, truncated or do not decode; names the leaf.
+            ChecksumError: likewise, if the checkpoint was opened with ``verify``.
             StorageError: the file system refused.
         """
         ...
@@ -130,6 +131,20 @@ class Reader(Protocol):
     def sharding_of(self, name: str) -> str | None:  # noqa: ARG002  (readers of formats without shardings inherit it)
         """Return the saved sharding of a leaf as Orbax's JSON text, or None."""
         return None
+
+    def verify_checksums(self, handle: LeafHandle | None = None) -> bool:  # noqa: ARG002  (some readers have none)
+        """Check the stored bytes of a leaf, or all that belong to no leaf, against the checksums of the save.
+
+        Reads in bounded memory; inline leaves may be checked on opening only.
+
+        Returns:
+            Whether checksums of it are recorded.
+
+        Raises:
+            ChecksumError: the bytes are not those that were saved; names the leaf or the file.
+            CorruptCheckpointError, StorageError: as for `read`.
+        """
+        return False
 
     def close(self) -> None:
         """Release files. Values that were read stay valid."""
@@ -143,9 +158,11 @@ class WriteOptions:
     Attributes:
         compression: name of a codec of the format (``zstd``, ``gzip``, …), or None. The msgpack format has no
             compression and ignores it.
+        checksums: record checksums of what is written.
     """
 
     compression: str | None = None
+    checksums: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,10 +277,16 @@ class Backend(Protocol):
         """Merge the parts of all processes into one checkpoint and sync it to disk; called in process 0."""
         ...
 
-    def open(self, path: str) -> Reader:
+    def open(self, path: str, *, verify: bool = False) -> Reader:
         """Open a checkpoint of this format; read its structure, and perhaps small arrays with it.
+
+        Args:
+            path: absolute path of the checkpoint.
+            verify: check recorded checksums: of the structure now, of arrays when they are read as a whole and not
+                mapped.
 
         Raises:
             CorruptCheckpointError: it does not decode.
+            ChecksumError: its bytes are not those that were saved; here and in `Reader.read`.
         """
         ...

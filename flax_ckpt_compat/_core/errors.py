@@ -5,6 +5,7 @@ CheckpointError
 ├── IncompleteCheckpointError(ValueError)    it exists, but its writer never finished
 ├── UnrecognizedFormatError(ValueError)      it exists, but is no checkpoint; says what it looks like
 ├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
+│   └── ChecksumError                        it decodes, but its bytes are not those that were saved
 ├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
 ├── KindMismatchError(TypeError, ValueError)    setting ``kind_mismatch="error"``: text for an array, and the like
@@ -69,6 +70,10 @@ class UnrecognizedFormatError(CheckpointError, ValueError):
 
 class CorruptCheckpointError(CheckpointError, ValueError):
     """The checkpoint is of a known format but does not decode: truncated, damaged or hostile."""
+
+
+class ChecksumError(CorruptCheckpointError):
+    """Stored bytes do not have the checksum that was recorded when they were saved."""
 
 
 class MissingLeavesError(CheckpointError, ValueError):

@@ -29,7 +29,9 @@ class Opened:
         trees: the items that are not JSON.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, verify: bool):
+        """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name."""
+        self._verify = verify
         self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
         with paths.listing_cache(path):
@@ -57,7 +59,7 @@ class Opened:
             UnrecognizedFormatError, CorruptCheckpointError: it does not decode.
         """
         if item not in self._readers:
-            self._readers[item] = self._open.enter_context(closing(open_item(self.items[item])))
+            self._readers[item] = self._open.enter_context(closing(open_item(self.items[item], verify=self._verify)))
         return self._readers[item]
 
     def close(self) -> None:
@@ -65,8 +67,8 @@ class Opened:
         self._open.close()
 
 
-def open_item(item: detect.Item) -> Reader:
-    """Open one tree or JSON item.
+def open_item(item: detect.Item, *, verify: bool = False) -> Reader:
+    """Open one tree or JSON item; see `Backend.open`.
 
     Raises:
         UnrecognizedFormatError: a file of another kind.
@@ -75,7 +77,7 @@ def open_item(item: detect.Item) -> Reader:
     if item.format is None:
         return JsonReader(item.path)
     try:
-        return backend_for(item.format).open(item.path)
+        return backend_for(item.format).open(item.path, verify=verify)
     except CorruptCheckpointError:
         look = foreign.file_looks_like(item.path) if item.format is Format.MSGPACK else None
         if look is None:

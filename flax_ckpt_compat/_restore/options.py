@@ -34,6 +34,11 @@ class RestoreOptions:
             return cls(settings, TransformSpec(transforms, default_to_original=default_to_original, strict=True))
 
     @property
+    def verifies(self) -> bool:
+        """Return whether recorded checksums are verified."""
+        return self.settings.checksums == "verify"
+
+    @property
     def casts(self) -> bool:
         """Return whether arrays and numbers are cast to the dtype of the target's leaf."""
         return self.settings.dtype == "target"

@@ -71,10 +71,10 @@ def restore(
 def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, checkpointer: Any) -> RestorePlan:
     """Open the checkpoint at a path and plan its restore; ``files`` closes it."""
     if checkpointer is None or not paths.isdir(path):
-        return plan_all(files.enter_context(closing(opening.Opened(path))), target, options)
+        return plan_all(files.enter_context(closing(opening.Opened(path, verify=options.verifies))), target, options)
     own = None
     try:
-        opened = files.enter_context(closing(opening.Opened(path)))
+        opened = files.enter_context(closing(opening.Opened(path, verify=options.verifies)))
         own = opened.reader(main_item(opened)) if opened.trees else None
     except UnrecognizedFormatError:
         pass

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, TransformError
 from flax_ckpt_compat._core.folding import one_line
@@ -83,10 +84,10 @@ class TransformSpec:
     def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
         """Open another checkpoint for a rule, until this is closed; return its path and tree."""
         async_saves.wait_for_pending_saves(path, prefix)
-        found = locating.find(path, step, prefix)
+        verify, found = config.current().checksums == "verify", locating.find(path, step, prefix)
         if isinstance(found, Absence):
             raise CheckpointNotFoundError(found.why, path=path)
-        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.path)))
+        opened = self._others.enter_context(contextlib.closing(opening.Opened(found.path, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
         self.other_readers.extend(map(opened.reader, opened.trees))
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)

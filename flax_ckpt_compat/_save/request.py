@@ -134,7 +134,7 @@ def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
     settings = config.current()
     return SaveRequest(
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
-        options=WriteOptions(compression=settings.compression),
+        options=WriteOptions(settings.compression, checksums=settings.checksums != "off"),
         coordination_timeout=settings.coordination_timeout,
         **fields,
     )

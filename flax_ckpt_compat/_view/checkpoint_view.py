@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any
 
+from flax_ckpt_compat import config
 from flax_ckpt_compat._core import similar, steps
 from flax_ckpt_compat._core.backend import Format, LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
@@ -44,12 +45,13 @@ def open_checkpoint(
         StorageError: the file system refused.
     """
     ckpt_dir = os.fspath(path)
+    verify = config.current().checksums == "verify"
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)
 
     def open_one(path: str) -> Checkpoint:
         with ExitStack() as files:
             with locating.unchanged(path):
-                opened = files.enter_context(closing(opening.Opened(path)))
+                opened = files.enter_context(closing(opening.Opened(path, verify=verify)))
                 checkpoint = Checkpoint(opened, _step_of(opened, listing.checkpoint_dir(ckpt_dir, prefix).prefix))
             files.pop_all()  # the checkpoint closes them
             return checkpoint

@@ -180,7 +180,7 @@ def plan_restore(
     )
 
     def plan_one(found: str) -> Plan:
-        with locating.unchanged(found), closing(opening.Opened(found)) as opened:
+        with locating.unchanged(found), closing(opening.Opened(found, verify=options.verifies)) as opened:
             return _plan(opened, plan_all(opened, target, options))
 
     otherwise = None if options.settings.must_exist else lambda: _nothing(paths.absolute(ckpt_dir), target)

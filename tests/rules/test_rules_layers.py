@@ -284,7 +284,7 @@ def test_from_real_checkpoints(flag: bool, tmp_path: Path) -> None:
     checkpoints.save_checkpoint(tmp_path / "c", tree, 1)
     path = checkpoints.latest_checkpoint(str(tmp_path / "c"))
     assert path is not None, flag
-    with closing(opening.Opened(path)) as opened:
+    with closing(opening.Opened(path, verify=True)) as opened:
         after = opened.reader(opened.parts[0]).tree
         for rule in (
             rules.stack(r"layer_(\d+)", "att", axis=-1),

@@ -47,7 +47,7 @@ def saved(opt_state: Any, flag: bool, tmp_path: Path) -> Any:
         flax_checkpoints.save_checkpoint(tmp_path.absolute(), {"opt_state": opt_state, "step": 3}, 3)
     path = checkpoints.latest_checkpoint(str(tmp_path))
     assert path is not None, flag
-    opened = opening.Opened(path)
+    opened = opening.Opened(path, verify=True)
     return opened.reader(opened.parts[0]).tree
 
 
