@@ -22,6 +22,8 @@ setting                   values (default first)     meaning
                                                      stored as they are in a local file, private mappings of it
 ``checksums``             verify, write, off         record checksums in saves and verify them in restores, only
                                                      record them, or neither
+``shadow``                false, true                each save also writes the other format, reads both back, compares
+                                                     them and records the result beside the checkpoints
 ``compression``           none, zstd, gzip, blosc    codec of array data in Orbax-format checkpoints
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
                                                      save; they wait for it twice as long, and look-ups four times as
@@ -58,6 +60,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "must_exist": (False, True),
     "mapped": (False, True),
     "checksums": ("verify", "write", "off"),
+    "shadow": (False, True),
     "compression": (None, "zstd", "gzip", "blosc"),
 }
 _SECONDS = ("coordination_timeout",)
@@ -77,6 +80,7 @@ class Settings:
     must_exist: bool = False
     mapped: bool = False
     checksums: str = "verify"
+    shadow: bool = False
     compression: str | None = None
     coordination_timeout: float = 600.0
 

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._save import async_saves, checkpointer_adapter, multiprocess, snapshot, validation
+from flax_ckpt_compat._save import async_saves, checkpointer_adapter, multiprocess, shadow, snapshot, validation
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._trees import depth
@@ -50,6 +50,7 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node) ->
     """Write to a temporary, publish it, and retain."""
     if backend.write_event:
         monitoring.record_event(backend.write_event)
+    start = time.perf_counter()
     paths.prepare_directory(request.directory)
     temporary = paths.storage_of(request.path).temporary_path(request.path)
     try:
@@ -60,4 +61,7 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node) ->
     except BaseException:
         atomic.remove_temporary(temporary)
         raise
+    seconds = time.perf_counter() - start
     retain(request)
+    if request.shadow:
+        shadow.compare(request, tree, seconds)

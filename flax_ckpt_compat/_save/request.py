@@ -51,6 +51,7 @@ class SaveRequest:
         format: format to write.
         options: the backend's settings.
         coordination_timeout: seconds that process 0 waits at each barrier; the others wait twice as long.
+        shadow: write the other format too, and compare.
         async_manager: saves in the background; None saves in the foreground.
         orbax_checkpointer: writes in the backend's place; None for the backend.
         start: start of the call, in seconds since the epoch.
@@ -68,6 +69,7 @@ class SaveRequest:
     format: Format
     options: WriteOptions
     coordination_timeout: float
+    shadow: bool = False
     async_manager: SaveManager | None = None
     orbax_checkpointer: Checkpointer | None = None
     start: float = dataclasses.field(default_factory=time.time)
@@ -136,6 +138,7 @@ def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
         options=WriteOptions(settings.compression, checksums=settings.checksums != "off"),
         coordination_timeout=settings.coordination_timeout,
+        shadow=settings.shadow,
         **fields,
     )
 

@@ -13,6 +13,7 @@ _COMMANDS = {
     "ls": "flax_ckpt_compat.cli.ls",
     "run": "flax_ckpt_compat.cli.run",
     "scan": "flax_ckpt_compat.cli.scan",
+    "shadow-report": "flax_ckpt_compat.cli.shadow_report",
 }
 
 

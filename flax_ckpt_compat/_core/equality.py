@@ -1,0 +1,78 @@
+"""Compare stored values bit by bit, across formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves
+
+_BATCH_BYTES = 64 << 20  # of each checkpoint
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Return whether two values that readers returned have the same type, dtype, shape and bits; NaNs count by bits."""
+    if isinstance(one, KeyData) and isinstance(other, KeyData):
+        return one.impl == other.impl and same_bits(one.data, other.data)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray | np.generic):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        first, second = (np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in (one, other))
+        return np.array_equal(first, second)
+    return repr(one) == repr(other)  # exact for int, float, complex, str and bytes
+
+
+class Readable(Protocol):
+    """What is compared: a tree of leaf handles, and a way to read them."""
+
+    tree: Node
+
+    def read(self, handles: Sequence[Any], /) -> list[Any]:
+        """Read leaves, in the given order."""
+        ...
+
+
+def differences(first: Readable, second: Readable) -> Iterator[tuple[Path, str]]:
+    """Yield each key path at which two checkpoints differ, with what differs; reads 64 MiB, or one leaf, at a time.
+
+    Containers are not compared: msgpack files store lists as dicts.
+    """
+    ours, theirs = dict(iter_leaves(first.tree)), dict(iter_leaves(second.tree))
+    yield from ((path, "only in the first") for path in ours.keys() - theirs.keys())
+    yield from ((path, "only in the second") for path in theirs.keys() - ours.keys())
+    pairs: list[tuple[LeafHandle, LeafHandle]] = []
+    for path in ours.keys() & theirs.keys():
+        one, other = ours[path], theirs[path]
+        if isinstance(one, LeafHandle) and isinstance(other, LeafHandle):
+            pairs.append((one, other))
+        elif (one is None, isinstance(one, Branch)) != (other is None, isinstance(other, Branch)):
+            yield path, "a leaf in one, none in the other"
+    for batch in _batches(pairs):
+        found, expected = ([*zip(*batch, strict=True)][side] for side in (0, 1))
+        for handle, one, other in zip(found, first.read(found), second.read(expected), strict=True):
+            if not same_bits(one, other):
+                yield handle.path, f"{_described(one)} and {_described(other)}"
+
+
+def _batches(pairs: Sequence[tuple[LeafHandle, LeafHandle]]) -> Iterator[list[tuple[LeafHandle, LeafHandle]]]:
+    batch: list[tuple[LeafHandle, LeafHandle]] = []
+    nbytes = 0
+    for pair in pairs:
+        if batch and nbytes + pair[0].nbytes > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(pair)
+        nbytes += pair[0].nbytes
+    if batch:
+        yield batch
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"{type(value).__name__} {value!r:.40}"

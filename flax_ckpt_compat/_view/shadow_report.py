@@ -1,0 +1,82 @@
+"""Read what shadow mode recorded beside the checkpoints of a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._save.shadow import FOLDER
+
+_FORMATS = ("msgpack", "orbax")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShadowReport:
+    """The saves that shadow mode compared.
+
+    Attributes:
+        records: one mapping a save, by time: ``name``, ``saved``, ``format``, ``shadow``, ``leaves``, and
+            ``write_seconds``, ``read_seconds``, ``bytes`` (by format), ``differences``, ``different_leaves``; or
+            ``error``.
+    """
+
+    records: tuple[dict[str, Any], ...]
+
+    @property
+    def compared(self) -> tuple[dict[str, Any], ...]:
+        """The saves of which both formats were read back."""
+        return tuple(record for record in self.records if "error" not in record)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every save was compared and none differed."""
+        return len(self.compared) == len(self.records) and not any(record["differences"] for record in self.records)
+
+    def total(self, quantity: str, format: str) -> float:
+        """Return the sum of ``write_seconds``, ``read_seconds`` or ``bytes`` over the compared saves."""
+        return sum(float(record[quantity][format]) for record in self.compared)
+
+
+def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
+    """Read the records of shadow mode in a checkpoint directory.
+
+    Raises:
+        CheckpointNotFoundError: nothing was recorded there.
+        CorruptCheckpointError: a record is not the JSON that shadow mode writes.
+    """
+    path = paths.normal(os.fspath(directory))
+    folder = os.path.join(paths.local(path), FOLDER)
+    with translated(folder):
+        names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []
+    if not names:
+        raise CheckpointNotFoundError(
+            f"{directory} has no records of shadow mode; save with the setting shadow, for example by "
+            "FLAX_CKPT_COMPAT_SHADOW=true in the environment",
+            path=path,
+        )
+    records = [_record(os.path.join(folder, name)) for name in names]
+    return ShadowReport(tuple(sorted(records, key=lambda record: str(record["saved"]))))
+
+
+def _record(path: str) -> dict[str, Any]:
+    try:
+        with translated(path):
+            record = json.loads(paths.read(path))
+        _check(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path} is no record of shadow mode: {error!r}; delete it", path=path) from error
+    else:
+        return {"saved": "", **record}
+
+
+def _check(record: dict[str, Any]) -> None:
+    """Raise what an incomplete record lacks."""
+    if "error" not in record:
+        record["differences"] + 0, list(record["different_leaves"])
+        tuple(record[key][name] + 0.0 for key in ("write_seconds", "read_seconds", "bytes") for name in _FORMATS)
+    str(record["name"])
