@@ -1,0 +1,73 @@
+"""How reliable it is, beside real Flax: ``python -m tests.reliability``, from the checkout.
+
+The whole takes hours on two cores; ``--scale 0.1`` does a tenth of it, ``--only power`` one experiment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+
+from tests.reliability import shim
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run experiments and print their table; exit with 1 if ours failed in any."""
+    options = _options(arguments)
+    if not shim.why_not() and not shim.is_loaded():
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.reliability", *(arguments or sys.argv[1:])],
+            shim.environment(),
+        )
+    logging.disable(logging.CRITICAL)
+    # The shim decides what is on disk: a real one only costs time.
+    tempfile.tempdir = options.workdir
+    from tests.reliability import page
+    from tests.reliability.experiments import EXPERIMENTS
+    from tests.reliability.extent import Extent
+    from tests.reliability.tally import Tally
+
+    extent, results = Extent(options.scale, time.monotonic() + options.seconds), list[page.Row]()
+    for experiment in EXPERIMENTS:
+        if options.only and experiment.name not in options.only:
+            continue
+        if experiment.needs_shim and shim.why_not():
+            print(f"{experiment.title}: left out: {shim.why_not()}", file=sys.stderr)
+            continue
+        tally, start = Tally(experiment.title), time.monotonic()
+        for system in experiment.systems:
+            if (options.ours and not system.is_ours) or options.system not in (None, system.name):
+                continue
+            experiment.run(system, tally, extent)
+        results.append(page.row(experiment.name, tally, options.scale, time.monotonic() - start))
+        page.show(results[-1])
+        for name, examples in tally.examples.items():
+            for example in [one for outcome in examples.values() for one in outcome] if name.startswith("ours") else []:
+                print(f"  {name}: {example}")
+    if options.write:
+        page.write(results)
+    return int(any(row.failed for row in results))
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability", description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="part of the long form (1)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
+    parser.add_argument("--only", action="append", metavar="NAME", help="of tests/reliability/experiments.py")
+    parser.add_argument("--ours", action="store_true", help="leave out real Flax")
+    parser.add_argument("--system", help="one column alone")
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    parser.add_argument("--workdir", default=memory, help="where to save; memory is fastest, and no worse")
+    parser.add_argument(
+        "--write", action="store_true", help="write the rows that ran into migration_guide/reliability.md"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

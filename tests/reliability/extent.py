@@ -1,0 +1,37 @@
+"""How much of the long form of an experiment is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+_Case = TypeVar("_Case")
+_FEW = 0.05  # below this, of a few scenarios only: preparing each takes longer than its cases
+
+
+@dataclasses.dataclass
+class Extent:
+    """How much to do.
+
+    Attributes:
+        scale: 1 is the long form.
+        until: on the monotonic clock; no new case begins after that.
+    """
+
+    scale: float = 1.0
+    until: float = float("inf")
+
+    def times(self, count: int, least: int = 1) -> int:
+        """Return how often instead of a count of the long form."""
+        return max(least, round(count * self.scale))
+
+    def of(self, cases: Sequence[_Case]) -> Sequence[_Case]:
+        """Return the cases, or, in the short form, every second from the third on."""
+        return cases if self.scale >= _FEW else cases[2::2]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() > self.until

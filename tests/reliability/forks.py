@@ -1,0 +1,73 @@
+"""Run functions in forks of this process, which has imported everything and started no thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a fork ended.
+
+    Attributes:
+        value: what the function returned.
+        error: the traceback of what it raised; empty if nothing.
+        code: its exit code, negative for a signal.
+        hung: it was killed because it took too long.
+    """
+
+    value: Any = None
+    error: str = ""
+    code: int = 0
+    hung: bool = False
+
+
+def run(function: Callable[[], Any], timeout: float = 60.0, kill_after: float | None = None) -> Ended:
+    """Call a function in a fork, and return how that ended.
+
+    Args:
+        function: returns what can be pickled.
+        timeout: seconds after which the fork counts as hung.
+        kill_after: seconds after which it is killed, if it still runs; not counted as hung.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        _work(function, writer)
+    os.close(writer)
+    answer, hung, end = b"", False, time.monotonic() + (timeout if kill_after is None else kill_after)
+    while True:
+        left = end - time.monotonic()
+        if not select.select([reader], [], [], max(0.0, left))[0]:
+            hung = kill_after is None
+            os.kill(child, signal.SIGKILL)
+            end += 10.0
+            continue
+        piece = os.read(reader, 1 << 20)
+        if not piece:
+            break
+        answer += piece
+    os.close(reader)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    value, error = pickle.loads(answer) if code == 0 and answer else (None, "")
+    return Ended(value, error, code, hung)
+
+
+def _work(function: Callable[[], Any], writer: int) -> None:
+    try:
+        # A library's background thread must not keep the fork alive, nor its output disturb the table.
+        answer = pickle.dumps((function(), ""))
+    except BaseException:
+        answer = pickle.dumps((None, traceback.format_exc()[-3000:]))
+    while answer:
+        answer = answer[os.write(writer, answer) :]
+    os._exit(0)

@@ -1,0 +1,134 @@
+"""Kill a save, or let one of its calls fail, at every call that changes the file system and at random times."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tests.reliability import forks, shim
+from tests.reliability.extent import Extent
+from tests.reliability.judge import judge, leftovers
+from tests.reliability.shim import Action
+from tests.reliability.tally import Tally
+from tests.reliability.workloads import Save, Scenario, System
+
+INJECTIONS = {
+    "killed": (Action.KILL, 0),
+    "killed in the middle of a write": (Action.KILL_HALF, 0),
+    "EIO": (Action.FAIL, errno.EIO),
+    "ENOSPC": (Action.FAIL, errno.ENOSPC),
+    "a disk that stays full": (Action.FULL, errno.ENOSPC),
+}
+
+
+@contextmanager
+def _base(system: System, scenario: Scenario) -> Iterator[str]:
+    """A directory with all saves of a scenario but the last in its ``run``."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        if scenario.saves[1:]:
+            saved = forks.run(lambda: _save_all(system, f"{folder}/run", scenario.saves[:-1]))
+            assert not saved.error and not saved.code, saved
+        yield folder
+
+
+def _save_all(system: System, folder: str, saves: tuple[Save, ...]) -> None:
+    system.use()
+    for number, save in enumerate(saves, 1):
+        save.run(system, folder, number)
+
+
+def _hit(system: System, scenario: Scenario, folder: str, at: int, action: Action, error: int) -> tuple[int, str]:
+    """Run the last save; return the number of calls and what it raised."""
+    system.use()
+    save, number, raised = scenario.saves[-1], len(scenario.saves), ""
+    shim.arm(folder, at, action, error)
+    try:
+        save.run(system, f"{folder}/run", number)
+    except Exception as reason:
+        raised = f"{type(reason).__name__}: {reason}"
+    calls = shim.disarm()
+    # CleanupError is raised after the commit: the checkpoint is saved.
+    return calls, "" if raised.startswith("CleanupError") else raised
+
+
+def at_calls(system: System, scenario: Scenario, names: Sequence[str], tally: Tally, extent: Extent) -> None:
+    """Hit each call of a scenario's last save, or as many as the extent says, in a fresh copy of the directory."""
+    states = scenario.states()
+    with _base(system, scenario) as base:
+        calls = _count_calls(system, scenario, base)
+        cases = [(name, at) for name in names for at in range(1, calls + 1)]
+        for name, at in random.Random(scenario.name).sample(cases, extent.times(len(cases))):
+            if extent.is_over:
+                return
+            with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+                _copy(base, folder)
+                hit = forks.run(
+                    lambda name=name, at=at, folder=folder: _hit(system, scenario, folder, at, *INJECTIONS[name])
+                )
+                acknowledged = hit.value is not None and not hit.value[1]
+                wrong = "hung: the save" if hit.hung else hit.error
+                wrong = wrong or _judged(system, f"{folder}/run", states[-2:], acknowledged=acknowledged)
+            tally.add(system, wrong, f"{scenario.name}, {name} at call {at} of {calls}")
+
+
+def _count_calls(system: System, scenario: Scenario, base: str) -> int:
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        _copy(base, folder)
+        ended = forks.run(lambda: _hit(system, scenario, folder, 0, Action.PASS, 0))
+    assert ended.value and ended.value[1] == "", ended
+    return int(ended.value[0])
+
+
+def _copy(base: str, folder: str) -> None:
+    if os.path.isdir(f"{base}/run"):
+        shutil.copytree(f"{base}/run", f"{folder}/run", symlinks=True)
+
+
+def _judged(system: System, folder: str, states: list[dict[int, int]], *, acknowledged: bool) -> str:
+    def look() -> str:
+        system.use()
+        wrong = judge(system, folder, *states, acknowledged=acknowledged, goes_on=True)
+        if not wrong and system.is_ours and leftovers(folder):
+            return f"leftovers: {leftovers(folder)}"
+        return wrong
+
+    ended = forks.run(look)
+    if ended.hung or ended.code:
+        return f"crash: the reader ended with {ended.code}"
+    return ended.error or str(ended.value)
+
+
+def random_time(system: System, number: int, tally: Tally) -> None:
+    """Kill a process that saves one step after the other, every second time in the background, at a random time."""
+    chance, keep, background = random.Random(f"{system.name} {number}"), 3, bool(number % 2)
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        notes = f"{folder}/notes"
+        forks.run(
+            lambda: _save_for_ever(system, folder, notes, keep, background=background),
+            kill_after=0.03 + chance.random() * (0.5 if system.is_ours else 1.0),
+        )
+        sure = _acknowledged(notes)
+        saves = [Save(step, keep) for step in range(1, sure + 2)]
+        states = Scenario("", tuple(saves)).states()
+        wrong = _judged(system, f"{folder}/run", states[-2:], acknowledged=False)
+    tally.add(system, wrong, f"random time {number}, after step {sure}")
+
+
+def _acknowledged(notes: str) -> int:
+    if not os.path.exists(notes):
+        return 0
+    with open(notes) as file:
+        return int((file.read().split() or ["0"])[-1])
+
+
+def _save_for_ever(system: System, folder: str, notes: str, keep: int, *, background: bool) -> None:
+    system.use()
+    with open(notes, "ab", buffering=0) as file:
+        for step in range(1, 10_000):
+            Save(step, keep, background=background).run(system, f"{folder}/run", step)
+            file.write(b"%d\n" % step)

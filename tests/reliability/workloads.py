@@ -1,0 +1,160 @@
+"""The systems that are compared, what they save, and what has to be there afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import checkpoints, config
+
+STEPS = dict[int, int]  # step → number of the value that it holds
+
+
+@functools.cache
+def tree(number: int) -> dict[str, Any]:
+    """Return the value with a number: small and large arrays, numbers and text, some of them jax arrays."""
+    chance = np.random.default_rng(number)
+    return {
+        "large": chance.random(9_000),
+        "middle": chance.integers(0, 255, 3_000, np.uint8),
+        "small": [np.full(3, number), {"x": f"text {number}"}],
+        "n": number,
+    }
+
+
+def equals(restored: Any, number: int) -> bool:
+    """Return whether a restored tree holds the value with this number, bit for bit."""
+    found, wanted = jax.tree.leaves(restored), jax.tree.leaves(tree(number))
+    if len(found) != len(wanted):
+        return False
+    return all(_same(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(other, str):
+        return isinstance(one, str) and one == other
+    one, other = np.asarray(one), np.asarray(other)
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def number_of(restored: Any) -> int | None:
+    """Return which value a restored tree holds; None if it holds none of them, or half of one."""
+    try:
+        number = int(restored["n"])
+        return number if equals(restored, number) else None
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One way to save and restore.
+
+    Attributes:
+        name: as the table shows it.
+        module: with the functions of ``flax.training.checkpoints``.
+        orbax: the format.
+        settings: of ours.
+    """
+
+    name: str
+    module: Any
+    orbax: bool
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this library."""
+        return self.module is checkpoints
+
+    def use(self) -> None:
+        """Let this process save as the system does."""
+        flax.config.update("flax_use_orbax_checkpointing", self.orbax)
+        if self.settings:
+            config.configure(**dict(self.settings))
+
+    def restore(self, folder: str, step: int | None = None) -> Any:
+        """Restore without a target; None where nothing is found."""
+        return self.module.restore_checkpoint(folder, None, step)
+
+    def steps(self, folder: str) -> list[int]:
+        """Return the steps that it lists, in any order."""
+        return [int(step) for step in self.module.available_steps(folder)]
+
+
+SYSTEMS = (
+    System("ours, msgpack", checkpoints, orbax=False),
+    System("ours, Orbax's format", checkpoints, orbax=True),
+    System("Flax, flag off", flax_checkpoints, orbax=False),
+    System("Flax, flag on", flax_checkpoints, orbax=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """One save.
+
+    Attributes:
+        step: as passed; the value is numbered by the save's place in its scenario.
+        keep, overwrite: as passed.
+        background: by an AsyncManager, and waited for.
+    """
+
+    step: int
+    keep: int = 5
+    overwrite: bool = False
+    background: bool = False
+
+    def run(self, system: System, folder: str, number: int) -> None:
+        """Save the value with this number, and return when it is acknowledged."""
+        manager = system.module.AsyncManager() if self.background else None
+        system.module.save_checkpoint(
+            folder, tree(number), self.step, keep=self.keep, overwrite=self.overwrite, async_manager=manager
+        )
+        if manager:
+            manager.wait_previous_save()
+            if not system.is_ours and manager.save_future is not None:
+                manager.save_future.result()  # Flax forgets the failure of a save that has ended
+
+    def after(self, before: STEPS, number: int) -> STEPS:
+        """Return the steps that have to be there afterwards."""
+        steps = {step: held for step, held in before.items() if not (self.overwrite and step >= self.step)}
+        steps[self.step] = number
+        return {step: steps[step] for step in sorted(steps)[-self.keep :]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Saves one after the other into one directory; what is injected hits the last.
+
+    Attributes:
+        name: what is special.
+        saves: in their order.
+    """
+
+    name: str
+    saves: tuple[Save, ...]
+
+    def states(self) -> list[STEPS]:
+        """Return what is there after no save, one save, and so on."""
+        states: list[STEPS] = [{}]
+        for number, save in enumerate(self.saves, 1):
+            states.append(save.after(states[-1], number))
+        return states
+
+
+SCENARIOS = (
+    Scenario("first", (Save(1),)),
+    Scenario("new", (Save(1), Save(2))),
+    Scenario("overwrite", (Save(1), Save(2), Save(2, overwrite=True))),
+    Scenario("overwrite older", (Save(1), Save(5), Save(9), Save(5, overwrite=True))),
+    Scenario("keep", (Save(1), Save(2), Save(3, keep=1))),
+    Scenario("async", (Save(1), Save(2), Save(3, keep=1, background=True))),
+    Scenario("async overwrite", (Save(1), Save(2), Save(2, overwrite=True, background=True))),
+)
