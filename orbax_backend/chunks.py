@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from . import grid
 from .files import ByteRange
 from .grid import Box, Shape
 from .key_index import OpaqueValue, StoredValue
-from .zarr import ArrayInfo
+from .zarr import CHECKSUM_NBYTES, ArrayInfo
 
 _Array = np.ndarray[Any, Any]
 PIECE_BYTES = 16 << 20
@@ -25,6 +25,17 @@ _SHORT_RUN_BYTES = 4096
 _LONG_RUN_BYTES = 256 << 10
 # A request to a store takes about as long as reading 1 MiB, so small gaps between ranges are read with them.
 _GAP_BYTES = 64 << 10
+_CHECKED_BYTES = 1 << 20
+# CRC-32C of any bytes followed by their CRC-32C.
+_RESIDUE = 0x48674BC7
+
+
+class DamagedChunkError(Exception):
+    """A chunk of ``read`` with the key ``chunk`` does not match its checksum."""
+
+    def __init__(self, read: ArrayRead, chunk: str) -> None:
+        super().__init__(chunk)
+        self.read, self.chunk = read, chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +129,7 @@ class Piece:
         extent: the range.
         target: memory for the bytes, or None.
         shape, copies: without a target: shape of the array in the range, and the copies out of it.
+        chunk: key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
     """
 
     read: ArrayRead
@@ -125,10 +137,21 @@ class Piece:
     target: _Array | None
     shape: Shape = ()
     copies: Sequence[Copy] = ()
+    chunk: str | None = None
 
     def buffer(self) -> _Array:
         """Return the memory to read into."""
         return memory.empty(self.shape, self.read.info.dtype) if self.target is None else self.target
+
+    def blocks(self, buffer: _Array) -> Iterator[memoryview]:
+        """Yield the memory for all bytes of the range; of a chunk with a checksum in blocks that fit a CPU's cache."""
+        whole = memory.as_bytes(buffer)
+        if self.chunk is None:
+            yield whole
+            return
+        for start in range(0, len(whole), _CHECKED_BYTES):
+            yield whole[start : start + _CHECKED_BYTES]
+        yield memoryview(bytearray(self.extent.length - len(whole)))
 
 
 def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
@@ -157,7 +180,41 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
             return list(_split(read, value, target))
         target.data[:] = value
         return []
-    return [piece for value, copies in by_chunk(group).values() for piece in _plan_chunk(read, value, copies)]
+    wanted = by_chunk(group)
+    if read.info.checksum_nbytes:
+        return [
+            piece for start, (value, copies) in wanted.items() for piece in _plan_checked(read, start, value, copies)
+        ]
+    return [piece for value, copies in wanted.values() for piece in _plan_chunk(read, value, copies)]
+
+
+def is_intact(checksum: int) -> bool:
+    """Return whether the CRC-32C of a chunk with its own checksum behind is what that of intact ones is."""
+    return checksum == _RESIDUE
+
+
+def checked_data(value: bytes) -> bytes | None:
+    """Return the data of a chunk that ends with its checksum; None if it is damaged."""
+    return value[:-CHECKSUM_NBYTES] if is_intact(checksums.crc32c(value)) else None
+
+
+def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
+    """Return the read of a whole chunk with its checksum, directly into the array where its elements are contiguous."""
+    info, (copy, *others) = read.info, copies
+    key = info.chunk_key(tuple(at // length for at, length in zip(start, info.chunks, strict=True)))
+    if not isinstance(value, ByteRange):
+        data = checked_data(value)
+        if data is None:
+            raise DamagedChunkError(read, key)
+        scatter(np.frombuffer(data, np.uint8).view(info.dtype).reshape(info.chunks), copies)
+        return []
+    size, needed = info.dtype.itemsize, math.prod(grid.shape_of(copy.source))
+    count, offsets = grid.runs(info.chunks, copy.source, copy.array.shape, copy.target)
+    source_at, target_at = next(offsets)
+    if others or source_at or count != needed:
+        return [Piece(read, value, None, info.chunks, copies, key)]
+    target = copy.array.reshape(-1).view(np.uint8)[target_at * size : (target_at + count) * size]
+    return [Piece(read, value, target, chunk=key)]
 
 
 def _split(read: ArrayRead, extent: ByteRange, target: _Array) -> Iterator[Piece]:

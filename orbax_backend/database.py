@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import checksums, paths
 from flax_ckpt_compat._core.local.syncing import start_writeback
 from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, ZARR2_METADATA, key_prefix
+from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import EncodedLeaf
 from .files import wait
-from .zarr import dump_zarray
+from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
 _DATABASE = {
@@ -74,46 +74,48 @@ class Database:
             return stacked_spec(self._path, self._url, inside)
         return paths.storage_of(self._path).kvstore(os.path.join(self._path, inside))
 
-    def put(self, name: str, stored: EncodedLeaf, compressor: dict[str, Any] | None, is_primary: bool = True) -> None:
+    def put(self, name: str, stored: EncodedLeaf, encoding: Encoding, is_primary: bool = True) -> None:
         """Add one array; its memory must not change before the commit has finished.
 
         Of an array that is spread over processes, only the shards of this process are added. Large arrays are
         compressed; the primary process also writes the metadata.
         """
-        if stored.write_shape == stored.shape and not stored.spans_processes:
+        needs_driver = encoding.checksums and checksums.crc32c is None
+        if stored.write_shape == stored.shape and not stored.spans_processes and not needs_driver:
             array = stored.whole()
-            if array.nbytes < (_DRIVER_FROM_BYTES if compressor is None else _COMPRESS_FROM_BYTES):
-                self._put_small(name, stored, array)
+            if array.nbytes < (_DRIVER_FROM_BYTES if encoding.codec is None else _COMPRESS_FROM_BYTES):
+                self._put_small(name, stored, array, encoding.uncompressed)
                 return
         # Not the largest local shard: processes without any must decide as the others do.
         nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
-        codec = compressor if nbytes >= _COMPRESS_FROM_BYTES else None
+        if nbytes < _COMPRESS_FROM_BYTES:
+            encoding = encoding.uncompressed
         shards = stored.shards() if nbytes else []
-        if codec is not None or nbytes >= _DRIVER_FROM_BYTES:
-            self._put_by_driver(name, stored, shards, codec, is_primary)
+        if encoding.codec is not None or nbytes >= _DRIVER_FROM_BYTES or needs_driver:
+            self._put_by_driver(name, stored, shards, encoding, is_primary)
             return
-        prefix = key_prefix(name)
+        prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.write_shape, stored.dtype, encoding)
         if is_primary:
-            self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.write_shape, stored.dtype)
+            self._store[prefix + encoding.metadata_file] = text
         for shard in shards:
-            cell = [str(side.start // length) for side, length in zip(shard.index, stored.write_shape, strict=True)]
-            self._store[prefix + (".".join(cell) or "0")] = shard.data.tobytes()
+            cell = tuple(side.start // length for side, length in zip(shard.index, stored.write_shape, strict=True))
+            self._store[prefix + info.chunk_key(cell)] = _chunk(shard.data, encoding)
 
-    def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any]) -> None:
-        prefix = key_prefix(name)
-        self._store[prefix + ZARR2_METADATA] = _zarray(stored.shape, stored.shape, stored.dtype)
+    def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
+        prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.shape, stored.dtype, encoding)
+        self._store[prefix + encoding.metadata_file] = text
         if array.nbytes:
-            self._store[prefix + (".".join("0" * array.ndim) or "0")] = array.tobytes()
+            self._store[prefix + info.chunk_key((0,) * array.ndim)] = _chunk(array, encoding)
 
     def _put_by_driver(
-        self, name: str, stored: EncodedLeaf, shards: list[Shard], compressor: dict[str, Any] | None, is_primary: bool
+        self, name: str, stored: EncodedLeaf, shards: list[Shard], encoding: Encoding, is_primary: bool
     ) -> None:
         if not is_primary and not shards:
             return
         spec = {
-            "driver": "zarr",
+            "driver": "zarr3" if encoding.checksums else "zarr",
             "kvstore": {**self._spec, "path": key_prefix(name)},
-            "metadata": dump_zarray(stored.shape, stored.write_shape, stored.dtype, compressor),
+            "metadata": dump_metadata(stored.shape, stored.write_shape, stored.dtype, encoding),
             # A reader cannot tell a chunk of zeros that was left out from one that was lost.
             "store_data_equal_to_fill_value": True,
             **({"create": True} if is_primary else {"open": True, "assume_metadata": True}),
@@ -154,8 +156,18 @@ def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _zarray(shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any) -> bytes:
-    return json.dumps(dump_zarray(shape, write_shape, dtype, None), separators=(",", ":")).encode()
+def _metadata(
+    shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any, encoding: Encoding
+) -> tuple[bytes, ArrayInfo]:
+    """Return the text of an array's metadata, and what it says."""
+    text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
+    return text, parse_array_metadata(text, zarr3=encoding.checksums)
+
+
+def _chunk(array: np.ndarray[Any, Any], encoding: Encoding) -> bytes:
+    """Return the stored bytes of a small chunk without compression."""
+    data = array.tobytes()
+    return data + checksums.crc32c(data).to_bytes(CHECKSUM_NBYTES, "little") if encoding.checksums else data
 
 
 def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:

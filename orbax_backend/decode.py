@@ -58,7 +58,7 @@ class StoredLeaf:
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
-        is_small = self.info.is_one_raw_chunk and self.info.nbytes <= _SMALL_BYTES
+        is_small = self.info.raw and self.info.chunks == self.info.shape and self.info.nbytes <= _SMALL_BYTES
         self.inline_key = self.info.chunk_key((0,) * len(self.info.shape)) if is_small else None
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:

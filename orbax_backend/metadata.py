@@ -20,11 +20,11 @@ _text = json.JSONEncoder().encode
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def tree_metadata(plan: SavePlan) -> str:
+def tree_metadata(plan: SavePlan, *, zarr3: bool) -> str:
     """Return the content of ``_METADATA``."""
     rest = {
         "use_ocdbt": True,
-        "use_zarr3": False,
+        "use_zarr3": zarr3,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": plan.annotations.to_json(),
     }
@@ -67,23 +67,23 @@ def shardings(plan: SavePlan) -> str:
     return f"{{{', '.join(entries)}}}"
 
 
-def array_metadatas(plan: SavePlan, compressed: bool) -> str:
+def array_metadatas(plan: SavePlan, splits: bool) -> str:
     """Return the content of ``array_metadatas/process_N``, which has the implementations of PRNG keys."""
     rests = Memo(_array_metadata)
     entries = []
     for name, stored in _jax_arrays(plan):
         impl = stored.annotation.impl if stored.annotation else None
-        rest = rests[stored.shape, stored.write_shape, stored.dtype.itemsize, compressed, impl]
+        rest = rests[stored.shape, stored.write_shape, stored.dtype.itemsize, splits, impl]
         entries.append(f'{{"array_metadata": {{"param_name": {_text(name)}, {rest}}}')
     return f'{{"array_metadatas": [{", ".join(entries)}]}}'
 
 
 def _array_metadata(described: tuple[tuple[int, ...], tuple[int, ...], int, bool, str | None]) -> str:
     """Encode an entry without its name and opening brace."""
-    shape, write_shape, itemsize, compressed, impl = described
+    shape, write_shape, itemsize, splits, impl = described
     rest = {
         "write_shape": write_shape,
-        "chunk_shape": chunk_shape(shape, write_shape, itemsize, compressed),
+        "chunk_shape": chunk_shape(shape, write_shape, itemsize, splits),
         "ext_metadata": {"random_key_impl": impl} if impl else None,
     }
     return json.dumps(rest)[1:]

@@ -19,7 +19,6 @@ from flax_ckpt_compat._core.orbax_layout import (
     PROCESS_DONE,
     PROCESS_PREFIX,
     STRING,
-    ZARR2_METADATA,
     key_prefix,
 )
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
@@ -34,8 +33,8 @@ from .grid import Shape, cells, full_box
 from .key_index import Index, open_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
-from .writer import array_metadatas, commit, compressor, finish_arrays, start_arrays, sync_database, tree_files
-from .zarr import parse_array_metadata
+from .writer import array_metadatas, commit, encoding_of, finish_arrays, start_arrays, sync_database, tree_files
+from .zarr import Encoding, parse_array_metadata
 
 
 def begin(
@@ -46,7 +45,7 @@ def begin(
     _upload: MultiprocessUpload | None = None,
 ) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    compressor(options.compression)
+    encoding_of(options.compression)
     make_directory(path)
     if metadata.has_jax_arrays(plan):
         make_directory(os.path.join(path, ARRAY_METADATAS))
@@ -68,17 +67,17 @@ def write(
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    codec, own = compressor(options.compression), _database_of(path, process.index, upload)
+    encoding, own = encoding_of(options.compression), _database_of(path, process.index, upload)
     make_directory(own)
     arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spans_processes]
-    database = start_arrays(own, arrays, codec, is_primary)
+    database = start_arrays(own, arrays, encoding, is_primary)
     try:
         # All processes would upload the same list.
         if metadata.has_jax_arrays(plan) and (is_primary or upload is None):
-            write_files(array_metadatas(path, plan, codec is not None, process.index))
+            write_files(array_metadatas(path, plan, encoding, process.index))
             sync_directory(os.path.join(path, ARRAY_METADATAS))
         if is_primary:
-            write_files(tree_files(path, plan))
+            write_files(tree_files(path, plan, encoding))
     finally:
         finish_arrays(own, database)
     write_file(os.path.join(own, PROCESS_DONE), _digest(plan).encode())
@@ -89,7 +88,7 @@ def write(
 
 
 def end(
-    path: str, plan: SavePlan, _options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
+    path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
     digest, base = _digest(plan), path if upload is None else upload.url
@@ -97,7 +96,7 @@ def end(
     in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
     if metadata.arrays(plan):
         _merge(path, databases, upload)
-        _check(path, plan, upload)
+        _check(path, plan, encoding_of(options.compression), upload)
     in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
     commit(path, plan)
 
@@ -119,15 +118,15 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
     sync_database(path)
 
 
-def _check(path: str, plan: SavePlan, upload: MultiprocessUpload | None) -> None:
+def _check(path: str, plan: SavePlan, encoding: Encoding, upload: MultiprocessUpload | None) -> None:
     if upload is None:
         known = functools.cache(lambda file: sizes_of([file])[file])
-        _check_complete(path, plan, open_database(path), lambda file: known(os.path.join(path, file)))
+        _check_complete(path, plan, encoding, open_database(path), lambda file: known(os.path.join(path, file)))
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
     folder = upload.folder
     sizes = sizes_of([f"{folder}/{key}" for key in upload.written() if not key.endswith((MANIFEST, PROCESS_DONE))])
-    _check_complete(upload.url, plan, index, lambda file: sizes.get(f"{folder}/{file}"))
+    _check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(f"{folder}/{file}"))
 
 
 def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
@@ -176,12 +175,15 @@ def _remove_done_file(database: str) -> None:
         paths.storage_of(file).delete(file)
 
 
-def _check_complete(path: str, plan: SavePlan, index: Index, size: Callable[[str], int | OSError | None]) -> None:
+def _check_complete(
+    path: str, plan: SavePlan, encoding: Encoding, index: Index, size: Callable[[str], int | OSError | None]
+) -> None:
     """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
 
     Args:
         path: directory or URL of the checkpoint, for messages.
         plan: plan of process 0.
+        encoding: how chunks are stored.
         index: index of the merged database.
         size: returns the bytes in a file, relative to the checkpoint; an error or None if there is none.
     """
@@ -189,10 +191,10 @@ def _check_complete(path: str, plan: SavePlan, index: Index, size: Callable[[str
         if entry.stored is None or entry.stored.value_type == STRING:
             continue
         leaf, prefix = show_path(tuple(name for name, _ in entry.keys)), key_prefix(entry.name)
-        text = index.get(prefix + ZARR2_METADATA)
+        text = index.get(prefix + encoding.metadata_file)
         if text is None:
             raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
-        info = parse_array_metadata(text, zarr3=False)
+        info = parse_array_metadata(text, zarr3=encoding.checksums)
         for cell, _ in cells(full_box(info.shape), info.chunks):
             value = index.find(prefix + info.chunk_key(cell))
             if value is None:

@@ -13,15 +13,26 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import memory, paths
-from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core import checksums, memory, paths
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from . import grid
-from .chunks import PIECE_BYTES, ArrayRead, Copy, Piece, by_chunk, group_neighbours, plan_pieces, scatter
+from .chunks import (
+    PIECE_BYTES,
+    ArrayRead,
+    Copy,
+    DamagedChunkError,
+    Piece,
+    by_chunk,
+    group_neighbours,
+    is_intact,
+    plan_pieces,
+    scatter,
+)
 from .files import ByteRange, sizes_of, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue
 
@@ -33,6 +44,7 @@ _THREADS_FROM_BYTES = PIECE_BYTES // 4
 _MAX_RATIO = 1 << 16
 _CACHE_BYTES = 64 << 20
 _MAX_CHUNKS = 1 << 20
+_CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
 
 
 class ArrayReader:
@@ -63,7 +75,10 @@ class ArrayReader:
         opened: list[tuple[list[ArrayRead], Any]] = []
         for group in groups.values():
             if all(read.is_raw for read in group):
-                pieces += plan_pieces(group)
+                try:
+                    pieces += plan_pieces(group)
+                except DamagedChunkError as error:
+                    raise self._damaged(error.read, error.chunk) from error
             else:
                 opened.append((group, self._open(group[0])))
         self._read_pieces(pieces)
@@ -154,17 +169,22 @@ class ArrayReader:
             raise self._unreadable(piece.read, piece.extent.file, error) from error
 
     def _read_piece(self, files: dict[str, int], piece: Piece) -> None:
-        buffer = piece.buffer()
-        target, done = memory.as_bytes(buffer), 0
-        file, offset, length = piece.extent
-        while done < length:
-            try:
-                count = os.preadv(files[file], [target[done:]], offset + done)
-            except OSError as error:
-                raise self._refused(file, error) from error
-            if not count:
-                raise self._corrupt(piece.read, f"the file {file} ends too early")
-            done += count
+        buffer, checksum = piece.buffer(), 0
+        file, at, _ = piece.extent
+        for block in piece.blocks(buffer):
+            rest = block
+            while rest:
+                try:
+                    count = os.preadv(files[file], [rest], at)
+                except OSError as error:
+                    raise self._refused(file, error) from error
+                if not count:
+                    raise self._corrupt(piece.read, f"the file {file} ends too early")
+                rest, at = rest[count:], at + count
+            if piece.chunk is not None:
+                checksum = checksums.crc32c(block, checksum)
+        if piece.chunk is not None and not is_intact(checksum):
+            raise self._damaged(piece.read, piece.chunk)
         scatter(buffer, piece.copies)
 
     def _read_run(self, pieces: list[Piece]) -> None:
@@ -178,8 +198,12 @@ class ArrayReader:
         if len(data) < stop - start:
             raise self._corrupt(pieces[-1].read, f"the object {file} ends too early")
         for piece in pieces:
-            buffer, at = piece.buffer(), piece.extent.offset - start
-            memory.as_bytes(buffer)[:] = data[at : at + piece.extent.length]
+            at = piece.extent.offset - start
+            found = data[at : at + piece.extent.length]
+            if piece.chunk is not None and not is_intact(checksums.crc32c(found)):
+                raise self._damaged(piece.read, piece.chunk)
+            buffer = piece.buffer()
+            memory.as_bytes(buffer)[:] = found[: buffer.nbytes]
             scatter(buffer, piece.copies)
 
     def _open(self, read: ArrayRead) -> Any:
@@ -224,7 +248,8 @@ class ArrayReader:
         except StorageError:
             raise
         except (ValueError, OSError, NotImplementedError) as error:
-            raise self._corrupt(read, str(error)) from error
+            kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
+            raise self._corrupt(read, str(error), kind) from error
 
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
@@ -236,12 +261,19 @@ class ArrayReader:
                 f"lost in copying, copy the checkpoint again"
             )
 
-    def _corrupt(self, read: ArrayRead, what: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
+    def _corrupt(
+        self, read: ArrayRead, what: str, error: type[CorruptCheckpointError] = CorruptCheckpointError
+    ) -> CorruptCheckpointError:
+        return error(
             f"{self._path}: the array {read.keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
             f"restore the files from a copy, or restore the other leaves only",
             path=self._path,
             leaf=read.keystr,
+        )
+
+    def _damaged(self, read: ArrayRead, chunk: str) -> CorruptCheckpointError:
+        return self._corrupt(
+            read, f"its chunk {key_prefix(read.name) + chunk!r} does not match its CRC-32C", ChecksumError
         )
 
     def _unreadable(self, read: ArrayRead, file: str, error: OSError) -> Exception:

@@ -29,7 +29,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
 from .aggregate import OpenMsgpack, open_aggregate
 from .build_tree import build_tree
-from .chunks import ArrayRead
+from .chunks import ArrayRead, checked_data
 from .decode import StoredLeaf, describe_leaf
 from .grid import full_box
 from .items import implementation
@@ -129,7 +129,9 @@ class OrbaxReader(Reader):
         if leaf.inline_key is None or self._index is None:
             return None
         value = self._index.find(key_prefix(handle.name) + leaf.inline_key)
-        return value if type(value) is bytes and len(value) == leaf.info.nbytes else None
+        if type(value) is not bytes or len(value) != leaf.info.chunk_nbytes:
+            return None
+        return checked_data(value) if leaf.info.checksum_nbytes else value  # ArrayReader names a damaged chunk
 
     def _copy_inline(self, inline: Sequence[tuple[int, LeafHandle, bytes]], values: list[Any]) -> None:
         with memory.pause_gc():

@@ -3,7 +3,7 @@
     _METADATA                    the tree, and our type annotations (metadata.py, type_annotations.py)
     _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (metadata.py)
     _strings.json                leaves of type str
-    manifest.ocdbt, d/           arrays, as zarr v2 (database.py, zarr.py)
+    manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (database.py, zarr.py)
     _CHECKPOINT_METADATA         when the save was
     commit_success.txt           written last
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError
@@ -38,11 +37,14 @@ from .database import Database
 from .encode import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
 from .save_plan import SavePlan
+from .zarr import Encoding
 
-_COMPRESSORS: dict[str, dict[str, Any]] = {
-    "zstd": {"id": "zstd", "level": 1},  # what Orbax 0.12.8 writes
-    "gzip": {"id": "gzip", "level": 1},
-    "blosc": {"id": "blosc", "blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": -1},
+_ENCODINGS = {
+    None: Encoding(),
+    "crc32c": Encoding(checksums=True),
+    "zstd": Encoding({"name": "zstd", "configuration": {"level": 1}}, checksums=True),  # the level of Orbax 0.12.8
+    "gzip": Encoding({"id": "gzip", "level": 1}),
+    "blosc": Encoding({"id": "blosc", "blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": -1}),
 }
 
 
@@ -50,17 +52,17 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
 
     Raises:
-        SettingError: the compression is not None, ``zstd``, ``gzip`` or ``blosc``; nothing was written.
+        SettingError: the compression is unknown; nothing was written.
         StorageError: the file system refused.
     """
-    codec, lists_arrays = compressor(options.compression), metadata.has_jax_arrays(plan)
+    encoding, lists_arrays = encoding_of(options.compression), metadata.has_jax_arrays(plan)
     make_directory(path)
-    database = start_arrays(path, metadata.arrays(plan), codec)
+    database = start_arrays(path, metadata.arrays(plan), encoding)
     try:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
-        listed = array_metadatas(path, plan, codec is not None, 0) if lists_arrays else {}
-        write_files({**listed, **tree_files(path, plan)})
+        listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
+        write_files({**listed, **tree_files(path, plan, encoding)})
         if lists_arrays:
             sync_directory(os.path.join(path, ARRAY_METADATAS))
     finally:
@@ -68,24 +70,23 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     commit(path, plan)
 
 
-def compressor(name: str | None) -> dict[str, Any] | None:
-    """Return zarr's spec of a codec, None for none; raise SettingError if it is unknown."""
-    if name is None:
-        return None
-    if name not in _COMPRESSORS:
-        raise SettingError(f"compression={name!r} is unknown; expected None or one of {sorted(_COMPRESSORS)}")
-    return _COMPRESSORS[name]
+def encoding_of(compression: str | None) -> Encoding:
+    """Return how chunks are stored with a setting of ``compression``; raise SettingError if it is unknown."""
+    if compression not in _ENCODINGS:
+        known = [name for name in _ENCODINGS if name is not None]
+        raise SettingError(f"compression={compression!r} is unknown; expected None or one of {known}")
+    return _ENCODINGS[compression]
 
 
-def array_metadatas(path: str, plan: SavePlan, compressed: bool, process: int) -> dict[str, bytes]:
+def array_metadatas(path: str, plan: SavePlan, encoding: Encoding, process: int) -> dict[str, bytes]:
     """Return the file with a process's list of all jax arrays: its path and content."""
-    content = metadata.array_metadatas(plan, compressed)
+    content = metadata.array_metadatas(plan, encoding.splits)
     return {os.path.join(path, ARRAY_METADATAS, f"{ARRAY_METADATA_PREFIX}{process}"): content.encode()}
 
 
-def tree_files(path: str, plan: SavePlan) -> dict[str, bytes]:
+def tree_files(path: str, plan: SavePlan, encoding: Encoding) -> dict[str, bytes]:
     """Return path → content of the JSON files of the primary process."""
-    files = {TREE_METADATA: metadata.tree_metadata(plan)}
+    files = {TREE_METADATA: metadata.tree_metadata(plan, zarr3=encoding.checksums)}
     if metadata.has_jax_arrays(plan):
         files[SHARDING] = metadata.shardings(plan)
     if plan.strings:
@@ -94,7 +95,7 @@ def tree_files(path: str, plan: SavePlan) -> dict[str, bytes]:
 
 
 def start_arrays(
-    path: str, arrays: list[tuple[str, EncodedLeaf]], compressor: dict[str, Any] | None, is_primary: bool = True
+    path: str, arrays: list[tuple[str, EncodedLeaf]], encoding: Encoding, is_primary: bool = True
 ) -> Database | None:
     """Start to write arrays to a new database in ``path``; return None without arrays.
 
@@ -108,7 +109,7 @@ def start_arrays(
         database = Database(path)
         with pause_gc():
             for name, stored in arrays:
-                database.put(name, stored, compressor, is_primary)
+                database.put(name, stored, encoding, is_primary)
         database.start_commit()
     return database
 

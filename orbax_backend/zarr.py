@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.orbax_layout import ARRAY_METADATA_FILES
 
 # The dtypes of ml_dtypes that TensorStore 0.1.86 accepts in zarr v2 (tried one by one).
 _NAMED = frozenset([
@@ -22,10 +25,40 @@ _V3_NAMES = _NAMED | frozenset([
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "float32", "float64", "complex64", "complex128",
 ])  # fmt: skip
-_COMPRESSED_CHUNK_BYTES = 32 << 20
+_SPLIT_CHUNK_BYTES = 32 << 20
 # A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30
 _MAX_RANK = 32  # TensorStore's and (about) numpy's
+_CHECKSUM = {"name": "crc32c"}
+CHECKSUM_NBYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the chunks of a checkpoint are stored.
+
+    Attributes:
+        codec: zarr's spec of a compressor, or None.
+        checksums: whether chunks end with their CRC-32C, and arrays are zarr v3, which has a codec for that.
+    """
+
+    codec: Mapping[str, Any] | None = None
+    checksums: bool = False
+
+    @property
+    def metadata_file(self) -> str:
+        """Return the name of the file with an array's metadata."""
+        return ARRAY_METADATA_FILES[self.checksums]
+
+    @property
+    def splits(self) -> bool:
+        """Return whether large arrays are split, because chunks are encoded and decoded whole."""
+        return self.codec is not None or self.checksums
+
+    @property
+    def uncompressed(self) -> Encoding:
+        """Return the encoding of arrays that are too small for a compressor."""
+        return Encoding(None, self.checksums)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,10 +69,11 @@ class ArrayInfo:
         shape, dtype: those of the whole array; the dtype has the stored byte order.
         chunks: shape of one chunk.
         driver: TensorStore's driver.
-        raw: whether chunks are stored in C order without a codec.
+        raw: whether chunks are stored in C order without a codec, but perhaps with a checksum behind.
         has_fill_value: whether there is a value for missing chunks.
         separator: separator of the indices in chunk keys.
         prefix: prefix of chunk keys.
+        checksum_nbytes: bytes of the CRC-32C behind each raw chunk, or 0.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +84,7 @@ class ArrayInfo:
     has_fill_value: bool
     separator: str
     prefix: str
+    checksum_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -59,12 +94,12 @@ class ArrayInfo:
     @property
     def is_one_raw_chunk(self) -> bool:
         """Return whether one key holds exactly the bytes of the array."""
-        return self.raw and self.chunks == self.shape
+        return self.raw and self.chunks == self.shape and not self.checksum_nbytes
 
     @property
     def chunk_nbytes(self) -> int:
-        """Return the size of one chunk in bytes; zarr also stores those at the edge whole."""
-        return math.prod(self.chunks) * self.dtype.itemsize
+        """Return the stored size of one raw chunk in bytes; zarr also stores those at the edge whole."""
+        return math.prod(self.chunks) * self.dtype.itemsize + self.checksum_nbytes
 
     def chunk_key(self, cell: tuple[int, ...]) -> str:
         """Return the key of a chunk, relative to the array's prefix."""
@@ -79,15 +114,16 @@ def typestr(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if dtype.name in _NAMED and dtype.isnative else None
 
 
-def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, compressed: bool) -> list[int]:
+def chunk_shape(shape: tuple[int, ...], write_shape: tuple[int, ...], itemsize: int, splits: bool) -> list[int]:
     """Choose the chunk shape of an array; chunks do not cross shards, which have the shape ``write_shape``.
 
-    Uncompressed shards of up to 2 GiB are one chunk each, which is read directly into place. Larger and compressed ones
-    are split along their first axes: for the limits of stores and of blosc (2 GiB), and to use several threads.
+    Plain shards of up to 2 GiB are one chunk each, which is read directly into place. Larger ones, and with ``splits``
+    those above 32 MiB, are split along their first axes: for the limits of stores and of blosc (2 GiB), to use several
+    threads, and to decode less for a part.
     """
     # zarr has no empty chunks, so an empty array has a chunk shape but stores no chunk.
     chunks = [max(1, length) for length in write_shape]
-    limit = _COMPRESSED_CHUNK_BYTES if compressed else _PLAIN_CHUNK_BYTES
+    limit = _SPLIT_CHUNK_BYTES if splits else _PLAIN_CHUNK_BYTES
     for axis in range(len(chunks)):
         parts = -(-math.prod(chunks) * itemsize // limit)
         if parts < 2:
@@ -105,21 +141,45 @@ def _divisor(length: int, wanted: int) -> int:
     return found if length % found == 0 else length
 
 
-def dump_zarray(
-    shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: np.dtype[Any], compressor: dict[str, Any] | None
+def dump_metadata(
+    shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: np.dtype[Any], encoding: Encoding
 ) -> dict[str, Any]:
-    """Return the ``.zarray`` of an array, with the keys that Orbax 0.12.8 writes; see `chunk_shape`."""
+    """Return the ``.zarray`` or ``zarr.json`` of an array, with the keys that Orbax writes; see `chunk_shape`."""
+    chunks = chunk_shape(shape, write_shape, dtype.itemsize, encoding.splits)
+    return (_dump_v3 if encoding.checksums else _dump_v2)(list(shape), chunks, dtype, encoding.codec)
+
+
+def _dump_v2(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: Any) -> dict[str, Any]:
     return {
-        "chunks": chunk_shape(shape, write_shape, dtype.itemsize, compressor is not None),
-        "compressor": compressor,
+        "chunks": chunks,
+        "compressor": codec,
         "dimension_separator": ".",
         "dtype": typestr(dtype),
         "fill_value": None,
         "filters": None,
         "order": "C",
-        "shape": list(shape),
+        "shape": shape,
         "zarr_format": 2,
     }
+
+
+def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: Any) -> dict[str, Any]:
+    fill_values: dict[str, Any] = {"b": False, "c": [0.0, 0.0]}
+    order = {} if dtype.itemsize == 1 else {"configuration": {"endian": "little" if _is_little(dtype) else "big"}}
+    return {
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [{"name": "bytes", **order}, *([] if codec is None else [codec]), _CHECKSUM],
+        "data_type": dtype.name,
+        "fill_value": fill_values.get(dtype.kind, 0),  # version 3 requires one; every chunk is stored
+        "node_type": "array",
+        "shape": shape,
+        "zarr_format": 3,
+    }
+
+
+def _is_little(dtype: np.dtype[Any]) -> bool:
+    return dtype.newbyteorder("<") == dtype
 
 
 def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
@@ -160,16 +220,21 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
     grid, encoding = metadata["chunk_grid"], metadata["chunk_key_encoding"]
     if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
         raise ValueError(f"unknown chunk grid {grid['name']!r} or key encoding {encoding['name']!r}")
-    default = encoding["name"] == "default"
+    default, dtype = encoding["name"] == "default", dtype_from_name(name)
+    codecs = metadata["codecs"]
+    big_endian = name not in _NAMED and (codecs[0].get("configuration") or {}).get("endian") == "big"
+    # Without a package that computes CRC-32C, TensorStore checks it.
+    has_checksum = checksums.crc32c is not None and [codec["name"] for codec in codecs] == ["bytes", "crc32c"]
     return ArrayInfo(
         shape=_lengths(metadata["shape"]),
-        dtype=dtype_from_name(name),
+        dtype=dtype.newbyteorder(">") if big_endian else dtype,
         chunks=_lengths(grid["configuration"]["chunk_shape"]),
         driver="zarr3",
-        raw=False,  # Orbax never writes one without codecs that need decoding
+        raw=has_checksum,  # Orbax writes only codecs that need decoding
         has_fill_value=metadata.get("fill_value") is not None,
         separator=_separator((encoding.get("configuration") or {}).get("separator", "/" if default else ".")),
         prefix="c" if default else "",
+        checksum_nbytes=CHECKSUM_NBYTES if has_checksum else 0,
     )
 
 

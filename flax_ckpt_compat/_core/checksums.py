@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from flax_ckpt_compat._core.errors import ChecksumError
 
 try:
-    from isal.isal_zlib import crc32
+    from isal.isal_zlib import crc32 as crc32
 except ImportError:
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 ALGORITHM = "crc32"  # name in what is written
 # Blocks are summed on several threads, and can be verified without the rest.
@@ -22,19 +24,22 @@ BLOCK_BYTES = 1 << 20
 SUM_BYTES = 4
 
 
-def _find_crc32c() -> Callable[[bytes], int] | None:
+def _find_crc32c() -> Callable[..., int] | None:
     try:
         from crc32c import crc32c
     except ImportError:
         try:
-            from google_crc32c import value as crc32c
+            from google_crc32c import extend
         except ImportError:
             return None
+        # It takes bytes and arrays, but no memoryviews.
+        return lambda data, value=0: extend(value, np.frombuffer(data, np.uint8))
     return crc32c  # type: ignore[no-any-return]
 
 
-# The CRC-32C of bytes; None where no installed package computes it: TensorStore does so only as a codec.
-crc32c = _find_crc32c()
+# crc32c(data, value=0): the CRC-32C of a buffer, or of what ``value`` is the CRC-32C of and the buffer. None where no
+# installed package computes it: TensorStore does so only as a codec.
+crc32c: Any = _find_crc32c()
 
 
 class BlockSums:
