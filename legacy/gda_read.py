@@ -36,6 +36,7 @@ class FolderArray:
         folder: path of the zarr array.
         shape: shape of the array.
         dtype: dtype of the array, in native byte order.
+        chunks: shape of a chunk.
         index: slice of it to read, or None for all.
     """
 
@@ -43,6 +44,7 @@ class FolderArray:
     folder: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    chunks: tuple[int, ...]
     index: tuple[slice, ...] | None = None
 
     @property
@@ -79,11 +81,14 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
 
 
 def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
-    shape = fields["shape"]
-    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{shape!r} is not a shape")
+    shape, chunks = fields["shape"], fields["chunks"]
+    for lengths in (shape, chunks):
+        if type(lengths) is not list or not all(type(size) is int and size >= 0 for size in lengths):
+            raise ValueError(f"{lengths!r} is not a shape")
+    if len(shape) != len(chunks) or 0 in chunks:
+        raise ValueError(f"shape {shape} with chunks {chunks} is no grid")
     dtype = dtypes.dtype_from_name(fields["dtype"]).newbyteorder("=")
-    return FolderArray(checkpoint, folder, tuple(shape), dtype)
+    return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks))
 
 
 class BatchedReads:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.grid import offset, readable_boxes, shape_of
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -77,6 +78,14 @@ class MsgpackReader(Reader):
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
                 raise storage_error(path, error, "read") from error
             raise
+
+    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
+        """See `flax_ckpt_compat._core.backend.Reader.boxes`."""
+        array = handle.locator
+        if not isinstance(array, gda_read.FolderArray):
+            return super().boxes(handle, nbytes)
+        limit = max(1, nbytes // max(1, array.dtype.itemsize))
+        return readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
@@ -251,11 +260,21 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
     handle, locator = part.handle, part.handle.locator
     if isinstance(locator, gda_read.FolderArray):
         return dataclasses.replace(handle, locator=dataclasses.replace(locator, index=part.index))
-    inner = zip(part.index[1:], handle.shape[1:], strict=True)
-    if handle.dtype is None or type(locator) is not int or any(side != slice(0, length) for side, length in inner):
+    shape = shape_of(part.index)
+    # Bytes are contiguous if it is one element of each leading axis, a range of the next and all of the others.
+    ranged = next((axis for axis, length in enumerate(shape) if length != 1), len(shape))
+    is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
+    if handle.dtype is None or type(locator) not in (int, tuple) or not is_contiguous:
         return None
-    row = math.prod(handle.shape[1:]) * handle.dtype.itemsize
-    rows = part.index[0].stop - part.index[0].start
-    return dataclasses.replace(
-        handle, shape=(rows, *handle.shape[1:]), nbytes=rows * row, locator=locator + part.index[0].start * row
-    )
+    nbytes, start = math.prod(shape) * handle.dtype.itemsize, offset(handle.shape, part.index) * handle.dtype.itemsize
+    found = tuple(_part_of_pieces(locator, start, nbytes)) if type(locator) is tuple else locator + start
+    return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=found)
+
+
+def _part_of_pieces(pieces: Sequence[tuple[int, int]], start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and size of the parts of an array's pieces that hold a range of its bytes."""
+    for at, size in pieces:
+        first, last = max(0, start), min(size, start + nbytes)
+        if first < last:
+            yield at + first, last - first
+        start -= size

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core import checksums, grid, memory
+from flax_ckpt_compat._core.grid import Box, Shape
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from . import grid
 from .files import ByteRange
-from .grid import Box, Shape
 from .key_index import OpaqueValue, StoredValue
 from .zarr import CHECKSUM_NBYTES, ArrayInfo
 

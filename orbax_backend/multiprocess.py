@@ -11,6 +11,7 @@ from collections.abc import Callable
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
+from flax_ckpt_compat._core.grid import Shape, cells, full_box
 from flax_ckpt_compat._core.object_store import multiprocess, uploads
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.orbax_layout import (
@@ -29,7 +30,6 @@ from . import metadata
 from .database import Database, file_locator
 from .encode import EncodedLeaf
 from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
-from .grid import Shape, cells, full_box
 from .key_index import Index, open_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder

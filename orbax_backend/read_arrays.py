@@ -13,14 +13,13 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import checksums, memory, paths
+from flax_ckpt_compat._core import checksums, grid, memory, paths
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from . import grid
 from .chunks import (
     PIECE_BYTES,
     ArrayRead,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
+from flax_ckpt_compat._core.grid import full_box, readable_boxes
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
     ARRAY_METADATAS,
@@ -31,7 +32,6 @@ from .aggregate import OpenMsgpack, open_aggregate
 from .build_tree import build_tree
 from .chunks import ArrayRead, checked_data
 from .decode import StoredLeaf, describe_leaf
-from .grid import full_box
 from .items import implementation
 from .key_index import Index, open_index
 from .read_arrays import ArrayReader
@@ -113,6 +113,15 @@ class OrbaxReader(Reader):
             for (number, _), value in zip(aggregated, found, strict=True):
                 values[number] = value
         return values
+
+    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
+        """See `flax_ckpt_compat._core.backend.Reader.boxes`."""
+        leaf = handle.locator
+        if not isinstance(leaf, StoredLeaf):
+            return super().boxes(handle, nbytes)
+        limit = max(1, nbytes // max(1, leaf.dtype.itemsize))
+        chunks = tuple(max(1, length) for length in leaf.info.chunks[: len(leaf.shape)])
+        return readable_boxes(leaf.shape, chunks, limit, splits_chunks=leaf.info.raw)
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""

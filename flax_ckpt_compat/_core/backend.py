@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import grid, memory
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node, Path
 
@@ -97,6 +97,21 @@ class ArraySlice:
         return result
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inspection:
+    """What `Reader.inspect` finds.
+
+    Attributes:
+        unexpected: files and arrays that belong to no leaf: paths relative to the checkpoint, with notes.
+        contradictions: key path of a leaf → how files of the checkpoint contradict each other about it.
+        damaged: other damage, such as a file that does not decode.
+    """
+
+    unexpected: tuple[str, ...] = ()
+    contradictions: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+
+
 class Reader(Protocol):
     """An open checkpoint. Opening may read small arrays together with the structure; `read` reads the others."""
 
@@ -127,6 +142,21 @@ class Reader(Protocol):
             StorageError: the file system refused.
         """
         ...
+
+    def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
+        """Yield indices of slices that cover an array, to be read one after another.
+
+        Args:
+            handle: handle of an array.
+            nbytes: size of a slice in memory, in bytes. Chunks that decode only as a whole may be larger.
+        """
+        assert handle.dtype is not None
+        limit = max(1, nbytes // handle.dtype.itemsize)
+        return grid.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
+
+    def inspect(self) -> Inspection:
+        """Compare the files with each other and with the tree, without reading arrays."""
+        return Inspection()
 
     def sharding_of(self, name: str) -> str | None:  # noqa: ARG002  (readers of formats without shardings inherit it)
         """Return the saved sharding of a leaf as Orbax's JSON text, or None."""

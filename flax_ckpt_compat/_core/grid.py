@@ -94,6 +94,29 @@ def _bands(box: Box, shape: Shape, limit: int, fixed: list[slice]) -> Iterator[B
         yield (*fixed, slice(at, min(at + step, box[axis].stop)), *rest)
 
 
+def readable_boxes(shape: Shape, chunks: Shape, limit: int, *, splits_chunks: bool) -> Iterator[Box]:
+    """Yield boxes of at most ``limit`` elements that cover an array and share no chunk; longer chunks stay whole.
+
+    Args:
+        shape, chunks: of the array, and of its chunks.
+        limit: elements of a box.
+        splits_chunks: parts of a chunk can be read without the rest of it, so longer chunks are split too.
+    """
+    side = list(chunks)
+    for axis in reversed(range(len(side))):
+        whole = -(-shape[axis] // side[axis])
+        side[axis] *= max(1, min(whole, limit // math.prod(side)))
+        if side[axis] < shape[axis]:
+            break
+    for _, cell in cells(full_box(shape), tuple(side)):
+        box = overlap(cell, full_box(shape))
+        if splits_chunks and math.prod(shape_of(box)) > limit:
+            for band in bands(full_box(shape_of(box)), shape_of(box), limit):
+                yield tuple(slice(s.start + at.start, s.stop + at.start) for s, at in zip(band, box, strict=True))
+        else:
+            yield box
+
+
 def offset(shape: Shape, box: Box) -> int:
     """Return the offset of a box in a C-order array, in elements."""
     return sum(side.start * step for side, step in zip(box, _strides(shape), strict=True))
