@@ -19,6 +19,7 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
     from flax_ckpt_compat._view.plan import Plan, PlannedLeaf, plan_restore
+    from flax_ckpt_compat._view.verify import Verification, VerifiedCheckpoint, VerifiedLeaf, verify
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.transforms import (
         RestoreArgs,
@@ -40,6 +41,9 @@ __all__ = [
     "RestoreTransform",
     "Suggestion",
     "Transform",
+    "Verification",
+    "VerifiedCheckpoint",
+    "VerifiedLeaf",
     "__version__",
     "apply_transformations",
     "checkpoints",
@@ -57,6 +61,7 @@ __all__ = [
     "save",
     "transforms",
     "uninstall",
+    "verify",
 ]
 
 _MODULES = {
@@ -68,6 +73,9 @@ _MODULES = {
     "RestoreTransform": "transforms",
     "Suggestion": "_suggest",
     "Transform": "transforms",
+    "Verification": "_view.verify",
+    "VerifiedCheckpoint": "_view.verify",
+    "VerifiedLeaf": "_view.verify",
     "apply_transformations": "transforms",
     "install": "_patching",
     "installed": "_patching",
@@ -79,6 +87,7 @@ _MODULES = {
     "restore": "api",
     "save": "api",
     "uninstall": "_patching",
+    "verify": "_view.verify",
 }
 
 if not _typing.TYPE_CHECKING:  # with __getattr__, a type checker would accept any misspelt name

@@ -10,7 +10,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +20,12 @@ import numpy as np
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local.gda_folder import folder_of
-from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
+from flax_ckpt_compat._core.local.temporaries import is_generation
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, storage_error, store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
+_CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 # Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
 
@@ -89,6 +92,21 @@ def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
         raise ValueError(f"shape {shape} with chunks {chunks} is no grid")
     dtype = dtypes.dtype_from_name(fields["dtype"]).newbyteorder("=")
     return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks))
+
+
+def unreferenced(checkpoint: str, locators: Collection[Any]) -> list[str]:
+    """Return what is in the folder of arrays and belongs to none of these locators, relative to the file's folder."""
+    root = folder_of(checkpoint)
+    arrays = {os.path.relpath(one.folder, root) for one in locators if isinstance(one, FolderArray)}
+    files = [os.path.split(file) for file in paths.storage_of(root).files_below(root) if file != COMMIT_FILE]
+    # A generation may belong to a save that is running.
+    rest = [(folder or os.curdir, name) for folder, name in files if not is_generation(folder.partition("/")[0])]
+    lost = {folder for folder, name in rest if name == ZARR2_METADATA} - arrays
+    notes = [os.path.join(root, folder) + " (an array of no leaf)" for folder in sorted(lost)]
+    for folder, name in sorted(rest):
+        if folder not in lost and not (folder in arrays and (name == ZARR2_METADATA or _CHUNK.fullmatch(name))):
+            notes.append(os.path.join(root, folder, name))
+    return [os.path.relpath(note, os.path.dirname(checkpoint)) for note in notes]
 
 
 class BatchedReads:

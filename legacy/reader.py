@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core import grid, memory
+from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.grid import offset, readable_boxes, shape_of
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import KeyData, Node, show_path
+from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves, show_path
 
 from . import gda_read
 from .parse import parse
@@ -85,7 +84,12 @@ class MsgpackReader(Reader):
         if not isinstance(array, gda_read.FolderArray):
             return super().boxes(handle, nbytes)
         limit = max(1, nbytes // max(1, array.dtype.itemsize))
-        return readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
+        return grid.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
+
+    def inspect(self) -> Inspection:
+        """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
+        handles = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
+        return Inspection(tuple(gda_read.unreferenced(self.path, [handle.locator for handle in handles])))
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
@@ -260,13 +264,16 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
     handle, locator = part.handle, part.handle.locator
     if isinstance(locator, gda_read.FolderArray):
         return dataclasses.replace(handle, locator=dataclasses.replace(locator, index=part.index))
-    shape = shape_of(part.index)
+    shape = grid.shape_of(part.index)
     # Bytes are contiguous if it is one element of each leading axis, a range of the next and all of the others.
     ranged = next((axis for axis, length in enumerate(shape) if length != 1), len(shape))
     is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
     if handle.dtype is None or type(locator) not in (int, tuple) or not is_contiguous:
         return None
-    nbytes, start = math.prod(shape) * handle.dtype.itemsize, offset(handle.shape, part.index) * handle.dtype.itemsize
+    nbytes, start = (
+        math.prod(shape) * handle.dtype.itemsize,
+        grid.offset(handle.shape, part.index) * handle.dtype.itemsize,
+    )
     found = tuple(_part_of_pieces(locator, start, nbytes)) if type(locator) is tuple else locator + start
     return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import tensorstore as ts
@@ -54,6 +54,10 @@ class Index(Protocol):
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's spec of the keys below ``prefix``."""
         ...
+
+    def keys(self) -> Collection[bytes]:
+        """Return all keys of a database; none where values are files."""
+        return ()
 
 
 def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
@@ -133,7 +137,7 @@ def _database_spec(path: str, prefix: str) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": paths.storage_of(path).kvstore(path), "path": prefix}
 
 
-class _DatabaseIndex:
+class _DatabaseIndex(Index):
     """The index of an OCDBT database whose B-tree we decoded."""
 
     def __init__(self, path: str, database: str, entries: Entries) -> None:
@@ -148,6 +152,9 @@ class _DatabaseIndex:
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _database_spec(self._database, prefix)
+
+    def keys(self) -> Collection[bytes]:
+        return self._entries.keys()
 
 
 def _read_small(path: str, extent: ByteRange) -> bytes:
@@ -168,7 +175,7 @@ def _read_small(path: str, extent: ByteRange) -> bytes:
     return data
 
 
-class _DriverIndex:
+class _DriverIndex(Index):
     """The index of an OCDBT database that only TensorStore's driver reads; it does not expose byte ranges."""
 
     def __init__(self, path: str) -> None:
@@ -196,8 +203,11 @@ class _DriverIndex:
     def kvstore(self, prefix: str) -> dict[str, Any]:
         return _database_spec(self._path, prefix)
 
+    def keys(self) -> Collection[bytes]:
+        return self._keys
 
-class _NestedIndex:
+
+class _NestedIndex(Index):
     """The index of a database and of databases in subdirectories.
 
     Releases 0.1 to 0.4.1 took the name of an array for a path, so that the array ``a/b`` is the array ``b`` of a
@@ -222,6 +232,9 @@ class _NestedIndex:
         index, rest = self._owner(prefix + name)
         return index.kvstore(rest.removesuffix(name))
 
+    def keys(self) -> Collection[bytes]:
+        return self._top.keys()
+
     def _owner(self, key: str) -> tuple[Index, str]:
         """Return the index with a key, which may be the one of the deepest database on its path, and its key there."""
         if self._top.find(key) is None:
@@ -240,7 +253,7 @@ class _NestedIndex:
         return self._below[folder]
 
 
-class _FileIndex:
+class _FileIndex(Index):
     """The index of a local directory of files."""
 
     def __init__(self, path: str) -> None:
@@ -265,7 +278,7 @@ class _FileIndex:
         return os.path.join(self._path, key)
 
 
-class _StoreIndex:
+class _StoreIndex(Index):
     """The index of a folder in a store, listed once; prefetches the metadata of all arrays."""
 
     def __init__(self, url: str) -> None:

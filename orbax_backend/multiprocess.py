@@ -12,7 +12,8 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.grid import Shape, cells, full_box
-from flax_ckpt_compat._core.object_store import multiprocess, uploads
+from flax_ckpt_compat._core.local.listing import files_below
+from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
@@ -83,7 +84,7 @@ def write(
     write_file(os.path.join(own, PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
-        sent = [os.path.relpath(os.path.join(own, name), path) for name in uploads.names_in(own)]
+        sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
         multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, PROCESS_DONE), path))
 
 

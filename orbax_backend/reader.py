@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.grid import full_box, readable_boxes
 from flax_ckpt_compat._core.orbax_layout import (
@@ -26,12 +26,13 @@ from flax_ckpt_compat._core.orbax_layout import (
     STRING,
     key_prefix,
 )
-from flax_ckpt_compat._core.tree import Branch, Node, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, show_path
 
 from .aggregate import OpenMsgpack, open_aggregate
 from .build_tree import build_tree
 from .chunks import ArrayRead, checked_data
 from .decode import StoredLeaf, describe_leaf
+from .inspection import inspect
 from .items import implementation
 from .key_index import Index, open_index
 from .read_arrays import ArrayReader
@@ -122,6 +123,12 @@ class OrbaxReader(Reader):
         limit = max(1, nbytes // max(1, leaf.dtype.itemsize))
         chunks = tuple(max(1, length) for length in leaf.info.chunks[: len(leaf.shape)])
         return readable_boxes(leaf.shape, chunks, limit, splits_chunks=leaf.info.raw)
+
+    def inspect(self) -> Inspection:
+        """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
+        handles = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
+        infos = {handle.name: handle.locator.info for handle in handles if isinstance(handle.locator, StoredLeaf)}
+        return inspect(self.path, self._structure, self._index, infos)
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
@@ -240,9 +247,8 @@ class OrbaxReader(Reader):
             return
         doubtful = []
         for entry, leaf in zip(self._structure.entries, leaves, strict=True):
-            unlisted = (
-                entry.value_type == JAX_ARRAY and entry.has_write_shape and entry.name not in self._structure.key_impls
-            )
+            has_shape = entry.write_shape is not None
+            unlisted = entry.value_type == JAX_ARRAY and has_shape and entry.name not in self._structure.key_impls
             if unlisted and isinstance(leaf, LeafHandle) and _may_be_key(leaf):
                 leaf.possible_kinds |= {LeafKind.PRNG_KEY}
                 doubtful.append(leaf.name)

@@ -57,7 +57,7 @@ class LeafEntry(NamedTuple):
         name: stored name.
         value_type: Orbax's name of its type.
         skipped: whether it has no array: an empty node, or a value in the msgpack file of old releases.
-        has_write_shape: whether its release also wrote ``array_metadatas``.
+        write_shape: shape of what was written at once, unchecked; None of releases without ``array_metadatas``.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class LeafEntry(NamedTuple):
     name: str
     value_type: str
     skipped: bool
-    has_write_shape: bool
+    write_shape: Any
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,8 +169,8 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
             parts, value = entry["key_metadata"], entry["value_metadata"]
             path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
             known = _KINDS.issuperset(kinds) and type(value["value_type"]) is str
-            skipped, has_write_shape = bool(value.get("skip_deserialize")), value.get("write_shape") is not None
-            found = LeafEntry(path, kinds, leaf_name(path), value["value_type"], skipped, has_write_shape)
+            skipped, write_shape = bool(value.get("skip_deserialize")), value.get("write_shape")
+            found = LeafEntry(path, kinds, leaf_name(path), value["value_type"], skipped, write_shape)
         except (KeyError, TypeError, AttributeError) as error:
             raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
         if not known:
@@ -193,7 +193,7 @@ def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> l
 
 def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None) -> LeafEntry:
     value_type = leaf if isinstance(leaf, str) else UNKNOWN
-    return LeafEntry(path, kinds, leaf_name(path), value_type, leaf is not None, False)
+    return LeafEntry(path, kinds, leaf_name(path), value_type, leaf is not None, None)
 
 
 def _missing_structure(path: str) -> Exception:

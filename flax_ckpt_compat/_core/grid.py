@@ -98,7 +98,8 @@ def readable_boxes(shape: Shape, chunks: Shape, limit: int, *, splits_chunks: bo
     """Yield boxes of at most ``limit`` elements that cover an array and share no chunk; longer chunks stay whole.
 
     Args:
-        shape, chunks: of the array, and of its chunks.
+        shape: of the array.
+        chunks: shape of a chunk.
         limit: elements of a box.
         splits_chunks: parts of a chunk can be read without the rest of it, so longer chunks are split too.
     """

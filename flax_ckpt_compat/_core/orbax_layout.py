@@ -47,6 +47,7 @@ PROCESS_DONE = "ended"  # in the database folder of a process: it has written al
 BEGUN, NEXT = "_begun", "_next"  # in a store: a running save, and what it publishes at once; see `visible_objects`
 NEXT_DATA_LIST = "_data.txt"  # in NEXT, written first: the names of the data objects, to clean up after a dead writer
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
+STEP_FILES = (STEP_METADATA, V1_MARKER, COMMIT_FILE, DESCRIPTOR)  # beside the items
 
 # Items that are no tree.
 SINGLE_ARRAY = "checkpoint"  # the directory, or the key prefix, of the array

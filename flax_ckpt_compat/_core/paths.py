@@ -25,6 +25,7 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
     """Return the storage of a path or URL. Its methods, beside those with a function in this module:
 
     ``content_root``: the folder with a checkpoint's files; in a store it may be a subfolder of the path.
+    ``files_below``: the paths of all files below a directory, relative to it.
     ``resolve``: the path without symbolic links. ``identity``: device and inode of a local path, or None.
     ``is_empty``: whether a file is empty; one request in a store, where its size may take many.
     ``total_size``: bytes in a file, or in all files below a directory; 0 if it does not exist.

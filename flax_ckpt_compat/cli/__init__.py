@@ -14,6 +14,7 @@ _COMMANDS = {
     "run": "flax_ckpt_compat.cli.run",
     "scan": "flax_ckpt_compat.cli.scan",
     "shadow-report": "flax_ckpt_compat.cli.shadow_report",
+    "verify": "flax_ckpt_compat.cli.verify",
 }
 
 

@@ -10,11 +10,12 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, listing
 from flax_ckpt_compat._core.local.temporaries import GONE
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
+_SMALL_READ = 64 * 2**10  # bytes
 # Errors of a path that certainly does not exist.
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -23,6 +24,7 @@ class LocalStorage:
     """The local file system; see `flax_ckpt_compat._core.paths` for the methods."""
 
     is_remote = False
+    files_below = staticmethod(listing.files_below)
     getsize = staticmethod(os.path.getsize)
     delete = staticmethod(os.unlink)
     restore_set_aside = staticmethod(atomic.restore_set_aside)
@@ -70,6 +72,8 @@ class LocalStorage:
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(path, "rb") as file:
             file.seek(start)
+            if stop is not None:  # Python allocates all bytes that are asked for
+                stop = min(stop, max(os.fstat(file.fileno()).st_size, start + _SMALL_READ))
             return file.read(-1 if stop is None else stop - start)
 
     def total_size(self, path: str) -> int:

@@ -19,6 +19,7 @@ from contextlib import nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import (
     ConcurrentWriteError,
@@ -118,7 +119,7 @@ def publish_folder(
     """Upload a directory, and remove an object of its name; see `publish`.
 
     ``replaced`` is the object's version before the lease began; ``uploaded`` names objects that are there already."""
-    names = [name for name in uploads.names_in(staged) if name not in {COMMIT_FILE, *uploaded}]
+    names = [name for name in files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
     versions = replace_directory.shared_versions(lease, names)
     if not new and visible_objects.commit_files(lease.initial):
         replace_directory.replace(lease, staged, names, versions, uploaded)

@@ -17,6 +17,7 @@ class ObjectStorage:
     is_remote = True
     content_root = staticmethod(client.content_root)
     isdir = staticmethod(commit.counts_as_folder)
+    files_below = staticmethod(client.keys)
     getsize = staticmethod(client.size)
     is_empty = staticmethod(client.is_empty)
     delete = staticmethod(client.delete)

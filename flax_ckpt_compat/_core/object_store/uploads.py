@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -29,15 +30,6 @@ _FOLDER, _CHUNK = "x/", "x/0"
 
 class _ObjectExistsError(Exception):
     """An object of that name exists."""
-
-
-def names_in(directory: str) -> list[str]:
-    """Return the paths of all files below a local directory, relative to it."""
-    return [
-        os.path.relpath(os.path.join(folder, name), directory)
-        for folder, _, files in os.walk(directory)
-        for name in files
-    ]
 
 
 def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
@@ -106,7 +98,7 @@ def check_sizes(path: str, url: str) -> None:
         remedy = (
             "one shard of an array is too large and cannot be cut evenly: give the array a sharding of smaller ones"
         )
-        for name in names_in(path):
+        for name in files_below(path):
             _check_size(f"{url}/{name}", os.path.getsize(os.path.join(path, name)), remedy)
     else:
         _check_size(url, os.path.getsize(path), "save in Orbax's format, which is many objects")

@@ -1,0 +1,329 @@
+"""Verify checkpoints: read every leaf, compare checksums, look for what is missing or unexpected."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Literal
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+    UnrecognizedFormatError,
+)
+from flax_ckpt_compat._core.orbax_layout import STEP_FILES
+from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import KeyData, Path, iter_leaves, show_path
+from flax_ckpt_compat._discovery import below, locating, opening
+from flax_ckpt_compat._view import verify_text
+
+State = Literal["ok", "unverified", "damaged", "unreadable"]
+_BATCH_BYTES = 64 * 2**20
+_MAX_BATCH = 10_000
+_AT_ONCE = 4
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifiedLeaf:
+    """One leaf of a verified checkpoint.
+
+    Attributes:
+        path: its key path, joined with ``/``.
+        state: ``ok`` (it decodes, and its checksums hold), ``unverified`` (it decodes, and has no checksums),
+            ``damaged``, or ``unreadable`` (the file system or store refused).
+        why: what is wrong with it; else empty.
+        nbytes: size in memory, in bytes.
+    """
+
+    path: str
+    state: State
+    why: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """One verified checkpoint.
+
+    Attributes:
+        path: absolute path, or URL.
+        format: ``msgpack`` or ``orbax``; empty if it cannot be opened.
+        leaves: every leaf.
+        damage: what is wrong beside the leaves: why it cannot be opened, or which file does not decode.
+        unexpected: what lies in it and belongs to no leaf, as relative paths with notes.
+        readable: false if the file system or store refused to open it.
+    """
+
+    path: str
+    format: str
+    leaves: tuple[VerifiedLeaf, ...]
+    damage: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    readable: bool = True
+
+    @property
+    def state(self) -> State:
+        """Return the worst state of its leaves and files; ``unverified`` if any of them has no checksums."""
+        if not self.readable:
+            return "unreadable"
+        states = {leaf.state for leaf in self.leaves}
+        if self.damage or "damaged" in states:
+            return "damaged"
+        return "unreadable" if "unreadable" in states else "unverified" if "unverified" in states else "ok"
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all leaves in memory, in bytes."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of `verify`; prints as text.
+
+    Attributes:
+        path: what was verified.
+        checkpoints: every checkpoint there.
+    """
+
+    path: str
+    checkpoints: tuple[VerifiedCheckpoint, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Return whether every leaf of every checkpoint decodes, and no checksum is wrong."""
+        return all(checkpoint.state in ("ok", "unverified") for checkpoint in self.checkpoints)
+
+    @property
+    def verified(self) -> bool:
+        """Return whether also every leaf has checksums, and nothing unexpected is there."""
+        return all(checkpoint.state == "ok" and not checkpoint.unexpected for checkpoint in self.checkpoints)
+
+    def __str__(self) -> str:
+        return "\n".join([*map(verify_text.of_checkpoint, self.checkpoints), verify_text.summary(self.checkpoints)])
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    step: int | float | str | None = None,
+    prefix: str = "checkpoint_",
+    progress: Callable[[VerifiedCheckpoint], None] | None = None,
+) -> Verification:
+    """Read every leaf of checkpoints, and report which ones are damaged.
+
+    Memory stays bounded: large arrays are read in slices, along their chunks.
+
+    Args:
+        path: one checkpoint, or a directory; all checkpoints below it are verified, of every prefix and format.
+        step: only this step of the directory.
+        prefix: with ``step``: literal text before it in the checkpoints' names.
+        progress: takes each verified checkpoint as soon as it and those before it are finished.
+
+    Returns:
+        The report. Damage is reported there, not raised.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        StorageError: the file system or store refused to list the directory.
+    """
+    root = paths.absolute(os.fspath(path))
+    found = _found(root, step, prefix)
+    in_order = _InOrder(len(found), progress or (lambda _: None))
+
+    def verify_one(number: int) -> None:
+        in_order.put(number, _verify(found[number], is_named=found == [root] or step is not None))
+
+    in_parallel(verify_one, range(len(found)), _AT_ONCE)
+    return Verification(root, tuple(filter(None, in_order.results)))
+
+
+def _found(root: str, step: Any, prefix: str) -> list[str]:
+    # Whoever saves in the background has loaded it; it loads jax, which is not needed here.
+    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
+        async_saves.wait_for_pending_saves(root, prefix)
+    if step is not None:
+        located = locating.find(root, step, prefix)
+        assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
+        return [located.path]
+    found = list(below.checkpoints_below(root))
+    if not found:
+        raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root)
+    return found
+
+
+class _InOrder:
+    """Collects results of several threads, and passes them on in their order."""
+
+    def __init__(self, count: int, report: Callable[[VerifiedCheckpoint], None]):
+        self.results: list[VerifiedCheckpoint | None] = [None] * count
+        self._done, self._next = [False] * count, 0
+        self._report, self._lock = report, threading.Lock()
+
+    def put(self, number: int, result: VerifiedCheckpoint | None) -> None:
+        with self._lock:
+            self.results[number], self._done[number] = result, True
+            while self._next < len(self._done) and self._done[self._next]:
+                if (following := self.results[self._next]) is not None:
+                    self._report(following)
+                self._next += 1
+
+
+def _verify(path: str, *, is_named: bool) -> VerifiedCheckpoint | None:
+    """Verify one checkpoint; None if another program removed it meanwhile, and the caller did not name it."""
+    for left in reversed(range(_ROUNDS)):
+        try:
+            with locating.unchanged(path), locating.reporting_removal(path):
+                return _verify_files(path)
+        except UnrecognizedFormatError as error:
+            if is_named:
+                raise
+            return _unopened(path, error)
+        except locating.ReplacedError as error:
+            if not left:
+                return _unopened(path, error)
+        except CheckpointNotFoundError:
+            if is_named:
+                raise
+    return None
+
+
+def _verify_files(path: str) -> VerifiedCheckpoint:
+    try:
+        opened = opening.Opened(path)
+        if list(opened.items) == [""]:
+            opened.reader("")
+    except (IncompleteCheckpointError, CorruptCheckpointError, StorageError) as error:
+        return _unopened(path, error)
+    with closing(opened):
+        found = _Findings(unexpected=_strange_names(opened))
+        for name in opened.items:
+            found.add_item(opened, name)
+    format = found.formats.pop() if len(found.formats) == 1 else "orbax" if found.formats else ""
+    return VerifiedCheckpoint(path, format, tuple(found.leaves), tuple(found.damage), tuple(found.unexpected))
+
+
+@dataclasses.dataclass(slots=True)
+class _Findings:
+    """What was found in the items of one checkpoint so far."""
+
+    unexpected: list[str]
+    leaves: list[VerifiedLeaf] = dataclasses.field(default_factory=list)
+    damage: list[str] = dataclasses.field(default_factory=list)
+    formats: set[str] = dataclasses.field(default_factory=set)
+
+    def add_item(self, opened: opening.Opened, name: str) -> None:
+        """Verify one item."""
+        try:
+            reader = opened.reader(name)
+        except CheckpointError as error:
+            self.damage.append(str(error))
+            return
+        inspection = reader.inspect()
+        self.formats.add(reader.format.value)
+        self.unexpected += [os.path.join(name, one) for one in inspection.unexpected]
+        self.damage += inspection.damaged
+        self.leaves += _verify_leaves(reader, (name,) if opened.is_mapping else (), inspection.contradictions)
+
+
+def _strange_names(opened: opening.Opened) -> list[str]:
+    """Return the names beside the items of a checkpoint that are no part of any layout."""
+    if "" in opened.items:
+        return []  # its reader knows
+    known = {*opened.items, *STEP_FILES}
+    strange = sorted(name for name in paths.listdir(opened.path) if name not in known)
+    return [
+        f"{name} (an item of an unknown kind: not verified)" if paths.isdir(os.path.join(opened.path, name)) else name
+        for name in strange
+    ]
+
+
+def _unopened(path: str, error: CheckpointError) -> VerifiedCheckpoint:
+    if isinstance(error, CheckpointNotFoundError) or not locating.is_there(path):
+        raise error
+    readable = not isinstance(error, StorageError)
+    return VerifiedCheckpoint(path, "", (), (str(error),), readable=readable)
+
+
+def _verify_leaves(reader: Reader, prefix: Path, contradictions: Any) -> Iterator[VerifiedLeaf]:
+    """Read all leaves of a tree, in bounded memory."""
+    handles = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
+    for batch in batches(handles):
+        errors = _read_batch(reader, batch)
+        for handle in batch:
+            why = contradictions.get(handle.path, "")
+            state: State = "damaged" if why else "unverified"
+            if (error := errors.get(handle)) is not None:
+                why, state = str(error), "unreadable" if isinstance(error, StorageError) else "damaged"
+            yield VerifiedLeaf(show_path((*prefix, *handle.path)), state, why, handle.nbytes)
+
+
+def batches(handles: Sequence[LeafHandle]) -> Iterator[list[LeafHandle]]:
+    """Split leaves into batches to be read at once; a large leaf is a batch of its own."""
+    batch: list[LeafHandle] = []
+    nbytes = 0
+    for handle in handles:
+        if batch and (nbytes + handle.nbytes > _BATCH_BYTES or len(batch) == _MAX_BATCH):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(handle)
+        nbytes += handle.nbytes
+    if batch:
+        yield batch
+
+
+def _read_batch(reader: Reader, batch: list[LeafHandle]) -> dict[LeafHandle, CheckpointError]:
+    """Read leaves and return the errors of those that do not decode, or are not what the structure says."""
+    try:
+        if len(batch) > 1:
+            for handle, value in zip(batch, reader.read(batch), strict=True):
+                _check_type(reader, handle, handle.shape, value)
+            return {}
+    except CheckpointError:
+        pass  # each leaf on its own tells which one it is
+    errors: dict[LeafHandle, CheckpointError] = {}
+    for handle in batch:
+        try:
+            for part in pieces(reader, handle):
+                shape = handle.shape if isinstance(part, LeafHandle) else _shape_of(part)
+                _check_type(reader, handle, shape, reader.read([part])[0])
+        except CheckpointError as error:
+            if not locating.is_there(reader.path):
+                raise
+            errors[handle] = error
+    return errors
+
+
+def pieces(reader: Reader, handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
+    """Yield a leaf, or the slices of a large array."""
+    if handle.kind is LeafKind.ARRAY and handle.nbytes > _BATCH_BYTES:
+        yield from (ArraySlice(handle, box) for box in reader.boxes(handle, _BATCH_BYTES))
+    else:
+        yield handle
+
+
+def _shape_of(part: ArraySlice) -> tuple[int, ...]:
+    return tuple(side.stop - side.start for side in part.index)
+
+
+def _check_type(reader: Reader, handle: LeafHandle, shape: tuple[int, ...], value: Any) -> None:
+    array = value.data if isinstance(value, KeyData) else value
+    if (
+        handle.dtype is None
+        or handle.kind is LeafKind.NUMPY_SCALAR
+        or (array.shape, array.dtype) == (shape, handle.dtype)
+    ):
+        return
+    leaf = show_path(handle.path)
+    message = f"{reader.path}: {leaf}: expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"
+    raise CorruptCheckpointError(f"{message}; restore the file from a copy", path=reader.path, leaf=leaf)

@@ -1,0 +1,48 @@
+"""Define ``flax-ckpt verify``."""
+
+from __future__ import annotations
+
+import click
+
+from ._commands import Command, json_option, prefix_option, print_json, step_option
+
+_COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
+
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt verify runs/a                      every checkpoint of a run
+flax-ckpt verify runs                        of all runs
+flax-ckpt verify runs/a/checkpoint_100       one
+flax-ckpt verify gs://bucket/runs --json
+""",
+)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@step_option
+@prefix_option
+@click.option("--strict", is_flag=True, help="Exit with 1 also for leaves without checksums and unexpected files.")
+@json_option("a JSON list with a report for each PATH")
+def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bool, as_json: bool) -> None:
+    """Read every leaf of checkpoints, and report what is damaged.
+
+    PATH is a checkpoint, or a directory: all checkpoints below it are verified, of every prefix and format. Each leaf
+    must decode, with the recorded checksums, shape and dtype. Files that belong to no leaf are listed.
+
+    Exit code 1 if anything is damaged or unreadable, 2 if there is no checkpoint at PATH.
+    """
+    from flax_ckpt_compat._view import verify, verify_text
+
+    def show(checkpoint: verify.VerifiedCheckpoint) -> None:
+        if not as_json:
+            click.secho(verify_text.title(checkpoint), fg=_COLORS[checkpoint.state])
+            for line in verify_text.details(checkpoint):
+                click.echo(f"  {line}")
+
+    reports = [verify.verify(path, step=step, prefix=prefix, progress=show) for path in paths]
+    if as_json:
+        print_json([verify_text.to_json(report) for report in reports])
+    else:
+        click.echo(verify_text.summary([one for report in reports for one in report.checkpoints]))
+    if not all(report.verified if strict else report.ok for report in reports):
+        raise click.exceptions.Exit(1)

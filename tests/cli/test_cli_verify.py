@@ -1,0 +1,85 @@
+"""``flax-ckpt verify``: what it prints, its JSON, and its exit codes."""
+
+import json
+from pathlib import Path
+
+import flax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner, Result
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat.cli import main
+
+TREE = {f"block_{n}": {"kernel": np.arange(1000.0, dtype=np.float32)} for n in range(30)}
+
+
+def run(*arguments: object) -> Result:
+    """Runs the command in this process."""
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Step 1 as real Flax saves it, 2 as real Orbax does, in a folder for each array."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        flax_checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_2", TREE)
+    return tmp_path
+
+
+def test_all_is_well(saved: Path) -> None:
+    """One line for each checkpoint, then how many there are; exit code 0, and 1 if checksums are required."""
+    result = run(saved)
+    assert result.exit_code == 0
+    first, second, total, note = result.stdout.splitlines()
+    assert first.split() == ["ok*", "30", "leaves", "120", "kB", "msgpack", str(saved / "checkpoint_1")]
+    assert second.split()[-2:] == ["orbax", str(saved / "checkpoint_2")]
+    assert total == "2 checkpoints: 2 ok."
+    assert "Without recorded checksums" in note
+    assert run(saved, "--strict").exit_code == 1
+
+
+def test_damage(saved: Path) -> None:
+    """Damaged leaves are named below their checkpoint, leaves of numbered layers in one line; exit code 1."""
+    for chunk in saved.glob("checkpoint_2/block_*/0"):
+        chunk.write_bytes(chunk.read_bytes()[:20])
+    result = run(saved)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[1].startswith("DAMAGED")
+    assert lines[2].startswith("  damaged: block_{0..29}/kernel   (30 leaves): ")
+    assert "2 checkpoints: 1 ok, 1 damaged." in lines
+
+
+def test_json(saved: Path) -> None:
+    """JSON has each leaf with its state and reason."""
+    (saved / "checkpoint_2" / "block_7.kernel" / "0").unlink()
+    result = run(saved, "--json")
+    assert result.exit_code == 1
+    (report,) = json.loads(result.stdout)
+    assert (report["ok"], report["path"]) == (False, str(saved))
+    one, two = report["checkpoints"]
+    assert (one["state"], one["format"], one["nbytes"], len(one["leaves"])) == ("unverified", "msgpack", 120_000, 30)
+    assert two["state"] == "damaged"
+    (leaf,) = [leaf for leaf in two["leaves"] if leaf["state"] == "damaged"]
+    assert (leaf["path"], leaf["nbytes"]) == ("block_7/kernel", 4000)
+
+
+def test_a_typo_in_the_path(saved: Path) -> None:
+    """A path that does not exist is one paragraph with what was meant, on standard error; exit code 2."""
+    result = run(f"{saved}x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"did you mean {saved}?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Traceback" in run(f"{saved}x", "--debug").stderr
+
+
+def test_help() -> None:
+    """The help shows examples, unwrapped, and the exit codes."""
+    result = run("--help")
+    assert "  flax-ckpt verify runs                        of all runs\n" in result.stdout
+    assert "Exit code 1" in result.stdout

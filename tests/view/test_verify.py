@@ -1,0 +1,273 @@
+"""verify: what is ok, what is damaged and why, what does not belong there, and how much memory that takes."""
+
+import json
+import os
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.training import checkpoints as flax_checkpoints
+
+import flax_ckpt_compat
+from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, errors, verify
+from flax_ckpt_compat._view import verify as module
+from tests.support import corpus
+from tests.support.saves import use_flag
+
+RNG = np.random.default_rng(0)
+TREE: dict[str, Any] = {
+    "a": {"kernel": RNG.integers(0, 50, (300, 40)).astype(np.float32), "bias": jnp.ones(3, jnp.bfloat16)},
+    "b": {"kernel": RNG.integers(0, 50, (300, 40)).astype(np.float32), "step": 7, "name": "run"},
+}
+LEAVES = {"a/kernel", "a/bias", "b/kernel", "b/step", "b/name"}
+
+
+def of_orbax(path: Path, **options: Any) -> Path:
+    """TREE as real Orbax saves it, compressed in one data file, or in a folder for each array."""
+    handler = ocp.PyTreeCheckpointHandler(**options)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(path, TREE)
+    return path
+
+
+def of_flax(directory: Path, step: int = 1) -> Path:
+    """TREE as real Flax saves it in msgpack."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        return Path(flax_checkpoints.save_checkpoint(directory, TREE, step, keep=99))
+
+
+def only(path: Path) -> VerifiedCheckpoint:
+    """The report of one checkpoint."""
+    (report,) = verify(path).checkpoints
+    return report
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def data_files(path: Path) -> list[Path]:
+    """The data files of a database, the largest first."""
+    return sorted(path.glob("**/d/*"), key=lambda file: -file.stat().st_size)
+
+
+@pytest.mark.parametrize("save", [of_orbax, of_flax])
+def test_what_real_flax_and_orbax_write_is_ok(save: Any, tmp_path: Path) -> None:
+    """Every leaf decodes; without checksums that is said, of each leaf and of the whole."""
+    report = verify(save(tmp_path / "run"))
+    (one,) = report.checkpoints
+    assert {leaf.path for leaf in one.leaves} == LEAVES
+    assert {(leaf.state, leaf.why) for leaf in one.leaves} == {("unverified", "")}
+    assert (one.state, one.damage, one.unexpected) == ("unverified", (), ())
+    assert (report.ok, report.verified) == (True, False)
+    assert {leaf.path: leaf.nbytes for leaf in one.leaves}["a/kernel"] == 300 * 40 * 4
+    assert "Without recorded checksums" in str(report)
+
+
+def test_every_old_release(tmp_path: Path) -> None:
+    """No checkpoint of the oldest and the newest release of the corpus has anything unexpected or damaged."""
+    releases = sorted({case.release for case in corpus.cases()}, key=lambda name: corpus.Case(name, "").orbax)
+    count = 0
+    for release in (releases[0], "flax-0.7.4_orbax-0.4.1", releases[-1]):
+        report = verify(corpus.unpack(release, tmp_path / release))
+        count += len(report.checkpoints)
+        assert [one for one in report.checkpoints if one.state != "unverified" or one.unexpected] == []
+    assert count > 100
+
+
+def test_flipped_bits_of_compressed_arrays(tmp_path: Path) -> None:
+    """A flip that breaks a chunk's zstd frame damages the leaf that it is in, and no other."""
+    path = of_orbax(tmp_path / "ckpt", use_ocdbt=False)
+    for leaf in ("a/kernel", "b/kernel", "a/bias"):
+        (chunk,) = path.glob(f"{leaf.replace('/', '.')}/0*")
+        for at in (0, 4):  # the magic number, and the frame's header
+            flip(chunk, at, 3)
+            damaged = [one for one in only(path).leaves if one.state == "damaged"]
+            assert [one.path for one in damaged] == [leaf]
+            assert f"the array '{leaf}'" in damaged[0].why
+            flip(chunk, at, 3)
+    assert verify(path).ok
+
+
+def test_a_flipped_bit_of_the_index(tmp_path: Path) -> None:
+    """A flip in the database's own nodes, which have checksums, damages the checkpoint."""
+    path = of_orbax(tmp_path / "ckpt")
+    flip(path / "manifest.ocdbt", 30)
+    report = verify(path)
+    assert not report.ok
+    assert report.checkpoints[0].state == "damaged"
+    assert "manifest.ocdbt" in report.checkpoints[0].damage[0]
+    assert "DAMAGED" in str(report)
+
+
+def test_missing_data_file(tmp_path: Path) -> None:
+    """The leaves in a lost data file are damaged, and the report names the file."""
+    path = of_orbax(tmp_path / "ckpt")
+    lost = data_files(path)[0]
+    lost.unlink()
+    one = only(path)
+    assert one.state == "damaged"
+    assert all(lost.name in leaf.why for leaf in one.leaves if leaf.state == "damaged")
+
+
+def test_truncated_msgpack(tmp_path: Path) -> None:
+    """A file that ends too early is damaged, and the other checkpoints of the run are still verified."""
+    path = of_flax(tmp_path, 1)
+    of_flax(tmp_path, 2)
+    path.write_bytes(path.read_bytes()[:-100])
+    report = verify(tmp_path)
+    assert [(Path(one.path).name, one.state) for one in report.checkpoints] == [
+        ("checkpoint_1", "damaged"),
+        ("checkpoint_2", "unverified"),
+    ]
+    assert "1 damaged" in str(report).splitlines()[-2]
+
+
+def test_missing_and_strange_chunks(tmp_path: Path) -> None:
+    """In a folder for each array, a lost chunk damages its leaf; chunks outside of the grid are strange."""
+    path = of_orbax(tmp_path / "ckpt", use_ocdbt=False)
+    assert only(path).unexpected == ()
+    shutil.copy(path / "a.kernel" / "0.0", path / "a.kernel" / "1.0")
+    shutil.copytree(path / "a.bias", path / "c.bias")
+    (path / "b.kernel" / "0.0").unlink()
+    one = only(path)
+    assert {leaf.path for leaf in one.leaves if leaf.state == "damaged"} == {"b/kernel"}
+    assert set(one.unexpected) == {"a.kernel/1.0", "c.bias/.zarray", "c.bias/0"}
+    assert verify(path).ok is False
+
+
+def test_strange_files_and_orphans(tmp_path: Path) -> None:
+    """Files that are no part of the format, and arrays that no leaf refers to, are listed; they are no damage."""
+    path = of_orbax(tmp_path / "ckpt")
+    (path / ".DS_Store").touch()
+    (path / "d" / "note.txt").touch()
+    metadata = json.loads((path / "_METADATA").read_text())
+    del metadata["tree_metadata"]["('a', 'kernel')"]
+    (path / "_METADATA").write_text(json.dumps(metadata))
+    report = verify(path)
+    (one,) = report.checkpoints
+    assert one.unexpected == (".DS_Store", "d/note.txt", "a.kernel (an array of no leaf)")
+    assert {leaf.path for leaf in one.leaves} == LEAVES - {"a/kernel"}
+    assert (report.ok, report.verified) == (True, False)
+
+
+def test_metadata_that_contradicts_the_array(tmp_path: Path) -> None:
+    """A leaf whose shapes in two files do not fit together is damaged."""
+    path = of_orbax(tmp_path / "ckpt")
+    file = path / "array_metadatas" / "process_0"
+    metadata = json.loads(file.read_text())
+    metadata["array_metadatas"][0]["array_metadata"]["chunk_shape"] = [2]
+    file.write_text(json.dumps(metadata))
+    (leaf,) = [leaf for leaf in only(path).leaves if leaf.state == "damaged"]
+    assert leaf.path == "a/bias"
+    assert "chunk_shape [2] in array_metadatas/process_0 contradicts" in leaf.why
+
+
+def test_orphans_beside_msgpack(tmp_path: Path) -> None:
+    """Arrays in a ``_gda`` folder that the file does not refer to, and strange files there, are listed."""
+    shutil.copytree(corpus.ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint_3_gda"
+    assert only(tmp_path / "run").unexpected == ()
+    shutil.copytree(folder / "params" / "repl", folder / "old")
+    (folder / "params" / "notes").touch()
+    assert only(tmp_path / "run").unexpected == (
+        "checkpoint_3_gda/old (an array of no leaf)",
+        "checkpoint_3_gda/params/notes",
+    )
+    shutil.rmtree(folder / "params" / "xy")
+    assert "xy" in only(tmp_path / "run").damage[0]
+
+
+def test_a_tree_of_runs(tmp_path: Path) -> None:
+    """Every checkpoint below is found once: of any prefix, managers, unfinished ones; nothing else is taken for one."""
+    path = of_flax(tmp_path / "runs" / "a", 2)
+    of_flax(tmp_path / "runs" / "a", 10)
+    with ocp.CheckpointManager(tmp_path / "runs" / "b") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    (tmp_path / "runs" / "c").mkdir()
+    for step in (1, 2):
+        (tmp_path / "runs" / "c" / f"gan_{step}").write_bytes(path.read_bytes())
+    flip(tmp_path / "runs" / "c" / "gan_2", 0, 7)  # its first byte no longer looks like a checkpoint
+    (tmp_path / "runs" / "a" / "checkpoint_4").mkdir()
+    (tmp_path / "runs" / "a" / "events.out.tfevents.17000.host.1").write_bytes(b"\x18\0\0\0\0\0\0\0")
+    (tmp_path / "runs" / "a" / "config.json").write_text("{}")
+    (tmp_path / "runs" / "a" / "checkpoint_11.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "a" / "up").symlink_to(tmp_path / "runs")
+    found = {os.path.relpath(one.path, tmp_path): one.state for one in verify(tmp_path / "runs").checkpoints}
+    assert found == {
+        "runs/a/checkpoint_2": "unverified",
+        "runs/a/checkpoint_4": "damaged",
+        "runs/a/checkpoint_10": "unverified",
+        "runs/b/3": "unverified",
+        "runs/c/gan_1": "unverified",
+        "runs/c/gan_2": "damaged",
+    }
+
+
+def test_steps(tmp_path: Path) -> None:
+    """With a step only that one is verified; one that does not exist is an error with the steps there are."""
+    of_flax(tmp_path, 1)
+    of_flax(tmp_path, 2)
+    assert [Path(one.path).name for one in verify(tmp_path, step=2).checkpoints] == ["checkpoint_2"]
+    with pytest.raises(errors.CheckpointNotFoundError, match="available steps: 1, 2"):
+        verify(tmp_path, step=3)
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    """A path that does not exist, holds no checkpoint, or is another file, is an error that says so."""
+    (tmp_path / "runs_large").mkdir()
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"did you mean .*runs_large"):
+        verify(tmp_path / "runs_lagre")
+    with pytest.raises(errors.CheckpointNotFoundError, match="holds no checkpoints"):
+        verify(tmp_path / "runs_large")
+    (tmp_path / "README.md").write_text("# Runs")
+    with pytest.raises(errors.UnrecognizedFormatError, match="a text file"):
+        verify(tmp_path / "README.md")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable(tmp_path: Path) -> None:
+    """What the system refuses to read is not called damaged."""
+    path = of_flax(tmp_path)
+    path.chmod(0)
+    one = only(tmp_path)
+    assert one.state == "unreadable"
+    assert not verify(tmp_path).ok
+
+
+def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays larger than a batch are read in slices, also one that msgpack stores in pieces."""
+    monkeypatch.setattr(module, "_BATCH_BYTES", 2**20)
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 3 * 2**20)
+    tree = {"large": np.ones((4, 2**20), np.float32), "row": np.ones((1, 2**21), np.float32)}
+    with use_flag(flag):
+        path = checkpoints.save_checkpoint(tmp_path, tree, 1)
+    tracemalloc.start()
+    try:
+        assert verify(path).ok
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * 2**20
+
+
+def test_in_the_order_of_names(tmp_path: Path) -> None:
+    """``progress`` gets every report once, in order, though several are verified at the same time."""
+    for step in range(12):
+        of_flax(tmp_path, step)
+    seen: list[VerifiedCheckpoint] = []
+    report = flax_ckpt_compat.verify(tmp_path, progress=seen.append)
+    assert tuple(seen) == report.checkpoints
+    assert [Path(one.path).name for one in seen] == [f"checkpoint_{step}" for step in range(12)]
