@@ -6,15 +6,16 @@ import dataclasses
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, Literal
 
-from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core import grid, paths
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    ChecksumError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
@@ -22,13 +23,11 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import KeyData, Path, iter_leaves, show_path
-from flax_ckpt_compat._discovery import below, locating, opening
-from flax_ckpt_compat._view import verify_text
+from flax_ckpt_compat._core.tree import KeyData, Path, show_path
+from flax_ckpt_compat._discovery import below, detect, locating, opening
+from flax_ckpt_compat._view import bounded, verify_text
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
-_BATCH_BYTES = 64 * 2**20
-_MAX_BATCH = 10_000
 _AT_ONCE = 4
 _ROUNDS = 3
 
@@ -200,17 +199,16 @@ def _verify(path: str, *, is_named: bool) -> VerifiedCheckpoint | None:
 
 def _verify_files(path: str) -> VerifiedCheckpoint:
     try:
-        opened = opening.Opened(path)
-        if list(opened.items) == [""]:
-            opened.reader("")
+        opened = opening.Opened(path, verify=True)
     except (IncompleteCheckpointError, CorruptCheckpointError, StorageError) as error:
         return _unopened(path, error)
     with closing(opened):
-        found = _Findings(unexpected=_strange_names(opened))
-        for name in opened.items:
-            found.add_item(opened, name)
+        found = _Findings(_strange_names(opened))
+        for name, item in opened.items.items():
+            found.add_item(name, item, (name,) if opened.is_mapping else ())
     format = found.formats.pop() if len(found.formats) == 1 else "orbax" if found.formats else ""
-    return VerifiedCheckpoint(path, format, tuple(found.leaves), tuple(found.damage), tuple(found.unexpected))
+    lists = tuple(found.leaves), tuple(found.damage), tuple(found.unexpected)
+    return VerifiedCheckpoint(path, format, *lists, readable=found.readable)
 
 
 @dataclasses.dataclass(slots=True)
@@ -218,22 +216,40 @@ class _Findings:
     """What was found in the items of one checkpoint so far."""
 
     unexpected: list[str]
-    leaves: list[VerifiedLeaf] = dataclasses.field(default_factory=list)
     damage: list[str] = dataclasses.field(default_factory=list)
+    leaves: list[VerifiedLeaf] = dataclasses.field(default_factory=list)
     formats: set[str] = dataclasses.field(default_factory=set)
+    readable: bool = True
 
-    def add_item(self, opened: opening.Opened, name: str) -> None:
-        """Verify one item."""
-        try:
-            reader = opened.reader(name)
-        except CheckpointError as error:
-            self.damage.append(str(error))
-            return
-        inspection = reader.inspect()
+    def add_item(self, name: str, item: detect.Item, prefix: Path) -> None:
+        """Verify one item; leaves are also verified if the structure has a wrong checksum, as far as it decodes."""
+        for checks in (True, False):
+            try:
+                with closing(opening.open_item(item, verify=checks)) as reader:
+                    self._add(name, reader, prefix)
+            except ChecksumError as error:
+                self.damage.append(str(error))
+            except UnrecognizedFormatError:
+                raise
+            except CheckpointError as error:
+                if not locating.is_there(item.path):
+                    raise
+                self.readable &= not isinstance(error, StorageError)
+                self.damage.append(str(error))
+                return
+            else:
+                return
+
+    def _add(self, name: str, reader: Reader, prefix: Path) -> None:
         self.formats.add(reader.format.value)
+        inspection = reader.inspect()
         self.unexpected += [os.path.join(name, one) for one in inspection.unexpected]
         self.damage += inspection.damaged
-        self.leaves += _verify_leaves(reader, (name,) if opened.is_mapping else (), inspection.contradictions)
+        try:
+            reader.verify_checksums()
+        except CorruptCheckpointError as error:
+            self.damage.append(str(error))
+        self.leaves += _verify_leaves(reader, prefix, inspection.contradictions)
 
 
 def _strange_names(opened: opening.Opened) -> list[str]:
@@ -255,35 +271,41 @@ def _unopened(path: str, error: CheckpointError) -> VerifiedCheckpoint:
     return VerifiedCheckpoint(path, "", (), (str(error),), readable=readable)
 
 
-def _verify_leaves(reader: Reader, prefix: Path, contradictions: Any) -> Iterator[VerifiedLeaf]:
-    """Read all leaves of a tree, in bounded memory."""
-    handles = [leaf for _, leaf in iter_leaves(reader.tree) if isinstance(leaf, LeafHandle)]
-    for batch in batches(handles):
-        errors = _read_batch(reader, batch)
+def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
+    """Verify all leaves of a tree, in bounded memory."""
+    for batch in bounded.batches(bounded.handles_of(reader)):
+        summed, errors = _compare_checksums(reader, batch)
+        # Bytes that are those that were saved decode as they did then.
+        errors |= _read(reader, [handle for handle in batch if handle not in summed and handle not in errors])
         for handle in batch:
             why = contradictions.get(handle.path, "")
-            state: State = "damaged" if why else "unverified"
+            state: State = "damaged" if why else "ok" if handle in summed else "unverified"
             if (error := errors.get(handle)) is not None:
                 why, state = str(error), "unreadable" if isinstance(error, StorageError) else "damaged"
             yield VerifiedLeaf(show_path((*prefix, *handle.path)), state, why, handle.nbytes)
 
 
-def batches(handles: Sequence[LeafHandle]) -> Iterator[list[LeafHandle]]:
-    """Split leaves into batches to be read at once; a large leaf is a batch of its own."""
-    batch: list[LeafHandle] = []
-    nbytes = 0
-    for handle in handles:
-        if batch and (nbytes + handle.nbytes > _BATCH_BYTES or len(batch) == _MAX_BATCH):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(handle)
-        nbytes += handle.nbytes
-    if batch:
-        yield batch
+_Errors = dict[LeafHandle, CheckpointError]
 
 
-def _read_batch(reader: Reader, batch: list[LeafHandle]) -> dict[LeafHandle, CheckpointError]:
-    """Read leaves and return the errors of those that do not decode, or are not what the structure says."""
+def _compare_checksums(reader: Reader, batch: list[LeafHandle]) -> tuple[set[LeafHandle], _Errors]:
+    """Return the leaves with checksums that hold, and the errors of those with others."""
+    summed: set[LeafHandle] = set()
+    errors: _Errors = {}
+
+    def compare(handle: LeafHandle) -> None:
+        try:
+            if reader.verify_checksums(handle):
+                summed.add(handle)
+        except CheckpointError as error:
+            errors[handle] = _present(reader, error)
+
+    in_parallel(compare, batch, _AT_ONCE)
+    return summed, errors
+
+
+def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
+    """Read leaves, and return the errors of those that do not decode, or are not what the structure says."""
     try:
         if len(batch) > 1:
             for handle, value in zip(batch, reader.read(batch), strict=True):
@@ -291,38 +313,27 @@ def _read_batch(reader: Reader, batch: list[LeafHandle]) -> dict[LeafHandle, Che
             return {}
     except CheckpointError:
         pass  # each leaf on its own tells which one it is
-    errors: dict[LeafHandle, CheckpointError] = {}
+    errors: _Errors = {}
     for handle in batch:
         try:
-            for part in pieces(reader, handle):
-                shape = handle.shape if isinstance(part, LeafHandle) else _shape_of(part)
+            for part in bounded.pieces(handle):
+                shape = handle.shape if isinstance(part, LeafHandle) else grid.shape_of(part.index)
                 _check_type(reader, handle, shape, reader.read([part])[0])
         except CheckpointError as error:
-            if not locating.is_there(reader.path):
-                raise
-            errors[handle] = error
+            errors[handle] = _present(reader, error)
     return errors
 
 
-def pieces(reader: Reader, handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
-    """Yield a leaf, or the slices of a large array."""
-    if handle.kind is LeafKind.ARRAY and handle.nbytes > _BATCH_BYTES:
-        yield from (ArraySlice(handle, box) for box in reader.boxes(handle, _BATCH_BYTES))
-    else:
-        yield handle
-
-
-def _shape_of(part: ArraySlice) -> tuple[int, ...]:
-    return tuple(side.stop - side.start for side in part.index)
+def _present(reader: Reader, error: CheckpointError) -> CheckpointError:
+    """Return an error about a checkpoint; raise it if the checkpoint was removed meanwhile."""
+    if not locating.is_there(reader.path):
+        raise error
+    return error
 
 
 def _check_type(reader: Reader, handle: LeafHandle, shape: tuple[int, ...], value: Any) -> None:
     array = value.data if isinstance(value, KeyData) else value
-    if (
-        handle.dtype is None
-        or handle.kind is LeafKind.NUMPY_SCALAR
-        or (array.shape, array.dtype) == (shape, handle.dtype)
-    ):
+    if handle.kind not in (LeafKind.ARRAY, LeafKind.PRNG_KEY) or (array.shape, array.dtype) == (shape, handle.dtype):
         return
     leaf = show_path(handle.path)
     message = f"{reader.path}: {leaf}: expected {handle.dtype}{list(shape)}, found {array.dtype}{list(array.shape)}"

@@ -17,7 +17,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, errors, verify
-from flax_ckpt_compat._view import verify as module
+from flax_ckpt_compat._view import bounded
 from tests.support import corpus
 from tests.support.saves import use_flag
 
@@ -249,7 +249,7 @@ def test_unreadable(tmp_path: Path) -> None:
 
 def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays larger than a batch are read in slices, also one that msgpack stores in pieces."""
-    monkeypatch.setattr(module, "_BATCH_BYTES", 2**20)
+    monkeypatch.setattr(bounded, "BATCH_BYTES", 2**20)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 3 * 2**20)
     tree = {"large": np.ones((4, 2**20), np.float32), "row": np.ones((1, 2**21), np.float32)}
     with use_flag(flag):
