@@ -122,7 +122,8 @@ class OrbaxReader(Reader):
             return super().boxes(handle, nbytes)
         limit = max(1, nbytes // max(1, leaf.dtype.itemsize))
         chunks = tuple(max(1, length) for length in leaf.info.chunks[: len(leaf.shape)])
-        return readable_boxes(leaf.shape, chunks, limit, splits_chunks=leaf.info.raw)
+        splits = leaf.info.raw and not leaf.info.checksum_nbytes
+        return readable_boxes(leaf.shape, chunks, limit, splits_chunks=splits)
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
