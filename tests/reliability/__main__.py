@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     # The shim decides what is on disk: a real one only costs time.
     tempfile.tempdir = options.workdir
     from tests.reliability import page
-    from tests.reliability.experiments import EXPERIMENTS
+    from tests.reliability.experiments import EXPERIMENTS, WITH_SHIM
     from tests.reliability.extent import Extent
     from tests.reliability.tally import Tally
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     for experiment in EXPERIMENTS:
         if options.only and experiment.name not in options.only:
             continue
-        if experiment.needs_shim and shim.why_not():
+        if experiment in WITH_SHIM and shim.why_not():
             print(f"{experiment.title}: left out: {shim.why_not()}", file=sys.stderr)
             continue
         tally, start = Tally(experiment.title), time.monotonic()
@@ -60,7 +60,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
     parser.add_argument("--only", action="append", metavar="NAME", help="of tests/reliability/experiments.py")
     parser.add_argument("--ours", action="store_true", help="leave out real Flax")
-    parser.add_argument("--system", help="one column alone")
+    parser.add_argument("--system", metavar="NAME", help="one column alone")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     parser.add_argument("--workdir", default=memory, help="where to save; memory is fastest, and no worse")
     parser.add_argument(

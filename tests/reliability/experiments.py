@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import kills, power
+from tests.reliability import concurrent, damage, fuzz, kills, power
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import SCENARIOS, SYSTEMS, System
@@ -20,14 +20,12 @@ class Experiment:
         title: of the row.
         run: does it for one system.
         systems: that it is for.
-        needs_shim: it injects below libc.
     """
 
     name: str
     title: str
     run: Callable[[System, Tally, Extent], None]
     systems: tuple[System, ...] = SYSTEMS
-    needs_shim: bool = True
 
 
 def _calls(*injections: str) -> Callable[[System, Tally, Extent], None]:
@@ -50,7 +48,7 @@ def _power(system: System, tally: Tally, extent: Extent) -> None:
             power.lose_power(system, scenario, tally, samples=extent.times(16, 2), limit=extent.times(400, 10))
 
 
-EXPERIMENTS = (
+WITH_SHIM = (
     Experiment(
         "calls", "killed at a call, or in the middle of a write", _calls("killed", "killed in the middle of a write")
     ),
@@ -62,3 +60,16 @@ EXPERIMENTS = (
     ),
     Experiment("power", "power lost during or after a save", _power),
 )
+WITHOUT_SHIM = (
+    Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),
+    Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
+    Experiment(
+        "bytes",
+        "a small checkpoint: each byte flipped, each file cut to each length",
+        damage.every_byte,
+    ),
+    Experiment("flips", "a larger checkpoint: bits flipped at random", damage.random_flips),
+    Experiment("fuzz", "files mutated at random: a value, or an error of ours", fuzz.fuzz),
+    Experiment("soak", "saves and restores in one process: memory, descriptors, threads", concurrent.soak),
+)
+EXPERIMENTS = (*WITH_SHIM, *WITHOUT_SHIM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -9,7 +10,7 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -63,6 +64,7 @@ def run(function: Callable[[], Any], timeout: float = 60.0, kill_after: float | 
 
 
 def _work(function: Callable[[], Any], writer: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is injected makes libraries say much
     try:
         # A library's background thread must not keep the fork alive, nor its output disturb the table.
         answer = pickle.dumps((function(), ""))
@@ -71,3 +73,20 @@ def _work(function: Callable[[], Any], writer: int) -> None:
     while answer:
         answer = answer[os.write(writer, answer) :]
     os._exit(0)
+
+
+@contextlib.contextmanager
+def running(*functions: Callable[[], Any]) -> Iterator[list[int]]:
+    """Call functions in forks of their own, which are killed at the end; yields their process ids."""
+    children = []
+    for function in functions:
+        child = os.fork()
+        if not child:
+            _work(function, os.open(os.devnull, os.O_WRONLY))
+        children.append(child)
+    try:
+        yield children
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -7,15 +7,12 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 from tests.reliability.workloads import STEPS, Save, System, number_of
 
-BAD = ("lost", "half", "unreadable", "blocked")
-
 
 def judge(system: System, folder: str, before: STEPS, after: STEPS, *, acknowledged: bool, goes_on: bool) -> str:
-    """Return what is wrong with a directory, in a sentence that begins with a word of `BAD`; empty if nothing is.
+    """Return what is wrong with a directory, in a sentence that begins with a word and a colon; empty if nothing is.
 
     Args:
         system: whose functions look.
@@ -25,7 +22,7 @@ def judge(system: System, folder: str, before: STEPS, after: STEPS, *, acknowled
         acknowledged: the save had returned, so that nothing but ``after`` is right.
         goes_on: also save the next step, and look at that.
     """
-    with _quiet():
+    with quiet():
         wrong = _wrong(system, folder, before, after, acknowledged=acknowledged)
         if not wrong and goes_on:
             wrong = _next_save(system, folder, max([*before, *after], default=0) + 1)
@@ -38,7 +35,7 @@ def _wrong(system: System, folder: str, before: STEPS, after: STEPS, *, acknowle
     try:
         restored = system.restore(folder)
     except Exception as error:
-        return f"unreadable: {_text(error)}"
+        return f"unreadable: {text_of(error)}"
     found = None if restored is None else number_of(restored)
     if restored is not None and found is None:
         return "half: the latest checkpoint restores to what was never saved"
@@ -47,12 +44,12 @@ def _wrong(system: System, folder: str, before: STEPS, after: STEPS, *, acknowle
     try:
         listed = system.steps(folder) if os.path.isdir(folder) else []
     except Exception as error:
-        return f"unreadable: the steps: {_text(error)}"
+        return f"unreadable: the steps: {text_of(error)}"
     for step in listed:
         try:
             held = number_of(system.restore(folder, step))
         except Exception as error:
-            return f"unreadable: step {step}: {_text(error)}"
+            return f"unreadable: step {step}: {text_of(error)}"
         if held is None:
             return f"half: step {step} restores to what was never saved"
         if step in (after if acknowledged else {}) and held != after[step]:
@@ -68,7 +65,7 @@ def _next_save(system: System, folder: str, step: int) -> str:
         Save(step).run(system, folder, number)
         found = number_of(system.restore(folder))
     except Exception as error:
-        return f"blocked: the next save: {_text(error)}"
+        return f"blocked: the next save: {text_of(error)}"
     return "" if found == number else f"blocked: after the next save, the latest checkpoint holds {found}"
 
 
@@ -77,12 +74,13 @@ def leftovers(folder: str) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error in one line."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Warnings about what is incomplete are right here, and many."""
     logging.disable(logging.CRITICAL)
     with warnings.catch_warnings():
@@ -91,11 +89,3 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(logging.NOTSET)
-
-
-def kind(wrong: str) -> str:
-    """Return the word of `BAD` that a sentence begins with."""
-    return wrong.partition(":")[0]
-
-
-__all__: list[Any] = ["BAD", "judge", "kind", "leftovers"]

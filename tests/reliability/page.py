@@ -8,7 +8,7 @@ import json
 import time
 from pathlib import Path
 
-from tests.reliability.tally import Tally
+from tests.reliability.tally import GOOD, Tally
 
 DATA = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "migration_guide" / "reliability.md"
@@ -40,7 +40,12 @@ class Row:
     @property
     def failed(self) -> bool:
         """Whether ours did something wrong."""
-        return any(outcome for system, counts in self.counts.items() if system.startswith("ours") for outcome in counts)
+        return any(
+            outcome not in GOOD
+            for system, counts in self.counts.items()
+            if system.startswith("ours")
+            for outcome in counts
+        )
 
     def cells(self) -> list[str]:
         """Return the text of each column."""
@@ -50,11 +55,9 @@ class Row:
 def _cell(counts: dict[str, int] | None) -> str:
     if not counts:
         return "-"
-    total, wrong = sum(counts.values()), {outcome: times for outcome, times in counts.items() if outcome}
-    if not wrong:
-        return f"0 of {total:,}"
-    kinds = ", ".join(f"{outcome} {times:,}" for outcome, times in sorted(wrong.items()))
-    return f"**{sum(wrong.values()):,}** of {total:,} ({kinds})"
+    total, wrong = sum(counts.values()), sum(times for outcome, times in counts.items() if outcome not in GOOD)
+    kinds = ", ".join(f"{outcome} {times:,}" for outcome, times in sorted(counts.items()) if outcome)
+    return f"{f'**{wrong:,}**' if wrong else '0'} of {total:,}" + (f" ({kinds})" if kinds else "")
 
 
 def row(name: str, tally: Tally, scale: float, seconds: float) -> Row:

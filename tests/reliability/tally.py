@@ -7,6 +7,8 @@ import dataclasses
 
 from tests.reliability.workloads import System
 
+GOOD = ("", "found", "same", "value")
+
 
 @dataclasses.dataclass
 class Tally:
@@ -14,7 +16,7 @@ class Tally:
 
     Attributes:
         name: what was injected, as the table says it.
-        counts: system → outcome → how often; the outcome is empty where all was right.
+        counts: system → outcome → how often; those of `GOOD` are right.
         examples: system → what went wrong first, by outcome.
     """
 
@@ -27,22 +29,14 @@ class Tally:
 
         Args:
             system: that was hit.
-            wrong: empty if all was right; else text that begins with the outcome and a colon.
+            wrong: one of `GOOD`, or text that begins with the outcome and a colon.
             where: how to find it again.
             times: how often it was seen.
         """
         outcome = wrong.partition(":")[0] if wrong else ""
         outcome = "other" if " " in outcome or len(outcome) > 20 else outcome
         self.counts.setdefault(system.name, collections.Counter())[outcome] += times
-        if wrong:
+        if outcome not in GOOD:
             shown = self.examples.setdefault(system.name, {}).setdefault(outcome, [])
             if len(shown) < 5:
                 shown.append(f"{where}: {wrong}")
-
-    def failures(self, system: str) -> int:
-        """Return how many outcomes of a system were wrong."""
-        return sum(times for outcome, times in self.counts.get(system, {}).items() if outcome)
-
-    def total(self, system: str) -> int:
-        """Return how many outcomes a system had."""
-        return sum(self.counts.get(system, {}).values())

@@ -28,9 +28,9 @@ def tree(number: int) -> dict[str, Any]:
     }
 
 
-def equals(restored: Any, number: int) -> bool:
-    """Return whether a restored tree holds the value with this number, bit for bit."""
-    found, wanted = jax.tree.leaves(restored), jax.tree.leaves(tree(number))
+def same_leaves(restored: Any, expected: Any) -> bool:
+    """Return whether two trees have the same leaves, bit for bit, in this order."""
+    found, wanted = jax.tree.leaves(restored), jax.tree.leaves(expected)
     if len(found) != len(wanted):
         return False
     return all(_same(one, other) for one, other in zip(found, wanted, strict=True))
@@ -47,7 +47,7 @@ def number_of(restored: Any) -> int | None:
     """Return which value a restored tree holds; None if it holds none of them, or half of one."""
     try:
         number = int(restored["n"])
-        return number if equals(restored, number) else None
+        return number if same_leaves(restored, tree(number)) else None
     except (TypeError, KeyError, ValueError):
         return None
 
@@ -73,11 +73,16 @@ class System:
         """Whether it is this library."""
         return self.module is checkpoints
 
+    def with_settings(self, **settings: Any) -> System:
+        """Return this system with settings of ours."""
+        return dataclasses.replace(self, settings=tuple(settings.items()))
+
     def use(self) -> None:
         """Let this process save as the system does."""
         flax.config.update("flax_use_orbax_checkpointing", self.orbax)
         if self.settings:
-            config.configure(**dict(self.settings))
+            for name, value in self.settings:
+                config.update(name, value)
 
     def restore(self, folder: str, step: int | None = None) -> Any:
         """Restore without a target; None where nothing is found."""

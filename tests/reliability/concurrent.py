@@ -1,0 +1,114 @@
+"""A reader while checkpoints rotate; two writers in one directory; a process that saves and restores on and on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from tests.reliability import forks
+from tests.reliability.extent import Extent
+from tests.reliability.judge import quiet, text_of
+from tests.reliability.tally import Tally
+from tests.reliability.workloads import Save, System, number_of
+
+_SECONDS = 600
+_SAVES = 2_000
+_PAUSE = 0.02  # between saves: without one, a reader may be overtaken ten times, which is an error that says so
+_SLACK = 8 << 20  # bytes that a process may grow by over all saves; real leaks are of the size of the tree
+
+
+def reader(system: System, tally: Tally, extent: Extent) -> None:
+    """Restore the latest checkpoint again and again while another process saves with ``keep=2``."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder, forks.running(lambda: _rotate(system, folder)):
+        _watch(system, folder, tally, extent, lambda found, last: found >= last)
+
+
+def writers(system: System, tally: Tally, extent: Extent) -> None:
+    """The same while two processes save the same steps with ``overwrite=True``, as scripts do by mistake."""
+    both = [lambda mine=mine: _rotate(system, folder, overwrite=True, mine=mine) for mine in (0, 1_000_000)]
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder, forks.running(*both):
+        _watch(system, folder, tally, extent, lambda *_: True)
+
+
+def _rotate(system: System, folder: str, *, overwrite: bool = False, mine: int = 0) -> None:
+    system.use()
+    for step in range(1, 1_000_000):
+        try:
+            Save(step, 2, overwrite).run(system, f"{folder}/run", mine + step)
+        except Exception as error:
+            with open(f"{folder}/failures", "a", encoding="utf-8") as file:
+                file.write(f"blocked: the save: {text_of(error)}\n")
+        time.sleep(_PAUSE)
+
+
+def _watch(system: System, folder: str, tally: Tally, extent: Extent, right: Callable[[int, int], bool]) -> None:
+    seconds = max(0.5, _SECONDS * extent.scale)
+    seen = forks.run(lambda: _reads(system, f"{folder}/run", seconds, right), timeout=seconds + 120)
+    for outcome, times in (seen.value or {f"crash: {seen}": 1}).items():
+        tally.add(system, outcome, "a restore", times)
+    if os.path.exists(f"{folder}/failures"):
+        with open(f"{folder}/failures", encoding="utf-8") as file:
+            for line in file:
+                tally.add(system, line.strip(), "the writer")
+
+
+def _reads(system: System, folder: str, seconds: float, right: Callable[[int, int], bool]) -> Counter[str]:
+    system.use()
+    outcomes, last = Counter[str](), 0
+    while not system.module.latest_checkpoint(folder):
+        time.sleep(0.01)
+    end = time.monotonic() + seconds
+    with quiet():
+        while time.monotonic() < end:
+            try:
+                restored = system.restore(folder)
+            except Exception as error:
+                outcomes[f"unreadable: {text_of(error)}"] += 1
+                continue
+            found = None if restored is None else number_of(restored)
+            if found is None:
+                outcomes["nothing: restored None" if restored is None else "half: never saved"] += 1
+            else:
+                outcomes["" if right(found, last) else f"lost: {found} after {last}"] += 1
+                last = found
+    return outcomes
+
+
+def soak(system: System, tally: Tally, extent: Extent) -> None:
+    """Save and restore in one process; memory, descriptors and threads stay as they are after the first tenth."""
+    count = extent.times(_SAVES, 40)
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        ended = forks.run(lambda: list(_soaked(system, folder, count)), timeout=7_200)
+    for outcome in ended.value or [f"crash: {ended}"]:
+        tally.add(system, outcome, f"{count} saves and restores")
+
+
+def _soaked(system: System, folder: str, count: int) -> Iterator[str]:
+    system.use()
+    first: dict[str, int] = {}
+    for step in range(1, count + 1):
+        with quiet():
+            Save(step, 2, background=step % 2 == 0).run(system, f"{folder}/run", 1 + step % 7)
+            found = number_of(system.restore(f"{folder}/run"))
+        if step == max(10, count // 10):
+            first = _held()
+        yield "" if found == 1 + step % 7 else f"lost: step {step} holds {found}"
+    last = _held()
+    limits = {"memory": _SLACK, "descriptors": 0, "threads": 4}
+    grown = {name: last[name] - first[name] for name in last if last[name] > first[name] + limits[name]}
+    print(f"  {system.name}: after {max(10, count // 10)} saves {first}, after {count} {last}", flush=True)
+    if grown:
+        yield f"leak: {grown} over {count} saves and restores"
+
+
+def _held() -> dict[str, int]:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        memory = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "memory": memory,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
