@@ -17,6 +17,7 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._patching import install, installed, uninstall
     from flax_ckpt_compat._suggest import Suggestion
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
+    from flax_ckpt_compat._view.diff import Diff, LeafDifference, diff
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
     from flax_ckpt_compat._view.plan import Plan, PlannedLeaf, plan_restore
     from flax_ckpt_compat._view.verify import Verification, VerifiedCheckpoint, VerifiedLeaf, verify
@@ -35,6 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointRecord",
+    "Diff",
+    "LeafDifference",
     "Plan",
     "PlannedLeaf",
     "RestoreArgs",
@@ -48,6 +51,7 @@ __all__ = [
     "apply_transformations",
     "checkpoints",
     "config",
+    "diff",
     "errors",
     "install",
     "installed",
@@ -67,6 +71,8 @@ __all__ = [
 _MODULES = {
     "Checkpoint": "_view.checkpoint_view",
     "CheckpointRecord": "_view.inventory",
+    "Diff": "_view.diff",
+    "LeafDifference": "_view.diff",
     "Plan": "_view.plan",
     "PlannedLeaf": "_view.plan",
     "RestoreArgs": "transforms",
@@ -77,6 +83,7 @@ _MODULES = {
     "VerifiedCheckpoint": "_view.verify",
     "VerifiedLeaf": "_view.verify",
     "apply_transformations": "transforms",
+    "diff": "_view.diff",
     "install": "_patching",
     "installed": "_patching",
     "intersect_trees": "transforms",

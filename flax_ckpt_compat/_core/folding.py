@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -57,20 +59,35 @@ def one_line(names: Iterable[str | Row]) -> str:
 
 def fold(rows: Iterable[Row]) -> list[Row]:
     """Merge rows that differ only in numbers, in order of first appearance."""
+    return [folded for folded, _ in _folded(rows)]
+
+
+def fold_with_members(rows: Iterable[Row]) -> list[tuple[Row, list[Row]]]:
+    """Like `fold`; return each row with those that it replaces."""
+    return [(folded, members()) for folded, members in _folded(rows)]
+
+
+def _folded(rows: Iterable[Row]) -> Iterator[tuple[Row, Callable[[], list[Row]]]]:
     groups: dict[Any, list[tuple[Row, list[list[str]]]]] = {}
     for row in rows:
         pieces = [_NUMBER.split(name) for name in row.names]
         key = (tuple(tuple(parts[::2]) for parts in pieces), row.detail)
         groups.setdefault(key, []).append((row, pieces))
-    folded = []
     for group in groups.values():
         first, pieces = group[0]
         if len(group) == 1:
-            folded.append(first)
+            yield first, functools.partial(list, [first])
             continue
         numbers = [tuple(number for parts in pieces for number in parts[1::2]) for _, pieces in group]
-        folded += [Row(_filled(pieces, columns), first.detail, count) for columns, count in _merged(numbers)]
-    return folded
+        for columns, count in _merged(numbers):
+            members = functools.partial(_members, group, numbers, columns)
+            yield Row(_filled(pieces, columns), first.detail, count), members
+
+
+def _members(group: list[tuple[Row, Any]], numbers: list[tuple[str, ...]], columns: Columns) -> list[Row]:
+    """Return the rows of a group whose numbers are in a product of sets."""
+    pairs = zip(group, numbers, strict=True)
+    return [row for (row, _), one in pairs if all(map(operator.contains, columns, one))]
 
 
 Columns = tuple[frozenset[str], ...]

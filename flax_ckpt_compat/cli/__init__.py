@@ -10,6 +10,7 @@ from flax_ckpt_compat import __version__
 
 _COMMANDS = {
     "demo": "flax_ckpt_compat.cli.demo",
+    "diff": "flax_ckpt_compat.cli.diff",
     "ls": "flax_ckpt_compat.cli.ls",
     "run": "flax_ckpt_compat.cli.run",
     "scan": "flax_ckpt_compat.cli.scan",

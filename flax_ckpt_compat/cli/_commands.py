@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import click
 
-INTERRUPTED = 130
+FOUND, INTERRUPTED = 1, 130
 
 
 class FailedError(click.ClickException):

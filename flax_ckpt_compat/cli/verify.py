@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import Command, json_option, prefix_option, print_json, step_option
+from ._commands import FOUND, Command, json_option, prefix_option, print_json, step_option
 
 _COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
 
@@ -45,4 +45,4 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     else:
         click.echo(verify_text.summary([one for report in reports for one in report.checkpoints]))
     if not all(report.verified if strict else report.ok for report in reports):
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(FOUND)

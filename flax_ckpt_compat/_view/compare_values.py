@@ -1,0 +1,120 @@
+"""Compare the values of two arrays: bits, differences, tolerances, in blocks of bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_Array = np.ndarray[Any, Any]
+_BLOCK = 2**20  # elements
+# Dtypes of less than a byte, whose unused bits mean nothing, and one that holds all of their values.
+_NARROW = {
+    np.dtype(getattr(ml_dtypes, name)): np.dtype(np.float32 if name.startswith("float") else np.int8)
+    for name in ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
+    if hasattr(ml_dtypes, name)
+}
+_TEXT, _COMPLEX = "USMm", "cW"  # kinds of dtypes; W is that of ml_dtypes
+
+
+@dataclasses.dataclass(slots=True)
+class Values:
+    """How the values of two arrays differ; arrays may be added in pieces.
+
+    Attributes:
+        size: number of elements.
+        other_bits: elements with other bits; in arrays of different dtypes, with other values.
+        other_values: elements with other values. NaN equals NaN, and 0.0 equals -0.0.
+        outside: elements outside of the tolerances.
+        only_one_nan: elements that are NaN in one array only.
+        max_abs: largest ``|a - b|``, without NaN; None if they are no numbers.
+        max_rel: largest ``|a - b| / |b|``, likewise; infinite where b is 0.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    size: int = 0
+    other_bits: int = 0
+    other_values: int = 0
+    outside: int = 0
+    only_one_nan: int = 0
+    max_abs: float | None = None
+    max_rel: float | None = None
+
+    def add(self, a: _Array, b: _Array) -> None:
+        """Add two arrays of equal shapes."""
+        self.size += a.size
+        a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
+        for start in range(0, a.size, _BLOCK):
+            self._add(a[start : start + _BLOCK], b[start : start + _BLOCK])
+
+    def _add(self, a: _Array, b: _Array) -> None:
+        a, b = _widened(a), _widened(b)
+        if a.dtype == b.dtype:
+            bits = _other_bits(a, b)
+            count = int(np.count_nonzero(bits))
+            if not count:
+                return
+            self.other_bits += count
+            a, b = a[bits], b[bits]
+        if a.dtype.kind in _TEXT or b.dtype.kind in _TEXT:
+            other = np.asarray(a != b) if a.dtype.kind == b.dtype.kind else np.ones(a.shape, bool)
+            self._count(int(np.count_nonzero(other)), int(np.count_nonzero(other)), is_cast=a.dtype != b.dtype)
+            return
+        self._add_numbers(a, b)
+
+    def _add_numbers(self, a: _Array, b: _Array) -> None:
+        is_cast, distance = a.dtype != b.dtype, _distance(a, b)
+        x, y = _as_floats(a), _as_floats(b)
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            nan = np.isnan(x) != np.isnan(y)
+            distance = np.abs(x - y) if distance is None else distance
+            other = nan | ((distance != 0) if is_integer(a) and is_integer(b) else ((x != y) & ~np.isnan(x)))
+            compared = other & ~nan
+            scale = np.abs(y)
+            near = np.isfinite(x) & np.isfinite(y) & (distance <= self.atol + self.rtol * scale)
+            self._count(int(np.count_nonzero(other)), int(np.count_nonzero(other & ~near)), is_cast=is_cast)
+            self.only_one_nan += int(np.count_nonzero(nan))
+            if compared.any():
+                relative = np.nan_to_num(distance / scale, nan=np.inf, posinf=np.inf)
+                # Of infinities of one sign, the difference is NaN; they are equal, and not compared.
+                self.max_abs = max(self.max_abs or 0.0, float(distance[compared].max()))
+                self.max_rel = max(self.max_rel or 0.0, float(relative[compared].max()))
+
+    def _count(self, other: int, outside: int, *, is_cast: bool) -> None:
+        self.other_values += other
+        self.outside += outside
+        self.other_bits += other if is_cast else 0
+
+
+def is_integer(array: _Array) -> bool:
+    """Return whether an array holds integers or bools."""
+    return array.dtype.kind in "iub"
+
+
+def _widened(array: _Array) -> _Array:
+    wide = _NARROW.get(array.dtype)
+    return array if wide is None else array.astype(wide)
+
+
+def _other_bits(a: _Array, b: _Array) -> _Array:
+    """Return which elements of two arrays of one dtype have other bits."""
+    itemsize = a.dtype.itemsize
+    if itemsize in (1, 2, 4, 8):
+        return np.asarray(a.view(f"u{itemsize}") != b.view(f"u{itemsize}"))
+    return np.asarray((a.view(np.uint8).reshape(-1, itemsize) != b.view(np.uint8).reshape(-1, itemsize)).any(axis=1))
+
+
+def _as_floats(array: _Array) -> _Array:
+    return array.astype(np.complex128 if array.dtype.kind in _COMPLEX else np.float64)
+
+
+def _distance(a: _Array, b: _Array) -> _Array | None:
+    """Return the distances of integers, exactly; None if they are others."""
+    if not (is_integer(a) and is_integer(b)) or {a.dtype, b.dtype} == {np.dtype(np.int64), np.dtype(np.uint64)}:
+        return None
+    if "b" in (a.dtype.kind, b.dtype.kind):
+        a, b = a.astype(np.int64), b.astype(np.int64)
+    return np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)

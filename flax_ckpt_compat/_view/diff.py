@@ -1,0 +1,264 @@
+"""Compare two checkpoints of any formats, leaf by leaf, in bounded memory: `diff`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Literal
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._view import bounded, diff_text
+from flax_ckpt_compat._view.compare_values import Values
+
+Kind = Literal["only in a", "only in b", "type", "shape", "values"]
+_Pair = tuple[Path, LeafHandle, LeafHandle]
+_AT_ONCE = 2
+_MAX_TEXT = 40
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafDifference:
+    """A leaf that differs.
+
+    Attributes:
+        path: its key path, joined with ``/``.
+        kind: ``only in a``, ``only in b``, ``shape``, ``type`` (another dtype or kind), or ``values``.
+        a: what the first checkpoint has: ``float32[3,4]``, ``int 7``, ``str 'adam'``; empty if it has no such leaf.
+        b: likewise.
+        values: how the values differ; None for other shapes, and for what is no number.
+    """
+
+    path: str
+    kind: Kind
+    a: str
+    b: str
+    values: Values | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Diff:
+    """Result of `diff`; prints as text.
+
+    Attributes:
+        a, b: the two checkpoints, as absolute paths or URLs.
+        formats: their formats, ``msgpack`` or ``orbax``.
+        identical: number of leaves with equal types, shapes and bits.
+        tolerated: number of leaves with equal types and shapes, and values within the tolerances.
+        differences: all others.
+    """
+
+    a: str
+    b: str
+    formats: tuple[str, str]
+    identical: int
+    tolerated: int
+    differences: tuple[LeafDifference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Return whether nothing differs."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        return "\n".join([*diff_text.title(self), *diff_text.lines(self), diff_text.summary(self)])
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    step: int | float | str | None = None,
+    prefix: str = "checkpoint_",
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Diff:
+    """Compare the leaves of two checkpoints: which are there, their dtypes, shapes and values.
+
+    Leaves are paired by key path, across formats; a list's items are 0, 1, …. Memory stays bounded: large arrays are
+    compared in slices, along their chunks.
+
+    Args:
+        a: one checkpoint, or a directory of them.
+        b: the other one.
+        step: the step in the directories; None takes the latest complete one.
+        prefix: literal text before the step in the checkpoints' names.
+        rtol: values may differ by ``atol + rtol * |b|``. None for both compares bits: then -0.0 differs from 0.0, and
+            NaN from a NaN with other bits. With a tolerance, 0 included, they do not.
+        atol: see ``rtol``.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: one cannot be opened or read.
+        StorageError: the file system or store refused.
+    """
+    paths = os.fspath(a), os.fspath(b)
+    # Whoever saves in the background has loaded it; it loads jax, which is not needed here.
+    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
+        for path in paths:
+            async_saves.wait_for_pending_saves(path, prefix)
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+
+    def compare(one: str, other: str) -> Diff:
+        with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
+            a, b = (_Side(files.enter_context(closing(opening.Opened(path, verify=True)))) for path in (one, other))
+            return _Comparison(a, b, tolerance).result()
+
+    def with_first(one: str) -> Diff:
+        return locating.read_found(paths[1], step, prefix, lambda other: compare(one, other), doing="compare")
+
+    return locating.read_found(paths[0], step, prefix, with_first, doing="compare")
+
+
+class _Side:
+    """One of the two checkpoints: its leaves by key path, and the key paths of empty nodes with what they are."""
+
+    def __init__(self, opened: opening.Opened):
+        self.path = opened.path
+        self.leaves: dict[Path, LeafHandle] = {}
+        self.empty: dict[Path, str] = {}
+        self.formats: set[str] = set()
+        for name in opened.parts:
+            reader = opened.reader(name)
+            self.formats.add(reader.format.value)
+            for path, leaf in iter_leaves(reader.tree, (name,) if opened.is_mapping else ()):
+                if isinstance(leaf, LeafHandle):
+                    self.leaves[path] = leaf
+                else:
+                    self.empty[path] = _empty(leaf)
+
+    @property
+    def format(self) -> str:
+        return self.formats.pop() if len(self.formats) == 1 else "orbax"
+
+
+def _empty(node: Node) -> str:
+    return "None" if not isinstance(node, Branch) else "[]" if node.container.is_sequence else "{}"
+
+
+class _Comparison:
+    """The comparison of two open checkpoints."""
+
+    def __init__(self, a: _Side, b: _Side, tolerance: tuple[float, float] | None):
+        self._a, self._b, self._tolerance = a, b, tolerance
+        self._formats = a.format, b.format
+        self._found: dict[Path, LeafDifference] = {}
+        self._tolerated = 0
+
+    def result(self) -> Diff:
+        a, b = self._a, self._b
+        self._compare_structure()
+        pairs = [(path, handle, b.leaves[path]) for path, handle in a.leaves.items() if path in b.leaves]
+        in_parallel(self._compare_batch, list(_batches(pairs)), _AT_ONCE)
+        order = {path: number for number, path in enumerate([*a.leaves, *a.empty, *b.leaves, *b.empty])}
+        found = tuple(self._found[path] for path in sorted(self._found, key=order.__getitem__))
+        same = sum(path not in self._found for path, _, _ in pairs) - self._tolerated
+        return Diff(a.path, b.path, self._formats, same, self._tolerated, found)
+
+    def _compare_structure(self) -> None:
+        a, b = self._a, self._b
+        here: dict[Path, Any] = {**a.leaves, **a.empty}
+        there: dict[Path, Any] = {**b.leaves, **b.empty}
+        # The formats do not keep alike what an empty node was.
+        same_format = self._formats[0] == self._formats[1]
+        for path, node in here.items():
+            other = there.get(path)
+            if other is None:
+                self._note(path, "only in a", _describe(node), "")
+            elif (path in a.empty) != (path in b.empty) or (path in a.empty and same_format and node != other):
+                self._note(path, "type", _describe(node), _describe(other))
+        for path, node in there.items():
+            if path not in here:
+                self._note(path, "only in b", "", _describe(node))
+
+    def _note(self, path: Path, kind: Kind, a: str, b: str, values: Values | None = None) -> None:
+        self._found[path] = LeafDifference(show_path(path), kind, a, b, values)
+
+    def _compare_batch(self, batch: Sequence[_Pair]) -> None:
+        if len(batch) == 1:
+            self._compare_large(*batch[0])
+            return
+        firsts, seconds = _read([a for _, a, _ in batch]), _read([b for _, _, b in batch])
+        for (path, a, b), first, second in zip(batch, firsts, seconds, strict=True):
+            self._compare(path, a, b, [(first, second)])
+
+    def _compare_large(self, path: Path, a: LeafHandle, b: LeafHandle) -> None:
+        if a.kind is not LeafKind.ARRAY or b.kind is not LeafKind.ARRAY or a.shape != b.shape or not a.nbytes:
+            self._compare(path, a, b, ((_read([a])[0], _read([b])[0]) for _ in range(a.shape == b.shape)))
+            return
+        # Chunks that decode only as a whole make fewer boxes.
+        boxes = min((list(one.reader.boxes(one, bounded.BATCH_BYTES)) for one in (a, b)), key=len)
+        self._compare(path, a, b, (tuple(_read([ArraySlice(one, box)])[0] for one in (a, b)) for box in boxes))
+
+    def _compare(self, path: Path, a: LeafHandle, b: LeafHandle, values: Any) -> None:
+        """Compare a leaf; ``values`` are pairs of its values, or of slices."""
+        if a.shape != b.shape:
+            self._note(path, "shape", _describe(a), _describe(b))
+            return
+        found = Values(*(self._tolerance or (0.0, 0.0)))
+        shown, is_other = (_describe(a), _describe(b)), False
+        for one, other in values:
+            impls = {value.impl for value in (one, other) if isinstance(value, KeyData)}
+            one, other = (value.data if isinstance(value, KeyData) else value for value in (one, other))
+            if isinstance(one, str | bytes) or isinstance(other, str | bytes):
+                is_other |= type(one) is not type(other) or one != other
+            else:
+                found.add(np.asarray(one), np.asarray(other))
+            is_other |= len(impls) > 1
+            if not a.shape:
+                shown = _with_value(shown[0], one), _with_value(shown[1], other)
+        numbers = found if found.other_bits else None
+        if not _same_type(a, b):
+            self._note(path, "type", *shown, numbers)
+        elif is_other or (found.other_bits if self._tolerance is None else found.outside):
+            self._note(path, "values", *shown, numbers)
+        elif found.other_bits:
+            self._tolerated += 1
+
+
+def _batches(
+    pairs: Sequence[tuple[Path, LeafHandle, LeafHandle]],
+) -> Iterator[list[tuple[Path, LeafHandle, LeafHandle]]]:
+    """Split pairs of leaves into batches to be read at once; a large one is a batch of its own."""
+    left = iter(pairs)
+    for batch in bounded.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs]):
+        yield [next(left) for _ in batch]
+
+
+def _read(wanted: Sequence[LeafHandle | ArraySlice]) -> list[Any]:
+    """Read leaves and slices of one checkpoint, each with its own reader."""
+    values: list[Any] = [None] * len(wanted)
+    groups: dict[Reader, list[int]] = {}
+    for number, one in enumerate(wanted):
+        groups.setdefault((one if isinstance(one, LeafHandle) else one.handle).reader, []).append(number)
+    for reader, numbers in groups.items():
+        for number, value in zip(numbers, reader.read([wanted[number] for number in numbers]), strict=True):
+            values[number] = value
+    return values
+
+
+def _same_type(a: LeafHandle, b: LeafHandle) -> bool:
+    """Return whether kinds and dtypes are equal, as far as the formats record them."""
+    kinds = ({one.kind} | one.possible_kinds for one in (a, b))
+    return bool(set.intersection(*kinds)) and (a.dtype is None or b.dtype is None or a.dtype == b.dtype)
+
+
+def _describe(node: LeafHandle | str) -> str:
+    if isinstance(node, str):
+        return node
+    if node.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+        shape = ",".join(map(str, node.shape))
+        return f"{'' if node.kind is LeafKind.ARRAY else 'key '}{node.dtype}[{shape}]"
+    return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
+
+
+def _with_value(described: str, value: Any) -> str:
+    text = repr(value) if isinstance(value, str | bytes) else str(value)
+    return f"{described} {text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + '…'}"

@@ -1,0 +1,50 @@
+"""Define ``flax-ckpt diff``."""
+
+from __future__ import annotations
+
+import click
+
+from ._commands import FOUND, Command, json_option, prefix_option, print_json, step_option
+
+_COLORS = {"-": "red", "+": "green", "~": "yellow"}
+
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt diff runs/a/checkpoint_100 runs/a/checkpoint_200
+flax-ckpt diff runs/a runs/b                        the latest of each
+flax-ckpt diff old.msgpack new/checkpoint_1         across formats
+flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
+""",
+)
+@click.argument("a")
+@click.argument("b")
+@step_option
+@prefix_option
+@click.option("--rtol", type=float, help="Values may differ by atol + rtol * |b|. Without both, bits are compared.")
+@click.option("--atol", type=float, help="See --rtol. With a tolerance, 0 included, 0.0 equals -0.0.")
+@json_option("a JSON object with all differences")
+def command(
+    a: str, b: str, step: str | None, prefix: str, rtol: float | None, atol: float | None, *, as_json: bool
+) -> None:
+    """Compare the checkpoints A and B, of any formats, leaf by leaf.
+
+    A and B are checkpoints, or directories of them. Shown are leaves of only one of them (- and +), and leaves of
+    other types, shapes or values (~); NaN equals NaN. Leaves of numbered layers are folded into one line.
+
+    Exit code 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
+    """
+    from flax_ckpt_compat._view import diff_text
+    from flax_ckpt_compat._view.diff import diff
+
+    found = diff(a, b, step=step, prefix=prefix, rtol=rtol, atol=atol)
+    if as_json:
+        print_json(diff_text.to_json(found))
+    else:
+        click.echo("\n".join(diff_text.title(found)))
+        for line in diff_text.lines(found):
+            click.secho(line, fg=_COLORS.get(line[0]))
+        click.echo(diff_text.summary(found))
+    if not found.same:
+        raise click.exceptions.Exit(FOUND)

@@ -1,0 +1,236 @@
+"""diff: what is paired across formats, what counts as a difference, and the numbers, compared with numpy's."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
+from flax_ckpt_compat._core.folding import Row, fold, fold_with_members
+from flax_ckpt_compat._view import bounded
+from flax_ckpt_compat._view.compare_values import Values
+from flax_ckpt_compat.cli import main
+from tests.support.saves import use_flag
+
+TREE: dict[str, Any] = {
+    "params": [{"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, {"w": jnp.ones(3, jnp.bfloat16)}],
+    "step": 3,
+    "name": "run",
+    "none": None,
+}
+
+
+def saved(directory: Path, tree: Any, *, real_orbax: bool = False) -> str:
+    """A checkpoint as real Flax writes it in msgpack, or real Orbax."""
+    if real_orbax:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(directory / "checkpoint_1", tree)
+        return str(directory / "checkpoint_1")
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        return flax_checkpoints.save_checkpoint(directory, tree, 1)
+
+
+def between(tmp_path: Path, a: Any, b: Any, **options: Any) -> Diff:
+    """The differences between two trees, in msgpack."""
+    return diff(saved(tmp_path / "a", a), saved(tmp_path / "b", b), **options)
+
+
+def one(found: Diff) -> LeafDifference:
+    """The only difference."""
+    (difference,) = found.differences
+    return difference
+
+
+def test_the_same_in_two_formats(tmp_path: Path) -> None:
+    """What real Flax and real Orbax write of one tree is the same, leaf by leaf; lists are paired by index."""
+    found = diff(saved(tmp_path / "a", TREE), saved(tmp_path / "b", TREE, real_orbax=True))
+    assert found.differences == ()
+    assert (found.same, found.identical, found.formats) == (True, 4, ("msgpack", "orbax"))
+    assert "4 leaves identical." in str(found)
+
+
+def test_structure(tmp_path: Path) -> None:
+    """Leaves of one side only, other shapes, other dtypes, other kinds, None and empty nodes, each once."""
+    a = {"gone": np.ones(3), "shape": np.ones(3), "dtype": np.ones(3, np.float32), "kind": 1, "none": None, "x": {}}
+    b = {"new": 7, "shape": np.ones((3, 1)), "dtype": np.ones(3), "kind": "1", "none": {}, "x": {"y": 1}}
+    found = between(tmp_path, a, b)
+    assert {(one.path, one.kind, one.a, one.b) for one in found.differences} == {
+        ("gone", "only in a", "float64[3]", ""),
+        ("shape", "shape", "float64[3]", "float64[3,1]"),
+        ("dtype", "type", "float32[3]", "float64[3]"),
+        ("kind", "type", "int 1", "str '1'"),
+        ("none", "type", "None", "{}"),
+        ("x", "only in a", "{}", ""),
+        ("new", "only in b", "", "int"),
+        ("x/y", "only in b", "", "int"),
+    }
+    assert found.identical == 0
+
+
+def test_values(tmp_path: Path) -> None:
+    """Numbers of differing elements, and the largest differences, are those of numpy."""
+    rng = np.random.default_rng(1)
+    a = rng.standard_normal((50, 30)).astype(np.float32)
+    b = a.copy()
+    b[::7] += rng.standard_normal(b[::7].shape).astype(np.float32)
+    found = one(between(tmp_path, {"w": a}, {"w": b}))
+    distance = np.abs(a.astype(np.float64) - b)
+    assert found.values is not None
+    assert found.values.other_values == found.values.other_bits == np.count_nonzero(a != b)
+    assert (found.values.size, found.values.only_one_nan) == (1500, 0)
+    assert found.values.max_abs == distance.max()
+    assert found.values.max_rel == (distance / np.abs(b.astype(np.float64))).max()
+
+
+@pytest.mark.parametrize("rtol, atol", [(None, None), (0.0, 0.0), (0.0, 0.6), (1e-3, None), (0.5, 1e-3)])
+def test_tolerances(rtol: float | None, atol: float | None, tmp_path: Path) -> None:
+    """A leaf within the tolerances is no difference; numpy's isclose says which are."""
+    rng = np.random.default_rng(2)
+    base = rng.standard_normal(200)
+    leaves = {f"x{n}": base * (1 + 10.0**-n) for n in range(1, 6)} | {"same": base}
+    found = between(tmp_path, leaves, dict.fromkeys(leaves, base), rtol=rtol, atol=atol)
+    given = {"rtol": rtol or 0.0, "atol": atol or 0.0}
+    expected = {name for name, leaf in leaves.items() if not np.isclose(leaf, base, **given).all()}
+    assert {one.path for one in found.differences} == expected
+    assert (found.identical, found.tolerated) == (1, 5 - len(expected))
+
+
+def test_zeros_and_nan(tmp_path: Path) -> None:
+    """-0.0 and NaNs with other bits differ in bits alone; NaN in one side only is always a difference."""
+    other_nan = np.array([0x7FC00001], np.uint32).view(np.float32)
+    a = {"zero": np.zeros(1, np.float32), "nan": np.full(1, np.nan, np.float32), "one": np.ones(2), "equal": np.nan}
+    b = {"zero": -a["zero"], "nan": other_nan, "one": np.array([np.nan, 1.0]), "equal": np.nan}
+    found = between(tmp_path, a, b)
+    assert {one.path for one in found.differences} == {"zero", "nan", "one"}
+    assert "the same values, of other bits" in str(found)
+    assert "1 NaN in one only" in str(found)
+    assert one(diff(found.a, found.b, atol=0)).path == "one"
+    assert one(diff(found.a, found.b, atol=1e9)).path == "one"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"])
+def test_small_dtypes(dtype: str, tmp_path: Path) -> None:
+    """Differences of jax's small dtypes are computed in wide ones."""
+    a = np.array([1, 2, 3, 7]).astype(jnp.dtype(dtype))
+    b = np.array([1, 4, 3, 0]).astype(jnp.dtype(dtype))
+    found = one(between(tmp_path, {"w": a}, {"w": b}))
+    assert found.values is not None
+    assert (found.values.other_values, found.values.max_abs, found.values.max_rel) == (2, 7.0, np.inf)
+
+
+def test_unused_bits_of_int4() -> None:
+    """The upper bits of an int4's byte mean nothing."""
+    values = Values()
+    values.add(np.frombuffer(b"\x0f\xff\x01", ml_dtypes.int4), np.array([-1, -1, 2], ml_dtypes.int4))
+    assert (values.other_bits, values.other_values, values.max_abs) == (1, 1, 1.0)
+
+
+def test_large_integers() -> None:
+    """Distances of 64-bit integers are exact: 2**60 and 2**60 + 1 are one float."""
+    values = Values()
+    values.add(np.array([2**60 + 1, -(2**63)]), np.array([2**60, -(2**63)]))
+    assert (values.other_values, values.max_abs) == (1, 1.0)
+    extremes = Values()
+    extremes.add(np.array([2**63 - 1]), np.array([-(2**63)]))
+    assert extremes.max_abs == float(2**64 - 1)
+
+
+def test_infinities() -> None:
+    """An infinity is equal to itself, and infinitely far from all else, whatever the tolerance."""
+    values = Values(rtol=1.0, atol=1.0)
+    values.add(np.array([np.inf, np.inf, 1.0, -np.inf]), np.array([np.inf, -np.inf, np.inf, -np.inf]))
+    assert (values.other_values, values.outside, values.max_abs) == (2, 2, np.inf)
+
+
+def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
+    """Of leaves of another dtype, the values are compared as well."""
+    a = np.array([1.0, 1.001, 2.0], np.float32)
+    found = one(between(tmp_path, {"w": a}, {"w": jnp.asarray(a, jnp.bfloat16)}))
+    assert (found.kind, found.a, found.b) == ("type", "float32[3]", "bfloat16[3]")
+    assert found.values is not None
+    assert (found.values.other_values, found.values.max_abs) == (1, float(a[1]) - 1.0)
+
+
+def test_keys_and_text(tmp_path: Path) -> None:
+    """PRNG keys are compared by implementation and data, texts and bytes as they are."""
+    with use_flag(True):
+        paths = [
+            checkpoints.save_checkpoint(tmp_path / str(seed), {"key": jax.random.key(seed), "s": f"run {seed}"}, 1)
+            for seed in (0, 1)
+        ]
+    found = diff(*paths)
+    assert [(one.path, one.kind) for one in found.differences] == [("key", "values"), ("s", "values")]
+    assert found.differences[1].a == "str 'run 0'"
+    assert diff(paths[0], paths[0]).same
+
+
+def test_large_arrays_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large arrays are compared in slices, those of another format too; all differences are found."""
+    monkeypatch.setattr(bounded, "BATCH_BYTES", 2**20)
+    tree = {"large": np.ones((8, 2**20), np.float32)}
+    with use_flag(True):
+        a = checkpoints.save_checkpoint(tmp_path / "a", tree, 1)
+    tree["large"][:, 5] = 3
+    b = saved(tmp_path / "b", tree)
+    tracemalloc.start()
+    try:
+        found = one(diff(a, b))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.values is not None
+    assert (found.values.size, found.values.other_values, found.values.max_rel) == (2**23, 8, 2 / 3)
+    assert peak < 8 * 2**20
+
+
+def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
+    """Directories stand for their latest checkpoint, or for a step; what is not there is an error."""
+    with use_flag(False):
+        for step in (1, 2):
+            checkpoints.save_checkpoint(tmp_path, {"x": step}, step, keep=9)
+    assert diff(tmp_path, tmp_path / "checkpoint_2").same
+    assert not diff(tmp_path, tmp_path / "checkpoint_1").same
+    assert diff(tmp_path, tmp_path, step=1).a == str(tmp_path / "checkpoint_1")
+    with pytest.raises(errors.CheckpointNotFoundError, match="nothing to compare"):
+        diff(tmp_path, tmp_path / "nowhere")
+
+
+def test_folding_keeps_the_members() -> None:
+    """Every row is a member of exactly one folded row, which counts them."""
+    rows = [Row((f"block_{n}/{name}",), ("x" if n % 3 else "y",)) for n in range(30) for name in ("w", "b")]
+    folded = fold_with_members(rows)
+    assert [row for row, _ in folded] == fold(rows)
+    assert [row.count for row, _ in folded] == [len(members) for _, members in folded]
+    assert sorted(row.names for _, members in folded for row in members) == sorted(row.names for row in rows)
+    assert all(member.detail == row.detail for row, members in folded for member in members)
+
+
+def test_command(tmp_path: Path) -> None:
+    """The command folds numbered layers, with the largest difference of any; exit codes 0, 1 and 2."""
+    tree = {f"block_{n}": {"w": np.ones(4)} for n in range(24)} | {"step": 1}
+    other = {f"block_{n}": {"w": np.ones(4) + n} for n in range(24)} | {"step": 2}
+    a, b = saved(tmp_path / "a", tree), saved(tmp_path / "b", other)
+    assert CliRunner().invoke(main, ["diff", a, a]).exit_code == 0
+    result = CliRunner().invoke(main, ["diff", a, b])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[2:] == [
+        "~ block_{1..23}/w   float64[4]: 92 of 92 elements, max abs 23, max rel 0.958   (23 leaves)",
+        "~ step   int 1 → int 2",
+        "1 leaves identical, 24 of other values.",
+    ]
+    found = json.loads(CliRunner().invoke(main, ["diff", a, b, "--json"]).stdout)
+    assert (found["same"], found["identical"], len(found["differences"])) == (False, 1, 24)
+    refused = CliRunner().invoke(main, ["diff", a, f"{b}x"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "does not exist" in refused.stderr
