@@ -203,23 +203,33 @@ def _has_changed(
     return isinstance(now, Absence) or now.path != found.path
 
 
-def _identity(path: str) -> tuple[int, int] | None:
-    """Return device and inode of a local path; None in stores, or if it does not exist."""
+def _identity(path: str) -> tuple[int, int, int] | None:
+    """Return device, inode and time of change of a local path; None in stores, or if it does not exist."""
     return paths.storage_of(path).identity(path)
 
 
 @contextmanager
 def unchanged(path: str) -> Iterator[None]:
-    """Raise after the block if the directory was replaced during it, which may have mixed the two.
+    """Raise after the block if the directory was replaced during it, which may have mixed the two or made it fail.
 
     Raises:
         ReplacedError: it was replaced.
     """
     before = _identity(path)
-    yield
-    now = _identity(path)
-    if now != before and None not in (now, before) and os.path.isdir(path):
-        raise ReplacedError(f"{path} was replaced while it was read", path=path)
+
+    def check(cause: Exception | None = None) -> None:
+        now = _identity(path)
+        if now != before and None not in (now, before) and os.path.isdir(path):
+            raise ReplacedError(f"{path} was replaced while it was read; restore again", path=path) from cause
+
+    try:
+        yield
+    except _POLICY_ERRORS:
+        raise
+    except Exception as error:
+        check(error)
+        raise
+    check()
 
 
 def is_there(path: str) -> bool:

@@ -45,9 +45,10 @@ def restore(
     if target is None:
         options.transforms.warn_without_target()
     async_saves.wait_for_pending_saves(ckpt_dir, prefix, orbax_checkpointer)
+    options.transforms.wait_for_pending_saves()
 
     def restore_at(path: str) -> Any:
-        with locating.unchanged(path), ExitStack() as files, ExitStack() as pause:
+        with locating.unchanged(path), options.transforms.opening(), ExitStack() as files, ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
             plans = _plan(path, target, options, files, orbax_checkpointer)
             # Long reads do not pause the garbage collector.
@@ -63,7 +64,7 @@ def restore(
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values if plans.is_mapping else next(iter(values.values()))
 
-    with depth.limited("restored"), closing(options.transforms):
+    with depth.limited("restored"):
         otherwise = None if options.settings.must_exist else lambda: target
         return locating.read_found(ckpt_dir, step, prefix, restore_at, otherwise)
 

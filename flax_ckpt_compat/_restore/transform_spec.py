@@ -67,7 +67,7 @@ class TransformSpec:
         """
         self.rules = _rules(given)
         self.other_readers: list[Reader] = []
-        self._others = contextlib.ExitStack()
+        self._others = contextlib.ExitStack()  # of `opening`
         # An empty list, as of a program that found nothing to change, is as strict as no transforms.
         self.orbax_semantics = (
             given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
@@ -77,16 +77,28 @@ class TransformSpec:
         self._default_to_original = default_to_original
         self._is_active = self.orbax_semantics and (bool(self._transforms) or not default_to_original)
 
-    def close(self) -> None:
-        """Close the other checkpoints that rules opened."""
-        self._others.close()
+    def wait_for_pending_saves(self) -> None:
+        """Wait for background saves to the other checkpoints, before a retry could drop a failure of theirs."""
+        for path, prefix in dict.fromkeys(other for rule in self.rules for other in rule.opens):
+            async_saves.wait_for_pending_saves(path, prefix)
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Close the other checkpoints that rules open in the block.
+
+        Raises:
+            ReplacedError: one of them was replaced during the block.
+        """
+        with contextlib.ExitStack() as self._others:
+            yield
+        self.other_readers.clear()
 
     def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
-        """Open another checkpoint for a rule, until this is closed; return its path and tree."""
-        async_saves.wait_for_pending_saves(path, prefix)
+        """Open another checkpoint for a rule, within `opening`; return its path and tree."""
         verify, found = config.current().checksums == "verify", locating.find(path, step, prefix)
         if isinstance(found, Absence):
             raise CheckpointNotFoundError(found.why, path=path)
+        self._others.enter_context(locating.unchanged(found.path))
         opened = self._others.enter_context(contextlib.closing(opening.Opened(found.path, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}
         self.other_readers.extend(map(opened.reader, opened.trees))
@@ -109,7 +121,7 @@ class TransformSpec:
             try:
                 tree = rule.apply_to(tree, target, self._open)
             except CheckpointError as error:
-                if error.path is not None:  # of another checkpoint, or of a background save
+                if error.path is not None:  # of another checkpoint
                     raise
                 raise type(error)(f"{path}: {error}", path=path, leaf=error.leaf) from error
         return tree

@@ -180,12 +180,17 @@ def plan_restore(
     )
 
     def plan_one(found: str) -> Plan:
-        with locating.unchanged(found), closing(opening.Opened(found, verify=options.verifies)) as opened:
+        with (
+            locating.unchanged(found),
+            options.transforms.opening(),
+            closing(opening.Opened(found, verify=options.verifies)) as opened,
+        ):
             return _plan(opened, plan_all(opened, target, options))
 
     otherwise = None if options.settings.must_exist else lambda: _nothing(paths.absolute(ckpt_dir), target)
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)
-    with depth.limited("restored"), closing(options.transforms):
+    options.transforms.wait_for_pending_saves()
+    with depth.limited("restored"):
         return locating.read_found(ckpt_dir, step, prefix, plan_one, otherwise)
 
 

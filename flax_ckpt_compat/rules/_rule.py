@@ -31,12 +31,13 @@ class Rule:
         apply: takes the checkpoint's tree (leaves: `LeafHandle`, `Derived`, `Own` or None; see
             `flax_ckpt_compat._trees.leaf_sources`) and the target's neutral tree, and returns a new checkpoint tree. It
             reads no array data, changes neither, and raises `TransformError` if the rule does not fit.
-        opens: `apply` also takes an `OpenTree`.
+        opens: path and prefix of each other checkpoint that it opens; if there are any, `apply` also takes an
+            `OpenTree`.
     """
 
     source: str
     apply: Apply = dataclasses.field(repr=False, compare=False)
-    opens: bool = dataclasses.field(default=False, repr=False, compare=False)
+    opens: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def apply_to(self, tree: Node, target: Node, open_tree: OpenTree) -> Node:
         """Apply it, with the means to open another checkpoint if it needs that."""
@@ -70,7 +71,7 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
                 words.append(_shown(value))
         rule_name = f"{make.__name__}({', '.join(words)})"
         apply = make(rule_name, *args, **kwargs)
-        return Rule(f"rules.{rule_name}", apply, opens="open_tree" in inspect.signature(apply).parameters)
+        return Rule(f"rules.{rule_name}", apply, getattr(apply, "opens", ()))
 
     made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made

@@ -60,11 +60,15 @@ def from_checkpoint(
         transforms: rules for that checkpoint, such as renames, before the subtrees are taken.
 
     Raises:
-        TransformError: no pattern, or a bad one; when applied: the target or that checkpoint has no such path.
+        TransformError: no pattern, or a bad one; no list of rules; when applied: the target or that checkpoint has no
+            such path.
         CheckpointNotFoundError: when applied: there is no such checkpoint.
+        ReplacedError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
     _patterns.check(patterns, _rule_name)
     where = os.fspath(path)
+    if not isinstance(transforms, list | tuple) or not all(isinstance(one, Rule) for one in transforms):
+        raise TransformError(f"{_rule_name}: transforms= is a list of rules, found {transforms!r:.100}")
 
     def apply(stored: Node, target: Node, open_tree: OpenTree) -> Node:
         located, other = open_tree(where, step, prefix)
@@ -81,6 +85,8 @@ def from_checkpoint(
             stored = _edit_tree.put(stored, place, _edit_tree.node_at(other, start), _rule_name)
         return stored
 
+    # The decorator passes it on to the rule.
+    apply.opens = ((where, prefix), *(other for one in transforms for other in one.opens))  # type: ignore[attr-defined]
     return apply
 
 

@@ -159,6 +159,30 @@ def test_what_the_other_checkpoint_lacks(path: str, other: str, tmp_path: Path) 
             restore(path, target, transforms=[rules.from_checkpoint(where, "params/head", step=step)])
 
 
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+def test_the_other_checkpoint_is_replaced_meanwhile(path: str, tmp_path: Path, use_ocdbt: bool) -> None:
+    """Leaves of two states are never mixed: what was replaced after it was opened is an error that names it."""
+    old, new = ({"w": np.full((300, 300), value, np.float32), "n": value} for value in (1, 2))
+    other, checkpointer = str(tmp_path / "other"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt))
+    checkpointer.save(other, old)
+
+    def replace(stored: Any, _: Any) -> Any:
+        checkpointer.save(other, new, force=True)
+        return stored
+
+    taken = [rules.from_checkpoint(other, "w", "n"), rules.Rule("replace", replace)]
+    with pytest.raises(errors.CheckpointError, match="was replaced while it was read") as caught:
+        restore(path, {"w": old["w"], "n": 0}, transforms=taken)
+    assert caught.value.path == other
+
+
+def test_bad_transforms_of_another_checkpoint(other: str) -> None:
+    """What is no list of rules is refused where it is written."""
+    for given in (rules.rename("a", "b"), [{"a": "b"}], {"a": "b"}, [3]):
+        with pytest.raises(errors.TransformError, match="transforms= is a list of rules"):
+            rules.from_checkpoint(other, "params/head", transforms=given)  # type: ignore[arg-type]
+
+
 def test_shards_and_keys_of_the_other_checkpoint(other: str, tmp_path: Path) -> None:
     """Leaves of the other checkpoint are placed as the target says."""
     path = save(tmp_path / "first", {"params": {}, "step": 1}, format="orbax")

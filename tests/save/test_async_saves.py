@@ -18,7 +18,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as ours
-from flax_ckpt_compat import errors, rules, save
+from flax_ckpt_compat import errors, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._save import async_saves, snapshot
 from flax_ckpt_compat._save.host_copies import Copies
@@ -211,19 +211,46 @@ def test_a_failure_raises_at_a_restore_from_two(flag: bool, tmp_path: Path, mana
     assert ours.restore_checkpoint(first, None, orbax_transforms=taken)["n"] == 0
 
 
-def test_a_restore_from_two_waits_for_multiprocess_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", [restore, plan_restore])
+def test_a_retry_of_a_restore_from_two_loses_no_failure(call: Any, tmp_path: Path, manager: Any, gate: Gate) -> None:
+    """A new step of the first directory makes the restore begin anew, but not without the other one's failure."""
+    gate.open.set()
+    first = tmp_path / "first"
+    ours.save_checkpoint(first, {"n": 1}, 1)
+    ours.save_checkpoint(tmp_path / "b", {"n": 0}, 0)
+    fail_once(gate, tmp_path / "b", manager, finished=True)
+    gate.error = None
+
+    def save_another(stored: Any, _: Any) -> Any:
+        ours.save_checkpoint(first, {"n": 2}, 2, overwrite=True)
+        return stored
+
+    taken = [rules.Rule("save_another", save_another), rules.from_checkpoint(tmp_path / "b", "n")]
+    with pytest.raises(errors.StorageError, match="broke"):
+        call(first, None, transforms=taken)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_restore_from_two_waits_for_multiprocess_saves(tmp_path: Path, nested: bool) -> None:
     """What `rules.from_checkpoint` takes is what this process's multi-process save published, however late."""
     first, other = save(tmp_path / "first", {"n": 1}), tmp_path / "b"
     ours.save_checkpoint(other, {"n": 1}, 1)
-
-    second = save(tmp_path / "second", {"n": 2})
+    second, may_publish = save(tmp_path / "second", {"n": 2}), threading.Event()
 
     def late() -> None:
-        time.sleep(0.3)
+        assert may_publish.wait(30)
         Path(second).rename(other / "checkpoint_2")
 
     async_saves.start(ours.AsyncManager(), str(other), late, lookup_timeout=30)
-    assert ours.restore_checkpoint(first, None, orbax_transforms=[rules.from_checkpoint(other, "n")])["n"] == 2
+    taken = rules.from_checkpoint(other, "n")
+    if nested:
+        taken = rules.from_checkpoint(first, "n", transforms=[taken])
+    with ThreadPoolExecutor(1) as pool:
+        restored = pool.submit(ours.restore_checkpoint, first, None, orbax_transforms=[taken])
+        with pytest.raises(futures.TimeoutError):
+            restored.result(0.2)
+        may_publish.set()
+        assert restored.result(30)["n"] == 2
 
 
 def test_another_directory_is_not_concerned(flag: bool, tmp_path: Path, manager: Any, gate: Gate) -> None:

@@ -62,12 +62,13 @@ class LocalStorage:
         with translated(path):
             return atomic.is_empty(path)
 
-    def identity(self, path: str) -> tuple[int, int] | None:
+    def identity(self, path: str) -> tuple[int, int, int] | None:
         try:
             status = os.stat(path)
         except OSError:
             return None
-        return status.st_dev, status.st_ino
+        # A new directory often takes the number of one that was removed just before.
+        return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(path, "rb") as file:
