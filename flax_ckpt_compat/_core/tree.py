@@ -163,6 +163,13 @@ def topmost(node: Node, paths: Set[Path], path: Path = ()) -> Iterator[Path]:
             yield from topmost(child, paths, (*path, name))
 
 
+def node_at(node: Node, path: Path) -> Node:
+    """Return the node at a key path below a node, or None."""
+    for name in path:
+        node = node.children.get(name) if isinstance(node, Branch) else None
+    return node
+
+
 def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()) -> Node:
     """Replace every leaf by ``function(path, leaf)`` in a copy of the tree; None is a leaf."""
     if not isinstance(node, Branch):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import MAX_SHOWN, Row, fold, one_line, shown
 from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.template import literal
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import state_dict
 
@@ -93,7 +92,7 @@ def other_shapes(
         refused: the restore fails; else the stored arrays are returned.
         suggestion: rules that map the checkpoint to the target; empty if none are clear.
     """
-    keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(_at(target, path))}
+    keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(node_at(target, path))}
     rows, more = shown(
         [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes], MAX_SHOWN
     )
@@ -124,12 +123,6 @@ def _difference(was: tuple[int, ...], want: tuple[int, ...], is_key: bool) -> st
 def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
     """Return whether a stored shape can be that of PRNG key data: one more axis, of length two or four."""
     return len(was) == len(want) + 1 and was[-1] in (2, 4)
-
-
-def _at(node: Node, path: Path) -> Any:
-    for name in path:
-        node = node.children.get(name) if isinstance(node, Branch) else None
-    return node
 
 
 def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 
@@ -85,13 +85,6 @@ def leaves_at(tree: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def flatten(tree: Node, path: Path = ()) -> dict[Path, Look]:
     """Map the key paths below a node to the looks of the leaves; nodes without children are `EMPTY`."""
     return {at: look(leaf) for at, leaf in leaves_at(tree, path)}
-
-
-def node_at(tree: Node, path: Path) -> Node:
-    """Return the node at a key path, or None."""
-    for name in path:
-        tree = tree.children.get(name) if isinstance(tree, Branch) else None
-    return tree
 
 
 class Spot(NamedTuple):

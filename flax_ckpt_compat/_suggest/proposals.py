@@ -9,10 +9,10 @@ import numpy as np
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
-from flax_ckpt_compat._core.tree import Branch, Node, topmost
+from flax_ckpt_compat._core.tree import Branch, Node, node_at, topmost
 from flax_ckpt_compat._suggest.confidence import unused
 from flax_ckpt_compat._suggest.layouts import ProposedRule, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, flatten, leaves_at, look, node_at
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, flatten, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
 from flax_ckpt_compat._trees.leaf_sources import handles_of, is_array
 

@@ -106,7 +106,8 @@ class Plan:
         return next(found, None)
 
     def __repr__(self) -> str:
-        return f"<Plan {plan_text.title(self)}{f'; raises {self.raises}' if self.raises else ''}>"
+        title = " ".join(plan_text.title(self).replace("\n", ";", 1).split())
+        return f"<Plan {title}{f'; raises {self.raises}' if self.raises else ''}>"
 
     def _repr_html_(self) -> str:
         return plan_html.render(self)

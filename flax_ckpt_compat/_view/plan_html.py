@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 from typing import Any
 
@@ -9,9 +10,20 @@ from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._view import plan_text
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
-_COLORS = {"missing": "#c00", "computed": "#07a", "target": "#a60", "checkpoint": "inherit"}
-# Beyond this number of leaves, only subtrees with differences are open at first.
+# Legible on white and on black: notebooks do not tell which they are.
+_COLORS = {"missing": "#d33", "reshaped": "#c4b", "computed": "#07b", "kept": "#b60"}
+# Beyond this number of leaves, only subtrees some of whose leaves differ are open at first.
 _MAX_OPEN = 50
+_STYLE = (
+    ".ckpt-plan, .ckpt-plan pre { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; text-align: left }"
+    ".ckpt-plan pre { white-space: pre-wrap; margin: 0 0 8px }"
+    ".ckpt-plan input { font: inherit; font-size: 16px; width: 100%; max-width: 32em; box-sizing: border-box }"
+    ".ckpt-plan ul { list-style: none; margin: 0; padding-left: 1.2em }"
+    ".ckpt-plan > ul { padding-left: 0; margin-top: 8px }"
+    ".ckpt-plan summary { cursor: pointer }"
+    ".ckpt-plan small { font-size: inherit; opacity: 0.65 }"
+    + "".join(f".ckpt-plan .{name} {{ color: {color} }}" for name, color in _COLORS.items())
+)
 _SEARCH = (
     "const words = this.value.toLowerCase(), root = this.parentNode;"
     "root.querySelectorAll('li').forEach(one => "
@@ -29,11 +41,11 @@ def render(plan: Plan) -> str:
             node = node.setdefault(f"{name}/", {})
         node[leaf.path.rpartition("/")[2]] = leaf
     head = "\n".join([plan_text.title(plan), *plan_text.verdict(plan)])
-    search = f'<input type="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
+    search = f'<input type="search" aria-label="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
     unused = "".join(f"<li data-path={_quoted(path)}>{_text(path)}</li>" for path in plan.unused)
     rest = f"<details><summary>Stored, but not used: {len(plan.unused)}</summary><ul>{unused}</ul></details>"
-    is_open = len(plan.leaves) <= _MAX_OPEN
-    return f"<div><pre>{_text(head)}</pre>{search}{_list(tree, is_open)}{rest if unused else ''}</div>"
+    body = _list(tree, len(plan.leaves) <= _MAX_OPEN) + (rest if unused else "")
+    return f'<div class="ckpt-plan"><style>{_STYLE}</style><pre>{_text(head)}</pre>{search}{body}</div>'
 
 
 def _list(tree: dict[str, Any], is_open: bool) -> str:
@@ -43,14 +55,20 @@ def _list(tree: dict[str, Any], is_open: bool) -> str:
 def _item(name: str, node: Any, is_open: bool) -> str:
     if not isinstance(node, dict):
         _, source, what = plan_text.cells(node)
-        style = f"color: {_COLORS[node.origin]}"
-        shown = f"{_text(name)} ← {_text(source)} {_text(what)}"
-        return f'<li data-path={_quoted(node.path)} style="{style}">{shown}</li>'
-    leaves = _leaves(node)
-    has_differences = any(leaf.origin == "missing" or leaf.is_reshaped for leaf in leaves)
-    opened = " open" if is_open or has_differences else ""
-    summary = f"{_text(name)} ({len(leaves)} leaves)"
+        shown = f"{_text(name)} <small>←</small> {_text(source)} <small>{_text(what)}</small>"
+        return f'<li data-path={_quoted(node.path)} class="{_state(node)}">{shown}</li>'
+    states = Counter(map(_state, _leaves(node)))
+    count = states.total()
+    notes = "".join(f', <span class="{state}">{states[state]} {state}</span>' for state in _COLORS if states[state])
+    opened = " open" if is_open or (len(states) > 1 and (states["missing"] or states["reshaped"])) else ""
+    summary = f"{_text(name)} <small>({count} {'leaf' if count == 1 else 'leaves'})</small>{notes}"
     return f"<li data-path=''><details{opened}><summary>{summary}</summary>{_list(node, is_open)}</details></li>"
+
+
+def _state(leaf: Any) -> str:
+    """Return the name of the leaf's colour: where it comes from, or that its shape differs."""
+    origin = "kept" if leaf.origin == "target" else leaf.origin
+    return "reshaped" if leaf.is_reshaped else origin
 
 
 def _leaves(tree: dict[str, Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.escaping import format_size, printable
 from flax_ckpt_compat._core.folding import Row, fold, one_line
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
@@ -36,8 +36,9 @@ def plain(plan: Plan) -> str:
 def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
     """Return a row as a line, or with its source below if that is too long."""
     path, source, what = cells
-    line = f"  {path:<{width}}  {source}  {what}".rstrip()
-    return [line] if len(line) <= _MAX_WIDTH else [f"  {path:<{width}}  {what}".rstrip(), f"    ← {source}"]
+    start, column = f"  {path:<{width}}", len(_HEADINGS[1])
+    line = f"{start}  {source:<{column}}  {what}".rstrip()
+    return [line] if len(line) <= _MAX_WIDTH else [f"{start}  {'':<{column}}  {what}".rstrip(), f"    ← {source}"]
 
 
 def rich(plan: Plan, width: int) -> Iterator[Any]:
@@ -77,40 +78,31 @@ def _narrow(line: str, width: int) -> str:
 
 
 def title(plan: Plan) -> str:
-    """Return the plan in one line: its checkpoint, and how many leaves come from where."""
-    counts = {origin: sum(leaf.origin == origin for leaf in plan.leaves) for origin in _STYLES}
-    words = [
-        f"{counts['checkpoint']} from the checkpoint",
-        f"{counts['computed']} computed",
-        f"{counts['target']} kept from the target",
-        f"{counts['missing']} missing",
-    ]
-    summary = ", ".join(word for word in words if not word.startswith("0 "))
+    """Return the checkpoint and the bytes to read; then, on lines of their own, how many leaves come from where."""
     path = printable(plan.path, one_line=True)
-    return f"{path} ({plan.format}): {summary or 'no leaves'}; {_bytes(plan.nbytes)} to read"
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"
-
-
-def verdict(plan: Plan) -> Iterator[str]:
-    """Yield what differs, with sizes; the error that a restore raises; and proposed rules."""
-    found = {
+    read = f"{path} ({plan.format}): {format_size(plan.nbytes)} to read"
+    origins = {"checkpoint": "from the checkpoint", "computed": "computed", "target": "kept from the target"}
+    counts = Counter(leaf.origin for leaf in plan.leaves)
+    words = [f"{counts[origin]} {what}" for origin, what in origins.items() if counts[origin]]
+    differing = {
         "missing": [leaf for leaf in plan.leaves if leaf.origin == "missing"],
         "of another shape": [leaf for leaf in plan.leaves if leaf.is_reshaped],
         "of another dtype": [leaf for leaf in plan.leaves if leaf.is_retyped],
     }
-    words = [f"{len(leaves)} {what} ({_bytes(sum(map(_nbytes, leaves)))})" for what, leaves in found.items() if leaves]
-    words += [f"{len(plan.unused)} stored leaves not used ({_bytes(plan.unused_nbytes)})"] if plan.unused else []
-    if words:
-        yield f"  {', '.join(words)}"
+    sizes = [(what, len(leaves), sum(map(_nbytes, leaves))) for what, leaves in differing.items()]
+    sizes.append(("stored but not used", len(plan.unused), plan.unused_nbytes))
+    words += [f"{count} {what} ({format_size(nbytes)})" for what, count, nbytes in sizes if count]
+    # Lines break between the words, not within them.
+    summary = ", ".join(word.replace(" ", "\xa0") for word in words) or "no leaves"
+    lines = textwrap.wrap(summary, _MAX_WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([read, *lines]).replace("\xa0", " ")
+
+
+def verdict(plan: Plan) -> Iterator[str]:
+    """Yield the error that a restore raises, and proposed rules."""
     if plan.raises is not None:
         yield f"A restore raises {plan.raises}" + (f": {plan.why}" if plan.why else ".")
-    elif found["of another shape"]:
+    elif any(leaf.is_reshaped for leaf in plan.leaves):
         yield "Where shapes differ, the result has the stored shape."
     if plan.missing and plan.suggestion is None:
         yield "Nothing that is stored resembles what is missing."
@@ -137,12 +129,11 @@ def _rest(plan: Plan, more: str) -> Iterator[str]:
         yield f"Stored, but not used: {one_line(plan.unused)}"
 
 
-def _nbytes(leaf: PlannedLeaf) -> Any:
+def _nbytes(leaf: PlannedLeaf) -> int:
     """Return the size of the target's array if it is missing, else of what is read."""
     if leaf.origin != "missing" or leaf.target_shape is None:
-        return leaf.nbytes
-    itemsize: int = getattr(leaf.target_dtype, "itemsize", 0)
-    return math.prod(leaf.target_shape) * itemsize
+        return int(leaf.nbytes)
+    return int(math.prod(leaf.target_shape) * getattr(leaf.target_dtype, "itemsize", 0))
 
 
 def _shown(plan: Plan) -> tuple[list[Row], str]:
@@ -245,6 +236,6 @@ def _source(leaf: PlannedLeaf) -> tuple[str, tuple[str, ...]]:
 def _what(leaf: PlannedLeaf) -> str:
     if leaf.shape is None:
         return ""
-    shape = f"{leaf.shape}, target {leaf.target_shape}" if leaf.is_reshaped else str(leaf.shape)
-    dtype = f"{leaf.dtype}, target {leaf.target_dtype}" if leaf.is_retyped else str(leaf.dtype)
-    return f"{shape} {dtype}"
+    found = f"{leaf.shape} {leaf.dtype}"
+    wanted = [str(leaf.target_shape)] * leaf.is_reshaped + [str(leaf.target_dtype)] * leaf.is_retyped
+    return f"{found}, target {' '.join(wanted)}" if wanted else found

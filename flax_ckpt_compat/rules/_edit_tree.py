@@ -6,16 +6,19 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, from_leaves, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import (
+    Branch,
+    Container,
+    Node,
+    Path,
+    from_leaves,
+    iter_leaves,
+    map_leaves,
+    node_at,
+    show_path,
+)
 from flax_ckpt_compat.rules import _patterns
 from flax_ckpt_compat.rules._rule import Apply
-
-
-def node_at(tree: Node, path: Path) -> Node:
-    """Return the node at an existing key path."""
-    for name in path:
-        tree = tree.children[name]
-    return tree
 
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]], rule_name: str) -> Node:

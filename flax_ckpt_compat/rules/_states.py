@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_branches, iter_leaves, node_at
 from flax_ckpt_compat._trees.leaf_sources import Derived, shape_and_dtype
-from flax_ckpt_compat.rules import _edit_tree
 
 # Fields of optax's states, to recognize one if the target has no namedtuples, as in NNX.
 _FIELDS = frozenset(("count", "mu", "nu", "trace", "ema", "v_row", "sum_of_squares", "acc_grads", "notfinite_count"))
@@ -108,14 +107,14 @@ def alike(first: Branch, second: Branch) -> bool:
 def _at(node: Node, paths: list[Path]) -> Iterator[State]:
     for path in paths:
         inner = [other[len(path) :] for other in paths if other != path and other[: len(path)] == path]
-        branch = _edit_tree.node_at(node, path)
+        branch = node_at(node, path)
         own = {
             below: leaf
             for below, leaf in leaves_of(branch).items()
             if not any(below[: len(one)] == one for one in inner)
         }
         if own:
-            way = [(_edit_tree.node_at(node, path[:end]).container, name) for end, name in enumerate(path)]
+            way = [(node_at(node, path[:end]).container, name) for end, name in enumerate(path)]
             labels = frozenset(name for kind, name in way if kind is Container.DICT and not name.isdecimal())
             yield State(path, branch, own, labels, all(kind.is_sequence for kind, name in way if name.isdecimal()))
 

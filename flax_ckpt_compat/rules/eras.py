@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.module_names import linen_names
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._rule import Apply, rule
 
@@ -34,9 +34,7 @@ def pre_linen(_rule_name: str, at: str = "params") -> Apply:
     def apply(stored: Node, _: Node) -> Node:
         new: dict[Path, Path] = {}
         for start in _patterns.select(stored, [at], _rule_name):
-            found = {
-                path: (*start, *below) for path, below in _linen_paths(_edit_tree.node_at(stored, start), start, ())
-            }
+            found = {path: (*start, *below) for path, below in _linen_paths(node_at(stored, start), start, ())}
             if all(path == other for path, other in found.items()):
                 raise TransformError(
                     f"{_rule_name}: below {show_path(start)} all names are linen's already", leaf=show_path(start)
@@ -102,10 +100,12 @@ class _Old:
     @classmethod
     def of(cls, stored: Node, target: Node, rule_name: str) -> _Old:
         for start in ((), ("optimizer",)):
-            node = stored if not start else _child(stored, *start)
-            if isinstance(_child(node, "state"), Branch) and isinstance(_child(node, "target"), Branch):
-                is_nested = isinstance(_child(node, "target", "params"), Branch)
-                return cls(stored, target, start, is_nested and _child(target, "params", "params") is None, rule_name)
+            node = node_at(stored, start)
+            if isinstance(node_at(node, ("state",)), Branch) and isinstance(node_at(node, ("target",)), Branch):
+                is_nested = isinstance(node_at(node, ("target", "params")), Branch)
+                return cls(
+                    stored, target, start, is_nested and node_at(target, ("params", "params")) is None, rule_name
+                )
         raise TransformError(
             f"{rule_name}: the checkpoint has no optimizer/target and optimizer/state, as flax.optim wrote them; "
             f"{_patterns.near_names('optimizer/target', stored)}"
@@ -113,7 +113,7 @@ class _Old:
 
     @property
     def step(self) -> Node:
-        return _child(self.stored, *self.start, "state", "step")
+        return node_at(self.stored, (*self.start, "state", "step"))
 
     def renamed(self, path: Path) -> Path | None:
         """Return a leaf's new path, or None to drop it."""
@@ -128,16 +128,16 @@ class _Old:
         return self._moment(path, below) if below[:1] == ("param_states",) else path
 
     def _moment(self, path: Path, below: Path) -> Path | None:
-        node = _child(self.stored, *path)
+        node = node_at(self.stored, path)
         if isinstance(node, Branch):
             return None  # plain gradient descent has an empty state for every parameter
-        fields = _MOMENTS.get(frozenset(_child(self.stored, *path[:-1]).children))
+        fields = _MOMENTS.get(frozenset(node_at(self.stored, path[:-1]).children))
         if fields is None:
             return path
         parameter = below[2:-1] if self.is_nested and below[1:2] == ("params",) else below[1:-1]
         homes = [(*home, fields[below[-1]]) for home in self._homes(set(fields.values()))]
         if len(homes) > 1:
-            homes = [home for home in homes if _child(self.target, *home, *parameter) is not None]
+            homes = [home for home in homes if node_at(self.target, (*home, *parameter)) is not None]
         if len(homes) > 1:
             shown = one_line(map(show_path, homes))
             raise TransformError(f"{self.rule_name}: {show_path(path)} would fit in {shown}", leaf=show_path(path))
@@ -155,22 +155,15 @@ class _Old:
         Args:
             tree: the tree with the new names; Adam's count goes only where its moments went.
         """
-        if self.step is not None and not isinstance(self.target, Branch) and _child(tree, "opt_state", "0", "mu"):
+        if self.step is not None and not isinstance(self.target, Branch) and node_at(tree, ("opt_state", "0", "mu")):
             yield ("opt_state", "0", "count"), self.step
         for path, branch in self._target_states():
             names = branch.children.keys()
-            is_adam = names == {"count", "mu", "nu"} and _child(tree, *path, "mu") is not None
-            if not names and _child(tree, *path) is None:
+            is_adam = names == {"count", "mu", "nu"} and node_at(tree, (*path, "mu")) is not None
+            if not names and node_at(tree, path) is None:
                 yield path, branch
             elif self.step is not None and (is_adam or names == {"count"}):
                 yield (*path, "count"), self.step
 
     def _target_states(self) -> Iterator[tuple[Path, Branch]]:
-        return iter_branches(_child(self.target, "opt_state"), ("opt_state",))
-
-
-def _child(node: Node, *names: str) -> Node:
-    """Return the node at a key path, or None."""
-    for name in names:
-        node = node.children.get(name) if isinstance(node, Branch) else None
-    return node
+        return iter_branches(node_at(self.target, ("opt_state",)), ("opt_state",))

@@ -12,7 +12,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import Row, one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
@@ -165,7 +165,7 @@ def _join(
     """Return a branch with the nodes at several paths below it joined into one; None if there are none."""
     if not levels:
         return None
-    nodes, paths = [_edit_tree.node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
+    nodes, paths = [node_at(branch, level) for level in levels], [(*path, *level) for level in levels]
     whole = _arrays.join_trees(nodes, paths, describe, join, rule_name)
     return _edit_tree.replaced(branch, path, levels, [(into, whole)], rule_name)
 
@@ -198,7 +198,7 @@ def _divide(
     def divided(branch: Branch, path: Path) -> Branch | None:
         levels = [level for level, _ in _patterns.below(branch, path, compiled)]
         for level in levels:
-            node, start = _edit_tree.node_at(branch, level), (*path, *level)
+            node, start = node_at(branch, level), (*path, *level)
             parts = [_levels(name, rule_name) for name in names(node, start)]
             new = [(name, piece(node, start, number, len(parts))) for number, name in enumerate(parts)]
             branch = _edit_tree.replaced(branch, path, [level], new, rule_name)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -177,7 +177,7 @@ def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
     def apply(stored: Node, _: Node) -> Node:
         ends: dict[Path, Path] = {}
         for start in _patterns.select(stored, [at], _rule_name):
-            inside = _patterns.select(_edit_tree.node_at(stored, start), [name], _rule_name, whose=show_path(start))
+            inside = _patterns.select(node_at(stored, start), [name], _rule_name, whose=show_path(start))
             ends |= {(*start, *level): start for level in inside}
         _expect_children(stored, ends, _rule_name)
 
@@ -192,7 +192,7 @@ def unwrap(_rule_name: str, name: str, at: str = "") -> Apply:
 
 def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], rule_name: str) -> None:
     for path in paths:
-        node = _edit_tree.node_at(stored, path)
+        node = node_at(stored, path)
         if not isinstance(node, Branch) or not node.children:
             raise TransformError(
                 f"{rule_name}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path)

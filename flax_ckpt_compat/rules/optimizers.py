@@ -6,7 +6,7 @@ import dataclasses
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns, _states
 from flax_ckpt_compat.rules._rule import Apply, rule
@@ -45,7 +45,7 @@ def optimizer_state(_rule_name: str, at: str = "opt_state", stored_at: str | Non
         at_path = _patterns.select_one(target, at, _rule_name, whose="the target")
         start = _patterns.select_one(stored, source, _rule_name)
         _refuse_loss(stored, at_path, start, _rule_name)
-        own, old = _edit_tree.node_at(target, at_path), _edit_tree.node_at(stored, start)
+        own, old = node_at(target, at_path), node_at(stored, start)
         wanted, branches = list(_states.target_states(own)), list(iter_branches(old))
         call = _Call(_rule_name, at_path, start)
         taken: dict[Path, Node] = {}
@@ -98,9 +98,7 @@ def _alone(path: Path, states: list[State]) -> bool:
 
 def _refuse_loss(stored: Node, at_path: Path, start: Path, rule_name: str) -> None:
     """Raise if the rule would overwrite a stored state that it does not read; a later rule may read it."""
-    node = stored
-    for name in at_path:
-        node = node.children.get(name) if isinstance(node, Branch) else None
+    node = node_at(stored, at_path)
     is_other = at_path[: len(start)] != start and start[: len(at_path)] != at_path
     if is_other and any(not _states.is_empty(leaf) for _, leaf in iter_leaves(node)):
         here, there = show_path(at_path), show_path(start)

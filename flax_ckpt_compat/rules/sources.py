@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves
+from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves, node_at
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
@@ -31,7 +31,7 @@ def from_target(_rule_name: str, *patterns: str) -> Apply:
 
     def apply(stored: Node, target: Node) -> Node:
         for path in _patterns.select(target, patterns, _rule_name, whose="the target"):
-            own = map_leaves(lambda _, __: Own.KEEP_TARGET, _edit_tree.node_at(target, path))
+            own = map_leaves(lambda _, __: Own.KEEP_TARGET, node_at(target, path))
             stored = _edit_tree.put(stored, path, own, _rule_name)
         return stored
 
@@ -82,7 +82,7 @@ def from_checkpoint(
                 text = "/".join(place)
                 near = _patterns.near_names(text, other)
                 raise TransformError(f"{_rule_name}: {located} has no {text}; {near}", leaf=text)
-            stored = _edit_tree.put(stored, place, _edit_tree.node_at(other, start), _rule_name)
+            stored = _edit_tree.put(stored, place, node_at(other, start), _rule_name)
         return stored
 
     # The decorator passes it on to the rule.
@@ -125,7 +125,7 @@ def from_names(mapping: Mapping[str, Replacement]) -> Rule:
                 places[place] = found[0]
         tree = stored
         for place in sorted(places, key=len):
-            tree = _edit_tree.put(tree, place, _edit_tree.node_at(stored, places[place]), name)
+            tree = _edit_tree.put(tree, place, node_at(stored, places[place]), name)
         # What was taken and has no place of its own in the target is used, and gone from its old place.
         wanted, taken = {path for path, _ in iter_leaves(target)}, set(places.values())
 

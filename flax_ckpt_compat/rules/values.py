@@ -12,7 +12,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import TransformError
-from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, is_jax_array, show_path
+from flax_ckpt_compat._core.tree import KeyData, Node, Path, is_jax_array, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 from flax_ckpt_compat.rules import _arrays, _edit_tree
 from flax_ckpt_compat.rules._arrays import Array
@@ -248,9 +248,7 @@ def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
 
 def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, rule_name: str) -> Any:
     """Return the target's array at a path, which must have this shape, this kind of dtype and local values."""
-    node = target
-    for name in path:
-        node = node.children.get(name) if isinstance(node, Branch) else None
+    node = node_at(target, path)
     remedy = "give a number as value, or rename the stored leaf to the target's name first"
     if not isinstance(node, np.ndarray) and not (is_jax_array(node) and node.is_fully_addressable):
         what = "is abstract" if hasattr(node, "shape") else "is no array"

@@ -229,15 +229,29 @@ def test_a_transformer_fits_a_screen(flag: bool, tmp_path: Path) -> None:
     first = str(without).splitlines()
     # 12 blocks of 16 arrays, 6 of 16 and 10 of 4 values of 8 bytes, three times.
     size = "39.2 kB"
-    assert first[1] == f"  576 missing ({size}), 576 stored leaves not used ({size})"
-    assert first[2] == "A restore raises MissingLeavesError." and first[3].startswith("These rules would map it")
+    assert first[1] == f"  10 from the checkpoint, 576 missing ({size}),"
+    assert first[2] == f"  576 stored but not used ({size})"
+    assert first[3] == "A restore raises MissingLeavesError." and first[4].startswith("These rules would map it")
     assert "params/layer_{0..11}/… MISSING (192 leaves)" in [" ".join(line.split()) for line in first]
     assert first[-1].startswith("Stored, but not used: params/block_{0..11}/… (192 leaves)")
     second = [" ".join(line.split()) for line in str(renamed).splitlines()]
     assert "params/layer_{0..11}/… params/block_{0..11}/… (96 leaves)" in second
     at = second.index("opt_state/mu/layer_{0..11}/attention/… (96 leaves)")
     assert second[at + 1] == "← opt_state/mu/block_{0..11}/attn/…"
-    assert repr(without) == f"<Plan {first[0]}; raises MissingLeavesError>"
+    title = f"{first[0]}; {first[1].strip()} {first[2].strip()}"
+    assert repr(without) == f"<Plan {title}; raises MissingLeavesError>"
+
+
+def test_the_title_counts_what_differs(flag: bool, tmp_path: Path) -> None:
+    """Leaves that are missing, have another shape or dtype, or are not used, each with its bytes."""
+    checkpoints.save_checkpoint(tmp_path, {"a": np.ones((2, 3), "f4"), "b": np.ones(3, "f4"), "x": np.ones(7, "f4")}, 1)
+    plan = plan_restore(tmp_path, {"a": np.ones((2, 4), "f4"), "b": np.ones(3), "c": np.ones((5, 2), "f4")})
+    assert str(plan).splitlines()[:3] == [
+        f"{tmp_path / 'checkpoint_1'} ({'orbax' if flag else 'msgpack'}): 36 B to read",
+        "  2 from the checkpoint, 1 missing (40 B), 1 of another shape (24 B),",
+        "  1 of another dtype (12 B), 1 stored but not used (28 B)",
+    ]
+    assert "(2, 3) float32, target (2, 4)" in str(plan) and "(3,) float32, target float64" in str(plan)
 
 
 def test_a_notebook_shows_a_tree(flag: bool, tmp_path: Path) -> None:
@@ -245,7 +259,8 @@ def test_a_notebook_shows_a_tree(flag: bool, tmp_path: Path) -> None:
     checkpoints.save_checkpoint(tmp_path, {"a": {"<b>": np.ones(2)}, "extra": {'"x"': 1}}, 1)
     html = plan_restore(tmp_path, {"a": {"<b>": np.ones(2), "New": np.ones(1)}})._repr_html_()
     assert 'data-path="a/new"' in html and 'data-path="a/&lt;b&gt;"' in html and "&quot;x&quot;" in html
-    assert "<b>" not in html and "MissingLeavesError" in html and "a/ (2 leaves)" in html
+    assert "<b>" not in html and "MissingLeavesError" in html and "a/ <small>(2 leaves)</small>" in html
+    assert '<span class="missing">1 missing</span>' in html and '<li data-path="a/new" class="missing">' in html
 
 
 def test_without_a_target(saved: str, tmp_path: Path) -> None:
