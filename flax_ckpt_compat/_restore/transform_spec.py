@@ -90,8 +90,8 @@ class TransformSpec:
             ReplacedError: one of them was replaced during the block.
         """
         with contextlib.ExitStack() as self._others:
+            self._others.callback(self.other_readers.clear)
             yield
-        self.other_readers.clear()
 
     def _open(self, path: str, step: Any, prefix: str) -> tuple[str, Node]:
         """Open another checkpoint for a rule, within `opening`; return its path and tree."""
