@@ -12,7 +12,7 @@ from tests.reliability import forks
 from tests.reliability.extent import Extent
 from tests.reliability.judge import quiet, text_of
 from tests.reliability.tally import Tally
-from tests.reliability.workloads import Save, System, number_of
+from tests.reliability.workloads import Save, System
 
 _SECONDS = 600
 _SAVES = 2_000
@@ -68,7 +68,7 @@ def _reads(system: System, folder: str, seconds: float, right: Callable[[int, in
             except Exception as error:
                 outcomes[f"unreadable: {text_of(error)}"] += 1
                 continue
-            found = None if restored is None else number_of(restored)
+            found = None if restored is None else system.number_of(restored)
             if found is None:
                 outcomes["nothing: restored None" if restored is None else "half: never saved"] += 1
             else:
@@ -92,7 +92,7 @@ def _soaked(system: System, folder: str, count: int) -> Iterator[str]:
     for step in range(1, count + 1):
         with quiet():
             Save(step, 2, background=step % 2 == 0).run(system, f"{folder}/run", 1 + step % 7)
-            found = number_of(system.restore(f"{folder}/run"))
+            found = system.number_of(system.restore(f"{folder}/run"))
         if step == max(10, count // 10):
             first = _held()
         yield "" if found == 1 + step % 7 else f"lost: step {step} holds {found}"

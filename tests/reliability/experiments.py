@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, power
+from tests.reliability import concurrent, damage, fuzz, kills, power, processes
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
-from tests.reliability.workloads import SCENARIOS, SYSTEMS, System
+from tests.reliability.workloads import SCENARIOS, SHARED_SYSTEMS, SYSTEMS, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,13 @@ WITH_SHIM = (
         _calls("EIO", "ENOSPC", "a disk that stays full"),
     ),
     Experiment("power", "power lost during or after a save", _power),
+    Experiment(
+        "team calls",
+        "two processes save; one is killed at a call, or the call fails",
+        processes.at_calls,
+        SHARED_SYSTEMS[:2],
+    ),
+    Experiment("team power", "two processes save; power is lost", processes.lose_power, SHARED_SYSTEMS),
 )
 WITHOUT_SHIM = (
     Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),

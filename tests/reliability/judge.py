@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 
-from tests.reliability.workloads import STEPS, Save, System, number_of
+from tests.reliability.workloads import STEPS, Save, System
 
 
 def judge(system: System, folder: str, before: STEPS, after: STEPS, *, acknowledged: bool, goes_on: bool) -> str:
@@ -36,7 +36,7 @@ def _wrong(system: System, folder: str, before: STEPS, after: STEPS, *, acknowle
         restored = system.restore(folder)
     except Exception as error:
         return f"unreadable: {text_of(error)}"
-    found = None if restored is None else number_of(restored)
+    found = None if restored is None else system.number_of(restored)
     if restored is not None and found is None:
         return "half: the latest checkpoint restores to what was never saved"
     if found not in latest:
@@ -47,7 +47,7 @@ def _wrong(system: System, folder: str, before: STEPS, after: STEPS, *, acknowle
         return f"unreadable: the steps: {text_of(error)}"
     for step in listed:
         try:
-            held = number_of(system.restore(folder, step))
+            held = system.number_of(system.restore(folder, step))
         except Exception as error:
             return f"unreadable: step {step}: {text_of(error)}"
         if held is None:
@@ -63,7 +63,7 @@ def _next_save(system: System, folder: str, step: int) -> str:
     number = 1_000 + step
     try:
         Save(step).run(system, folder, number)
-        found = number_of(system.restore(folder))
+        found = system.number_of(system.restore(folder))
     except Exception as error:
         return f"blocked: the next save: {text_of(error)}"
     return "" if found == number else f"blocked: after the next save, the latest checkpoint holds {found}"

@@ -65,34 +65,37 @@ def at_calls(system: System, scenario: Scenario, names: Sequence[str], tally: Ta
             if extent.is_over:
                 return
             with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-                _copy(base, folder)
+                copy(base, folder)
                 hit = forks.run(
                     lambda name=name, at=at, folder=folder: _hit(system, scenario, folder, at, *INJECTIONS[name])
                 )
                 acknowledged = hit.value is not None and not hit.value[1]
                 wrong = "hung: the save" if hit.hung else hit.error
-                wrong = wrong or _judged(system, f"{folder}/run", states[-2:], acknowledged=acknowledged)
+                wrong = wrong or judged(system, f"{folder}/run", states[-2:], acknowledged=acknowledged)
             tally.add(system, wrong, f"{scenario.name}, {name} at call {at} of {calls}")
 
 
 def _count_calls(system: System, scenario: Scenario, base: str) -> int:
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        _copy(base, folder)
+        copy(base, folder)
         ended = forks.run(lambda: _hit(system, scenario, folder, 0, Action.PASS, 0))
     assert ended.value and ended.value[1] == "", ended
     return int(ended.value[0])
 
 
-def _copy(base: str, folder: str) -> None:
+def copy(base: str, folder: str) -> None:
+    """Copy the checkpoints of a base."""
     if os.path.isdir(f"{base}/run"):
         shutil.copytree(f"{base}/run", f"{folder}/run", symlinks=True)
 
 
-def _judged(system: System, folder: str, states: list[dict[int, int]], *, acknowledged: bool) -> str:
+def judged(system: System, folder: str, states: list[dict[int, int]], *, acknowledged: bool, tidy: bool = True) -> str:
+    """Judge a directory in a fork, and let it save the next step, after which nothing else may be left if ``tidy``."""
+
     def look() -> str:
         system.use()
         wrong = judge(system, folder, *states, acknowledged=acknowledged, goes_on=True)
-        if not wrong and system.is_ours and leftovers(folder):
+        if not wrong and tidy and system.is_ours and leftovers(folder):
             return f"leftovers: {leftovers(folder)}"
         return wrong
 
@@ -114,7 +117,7 @@ def random_time(system: System, number: int, tally: Tally) -> None:
         sure = _acknowledged(notes)
         saves = [Save(step, keep) for step in range(1, sure + 2)]
         states = Scenario("", tuple(saves)).states()
-        wrong = _judged(system, f"{folder}/run", states[-2:], acknowledged=False)
+        wrong = judged(system, f"{folder}/run", states[-2:], acknowledged=False)
     tally.add(system, wrong, f"random time {number}, after step {sure}")
 
 

@@ -63,7 +63,7 @@ def _save_all(system: System, scenario: Scenario, root: str, record: str) -> Non
     shim.arm(root, record=record)
     for number, save in enumerate(scenario.saves, 1):
         save.run(system, f"{root}/run", number)
-        shim.mark("saved")
+        shim.mark(str(number))
     shim.disarm()
 
 
@@ -71,7 +71,7 @@ def states(calls: list[Call], root: str, steps: list[STEPS], samples: int) -> It
     """Yield the different states that a loss of power leaves.
 
     Args:
-        calls: the record; a mark means that a save was acknowledged.
+        calls: the record; a mark is the number of a save that was acknowledged.
         root: the directory that was recorded.
         steps: what is there after each save.
         samples: states after each call.
@@ -80,7 +80,7 @@ def states(calls: list[Call], root: str, steps: list[STEPS], samples: int) -> It
     for number, call in enumerate(calls):
         disk.apply(call)
         acknowledged = call.op == "mark"
-        saved += acknowledged
+        saved = max(saved, int(call.first)) if acknowledged else saved
         before, after = steps[saved], steps[min(saved + (not acknowledged), len(steps) - 1)]
         for tree in disk.losses(chance, samples):
             key = (digest(tree), saved, acknowledged)

@@ -37,6 +37,13 @@ def test_nothing_of_ours_is_lost(scale: float) -> None:
     _command("--ours", "--scale", scale, *(f"--only={name}" for name in SHIM))
 
 
+@needs_shim
+@pytest.mark.parametrize("scale", [0.005, pytest.param(0.03, marks=pytest.mark.slow)])
+def test_nothing_of_two_processes_is_lost(scale: float) -> None:
+    """Whichever of the two is hit, and wherever."""
+    _command("--ours", "--scale", scale, "--only=team calls", "--only=team power")
+
+
 @pytest.mark.parametrize("scale", [0.001, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_readers_beside_writers_and_a_soak(scale: float) -> None:
     """Every restore finds a whole checkpoint, and nothing piles up in the process."""

@@ -28,6 +28,13 @@ def tree(number: int) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def shared_tree(number: int) -> dict[str, Any]:
+    """Return the value with a number of saves by several processes, as one process sees it."""
+    split = {str(i): np.full((16, 256), number + i, np.float32) for i in range(2)}
+    return {"n": number, "split": split, "same": np.full(1000, number)}
+
+
 def same_leaves(restored: Any, expected: Any) -> bool:
     """Return whether two trees have the same leaves, bit for bit, in this order."""
     found, wanted = jax.tree.leaves(restored), jax.tree.leaves(expected)
@@ -43,15 +50,6 @@ def _same(one: Any, other: Any) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
-def number_of(restored: Any) -> int | None:
-    """Return which value a restored tree holds; None if it holds none of them, or half of one."""
-    try:
-        number = int(restored["n"])
-        return number if same_leaves(restored, tree(number)) else None
-    except (TypeError, KeyError, ValueError):
-        return None
-
-
 @dataclasses.dataclass(frozen=True)
 class System:
     """One way to save and restore.
@@ -61,12 +59,14 @@ class System:
         module: with the functions of ``flax.training.checkpoints``.
         orbax: the format.
         settings: of ours.
+        shared: several processes save; one restores.
     """
 
     name: str
     module: Any
     orbax: bool
     settings: tuple[tuple[str, Any], ...] = ()
+    shared: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -84,9 +84,23 @@ class System:
             for name, value in self.settings:
                 config.update(name, value)
 
+    def tree(self, number: int) -> dict[str, Any]:
+        """Return the value with a number."""
+        return shared_tree(number) if self.shared else tree(number)
+
     def restore(self, folder: str, step: int | None = None) -> Any:
-        """Restore without a target; None where nothing is found."""
-        return self.module.restore_checkpoint(folder, None, step)
+        """Restore, without a target where one process saved; None where nothing is found."""
+        target = jax.tree.map(np.zeros_like, shared_tree(0)) if self.shared else None
+        restored = self.module.restore_checkpoint(folder, target, step)
+        return None if restored is target else restored
+
+    def number_of(self, restored: Any) -> int | None:
+        """Return which value a restored tree holds; None if it holds none of them, or half of one."""
+        try:
+            number = int(restored["n"])
+            return number if same_leaves(restored, self.tree(number)) else None
+        except (TypeError, KeyError, ValueError):
+            return None
 
     def steps(self, folder: str) -> list[int]:
         """Return the steps that it lists, in any order."""
@@ -99,6 +113,9 @@ SYSTEMS = (
     System("Flax, flag off", flax_checkpoints, orbax=False),
     System("Flax, flag on", flax_checkpoints, orbax=True),
 )
+
+
+SHARED_SYSTEMS = tuple(dataclasses.replace(SYSTEMS[number], shared=True) for number in (0, 1, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +137,7 @@ class Save:
         """Save the value with this number, and return when it is acknowledged."""
         manager = system.module.AsyncManager() if self.background else None
         system.module.save_checkpoint(
-            folder, tree(number), self.step, keep=self.keep, overwrite=self.overwrite, async_manager=manager
+            folder, system.tree(number), self.step, keep=self.keep, overwrite=self.overwrite, async_manager=manager
         )
         if manager:
             manager.wait_previous_save()
