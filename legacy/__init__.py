@@ -39,9 +39,9 @@ class MsgpackBackend:
         check_tree(prepared.tree)
         return prepared
 
-    def write(self, path: str, prepared: Node, options: WriteOptions) -> None:  # noqa: ARG002 - none in this format
+    def write(self, path: str, prepared: Node, options: WriteOptions) -> None:
         """Write and sync the file ``path``, which must not exist yet; see `Backend.write`."""
-        write_tree(path, prepared)
+        write_tree(path, prepared, sums=options.checksums)
 
     # Distributed arrays go into a folder beside ``path``, each as a zarr array, as in Flax.
     begin_multiprocess = staticmethod(gda_write.begin)

@@ -11,8 +11,10 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.checksums import BlockSums
+from flax_ckpt_compat._core.local import atomic, file_sums
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Shard, is_jax_array, shards_of
 
 from . import format
@@ -22,6 +24,7 @@ _COPY_BELOW = 16 * 2**10
 # Per system call. Headers are written with the data after them, and calls end on multiples of this in the file, so
 # that the kernel fills whole pages: a third less time than a call per header and array.
 _BATCH = 16 * 2**20
+_SUM_IN_THREAD_FROM = 2**20
 _MAX_PIECES = 512  # below every system's limit for one call (IOV_MAX, 1024 on Linux)
 # Copies of strided and sharded arrays.
 _BLOCK = 8 * 2**20
@@ -32,12 +35,13 @@ _Array = np.ndarray[Any, Any]
 _Box = tuple[slice, ...]
 
 
-def write_tree(path: str, tree: Node) -> None:
+def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
     """Write and sync the file of a tree that `check_tree` accepts; text may also refer to arrays of a folder.
 
     Args:
         path: absolute path; must not exist.
         tree: branches become maps in the order of their children.
+        sums: record checksums of the file in an attribute of it, where the file system has them.
 
     Raises:
         StorageError: the file system refused; a partial file remains.
@@ -45,7 +49,9 @@ def write_tree(path: str, tree: Node) -> None:
     with translated(path, "written"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            _Writer(fd).write(tree)
+            writer = _Writer(fd, BlockSums() if sums else None)
+            writer.write(tree)
+            writer.finish()
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -54,8 +60,10 @@ def write_tree(path: str, tree: Node) -> None:
 class _Writer:
     """Encode a tree; buffer small pieces and write large batches, large arrays without a copy."""
 
-    def __init__(self, fd: int):
-        self._fd = fd
+    def __init__(self, fd: int, sums: BlockSums | None):
+        self._fd, self._sums = fd, sums
+        # Sums a batch while it is written.
+        self._thread = Pool(1, thread_name_prefix="flax-ckpt-sum")
         # strict: Flax's files hold exact types only; validation refuses subclasses.
         self._pack = msgpack.Packer(strict_types=True).pack
         self._small = bytearray()
@@ -159,6 +167,9 @@ class _Writer:
         """Write everything; one system call may write less than it is given (2 GiB at most on Linux)."""
         self._end_small()
         pieces = self._pieces
+        summed = self._thread.submit(self._sum, list(pieces)) if self._buffered >= _SUM_IN_THREAD_FROM else None
+        if summed is None:
+            self._sum(pieces)
         while pieces:
             written = os.writev(self._fd, pieces)
             if not written:
@@ -171,6 +182,19 @@ class _Writer:
         atomic.start_writeback(self._fd, self._written, self._buffered)
         self._written += self._buffered
         self._buffered = 0
+        if summed is not None:
+            summed.result()
+
+    def _sum(self, pieces: list[memoryview]) -> None:
+        if self._sums is not None:
+            for piece in pieces:
+                self._sums.update(piece)
+
+    def finish(self) -> None:
+        """Record the checksums."""
+        self._thread.shutdown()
+        if self._sums is not None:
+            file_sums.record(self._fd, self._sums.encoded())
 
 
 def _on_host(leaf: Any) -> Any:

@@ -55,7 +55,7 @@ def begin(
 def write_process_part(
     path: str,
     prepared: SharedTree,
-    _options: WriteOptions,
+    options: WriteOptions,
     process: ProcessInfo,
     upload: MultiprocessUpload | None = None,
 ) -> None:
@@ -64,7 +64,8 @@ def write_process_part(
     if upload is not None:
         multiprocess.check_active(upload, [f"{upload.tag}/{name}" for name in written])
     if process.index == 0:
-        write_tree(path, prepared.document(gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"))
+        prefix = gda_folder.generation_prefix(path) if upload is None else f"{upload.tag}/"
+        write_tree(path, prepared.document(prefix), sums=options.checksums)
 
 
 def finish(

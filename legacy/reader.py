@@ -34,24 +34,7 @@ _RUN = 256 * 2**10
 _STORE_GAP = 64 * 2**10
 _STORE_RUN = 2 * 2**20
 _PIECE = 16 * 2**20
-_offset = operator.itemgetter(0)
-
-
-class _Span(NamedTuple):
-    """A range of the file to read.
-
-    Attributes:
-        offset, nbytes: the range.
-        handle: leaf that it belongs to.
-        number: index of a small array in the result.
-        target: memory to read into; None for a small array, which shares memory with its neighbours.
-    """
-
-    offset: int
-    nbytes: int
-    handle: LeafHandle
-    number: int = -1
-    target: memoryview | None = None
+offset_of = operator.itemgetter(0)
 
 
 class MsgpackReader(Reader):
@@ -105,7 +88,7 @@ class MsgpackReader(Reader):
         values: list[Any] = [None] * len(handles)
         is_read = _map(source, wanted, values) if mapped else set()
         in_memory: list[int] = []
-        spans: list[_Span] = []
+        spans: list[Span] = []
         unfinished: list[int] = []
         folders = gda_read.BatchedReads()
         for index, handle in enumerate(wanted):
@@ -115,19 +98,19 @@ class MsgpackReader(Reader):
             if kind is bytes and handle.dtype is not None:
                 in_memory.append(index)
             elif kind is int and handle.nbytes < _SMALL and handle.dtype is not None:
-                spans.append(_Span(handle.locator, handle.nbytes, handle, index))
+                spans.append(Span(handle.locator, handle.nbytes, handle, index))
             else:
                 values[index] = _begin(handle, spans, folders)
             if handle.kind is not LeafKind.ARRAY:
                 unfinished.append(index)
-        _pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
+        pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
         with translated(self.path, "read"):
-            runs = _runs(source, spans)
+            runs = runs_of(source, spans)
             if source.is_local and sum([span.nbytes for span in spans]) <= 2 * _PIECE:
                 for run in runs:
-                    _read_run(source, values, run)
+                    read_run(source, values, run)
             else:
-                in_parallel(functools.partial(_read_run, source, values), runs, source.threads)
+                in_parallel(functools.partial(read_run, source, values), runs, source.threads)
         folders.finish()
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
@@ -154,7 +137,7 @@ def _is_mappable(handle: LeafHandle) -> bool:
     return is_large_array and handle.dtype is not None and type(handle.locator) is int
 
 
-def _begin(handle: LeafHandle, spans: list[_Span], folders: gda_read.BatchedReads) -> Any:
+def _begin(handle: LeafHandle, spans: list[Span], folders: gda_read.BatchedReads) -> Any:
     """Allocate the value and add the spans to read into it; return Python values as they are."""
     locator = handle.locator
     if handle.kind is LeafKind.PRNG_KEY:
@@ -170,7 +153,7 @@ def _begin(handle: LeafHandle, spans: list[_Span], folders: gda_read.BatchedRead
     for offset, nbytes in locator if isinstance(locator, tuple) else ((locator, handle.nbytes),):
         for start in range(0, nbytes, _PIECE):
             part = rest[start : min(start + _PIECE, nbytes)]
-            spans.append(_Span(offset + start, len(part), handle, target=part))
+            spans.append(Span(offset + start, len(part), handle, target=part))
         rest = rest[nbytes:]
     return array
 
@@ -182,65 +165,6 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
     if kind is LeafKind.PRNG_KEY:
         return KeyData(handle.locator[0], value)
     return value.tobytes() if kind is LeafKind.BYTES and type(value) is not bytes else value
-
-
-def _runs(source: Source, spans: list[_Span]) -> list[list[_Span]]:
-    """Group neighbours into joint reads."""
-    runs: list[list[_Span]] = []
-    alone: list[list[_Span]] = []
-    gap, longest = (_GAP, _RUN) if source.is_local else (_STORE_GAP, _STORE_RUN)
-    first = end = -gap - 1
-    for span in sorted(spans, key=_offset):
-        if span.target is not None if source.is_local else source.is_cached(span.offset, span.nbytes):
-            alone.append([span])  # what is cached between its neighbours does not part them
-            continue
-        if span.offset - end > gap or span.offset + span.nbytes - first > longest:
-            runs.append([])
-            first = span.offset
-        runs[-1].append(span)
-        end = max(end, span.offset + span.nbytes)
-    return runs + alone
-
-
-def _read_run(source: Source, values: list[Any], run: list[_Span]) -> None:
-    """Read neighbours with one read.
-
-    Raises:
-        CorruptCheckpointError: the file ends early; names the leaf.
-        OSError: the system refused.
-    """
-    first, target = run[0].offset, run[0].target
-    buffer = target if len(run) == 1 else None
-    if buffer is None:
-        buffer = np.empty(max([span.offset + span.nbytes for span in run]) - first, np.uint8).data
-    count = source.read_into(buffer, first)
-    if buffer is target and count == len(buffer):
-        return
-    small = []
-    for span in run:
-        start, stop = span.offset - first, span.offset - first + span.nbytes
-        if stop > count:
-            raise _truncated(source, span)
-        if span.target is None:
-            small.append((span.number, span.handle, buffer[start:stop]))
-        else:
-            span.target[:] = buffer[start:stop]
-    _pack(small, values)
-
-
-def _pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> None:
-    """Copy the bytes of arrays to aligned parts of new memory."""
-    with memory.pause_gc():
-        arrays = memory.pack([(handle.shape, cast(Any, handle.dtype), data) for _, handle, data in small])
-        for (index, _, _), array in zip(small, arrays, strict=True):
-            values[index] = array
-
-
-def _truncated(source: Source, span: _Span) -> CorruptCheckpointError:
-    leaf = show_path(span.handle.path)
-    message = f"{source.path}: {leaf}: expected {span.handle.nbytes} bytes of data from byte {span.offset}, found the "
-    message += "end of the file; it was truncated while it was open; restore another checkpoint"
-    return CorruptCheckpointError(message, path=source.path, leaf=leaf)
 
 
 def _read_slices(

@@ -1,0 +1,88 @@
+"""Record the checksums of a file in an extended attribute of it, for formats that have no room for them.
+
+The attribute moves with the file, and ``cp -a`` copies it. It is ignored once size or modification time of the file
+differ from those that it records: another program may have written into the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+from contextlib import suppress
+
+from flax_ckpt_compat._core import checksums
+
+_ATTRIBUTE = "user.flax_ckpt_compat.checksums"
+_VERSION = 1
+# Version, algorithm, bytes of a unit, units of a block; size in bytes and modification time in ns of the file.
+_HEADER = struct.Struct("<B7sIIQq")
+_OWN_SUM = struct.Struct("<I")
+# ext4 has 4 KiB for all attributes of a file.
+_MAX_BLOCKS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileSums:
+    """Recorded checksums of a file.
+
+    Attributes:
+        size: of the file, in bytes.
+        units_per_block: a block is so many units, of `checksums.BLOCK_BYTES`.
+        blocks: of each block, `checksums.total` of the checksums of its units.
+    """
+
+    size: int
+    units_per_block: int
+    blocks: tuple[int, ...]
+
+    @property
+    def n_units(self) -> int:
+        """Return the number of units of the file."""
+        return -(-self.size // checksums.BLOCK_BYTES)
+
+    def units_of(self, block: int) -> range:
+        """Return the units of a block."""
+        first = block * self.units_per_block
+        return range(first, min(first + self.units_per_block, self.n_units))
+
+
+def record(descriptor: int, units: bytes) -> None:
+    """Record the checksums of a completely written file; do nothing where there are no attributes.
+
+    Args:
+        descriptor: of the file, which must not be written to afterwards; sync it after this.
+        units: checksums of its units, as `checksums.BlockSums.encoded` returns them.
+    """
+    if not hasattr(os, "setxattr"):
+        return
+    per_block = max(1, -(-len(units) // checksums.SUM_BYTES // _MAX_BLOCKS))
+    step = per_block * checksums.SUM_BYTES
+    blocks = [checksums.total(units[at : at + step]) for at in range(0, len(units), step)]
+    with suppress(OSError):  # an attribute is optional: no support, no space for it, not allowed
+        status = os.fstat(descriptor)
+        algorithm = checksums.ALGORITHM.encode()
+        header = _HEADER.pack(_VERSION, algorithm, checksums.BLOCK_BYTES, per_block, status.st_size, status.st_mtime_ns)
+        content = header + struct.pack(f"<{len(blocks)}I", *blocks)
+        os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(checksums.crc32(content)))
+
+
+def recorded(descriptor: int) -> FileSums | None:
+    """Return the recorded checksums of an open file; None if there are none, or the file was changed since."""
+    if not hasattr(os, "getxattr"):
+        return None
+    try:
+        content = os.getxattr(descriptor, _ATTRIBUTE)
+        status = os.fstat(descriptor)
+        end = len(content) - _OWN_SUM.size
+        if end < _HEADER.size or _OWN_SUM.unpack(content[end:]) != (checksums.crc32(content[:end]),):
+            return None
+        *kind, per_block, size, mtime_ns = _HEADER.unpack_from(content)
+        blocks = struct.unpack(f"<{(end - _HEADER.size) // 4}I", content[_HEADER.size : end])
+    except (OSError, struct.error):
+        return None
+    known = [_VERSION, checksums.ALGORITHM.encode().ljust(7, b"\0"), checksums.BLOCK_BYTES]
+    sums = FileSums(size, per_block, blocks)
+    if kind != known or (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or not per_block:
+        return None
+    return sums if len(blocks) == -(-sums.n_units // per_block) else None
