@@ -48,9 +48,9 @@ class MsgpackBackend:
     write_process_part = staticmethod(gda_write.write_process_part)
     finish_multiprocess = staticmethod(gda_write.finish)
 
-    def open(self, path: str, *, verify: bool = False) -> Reader:  # noqa: ARG002
-        """Open a msgpack checkpoint: read its structure, and small files of many arrays whole."""
-        return MsgpackReader(path)
+    def open(self, path: str, *, verify: bool = False) -> Reader:
+        """Open a msgpack checkpoint: read its structure, and small files of many arrays whole; see `Backend.open`."""
+        return MsgpackReader(path, verify=verify)
 
 
 def open_part_of_orbax(path: str) -> Reader:

@@ -5,36 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
 from flax_ckpt_compat._core import grid, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
 from .parse import parse
 from .source import File, Source, open_source
+from .spans import Span, pack, read_run, runs_of
+from .summed_reads import UNIT, open_sums
 from .unpack import unpack
 from .window import Window
 
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
 _SMALL = 32 * 2**10
-# Largest gap to read over (mostly keys and headers), and largest joint read.
-_GAP = 512
-_RUN = 256 * 2**10
-# A request to a store takes about as long as reading 1 MiB, so all neighbours are read together.
-_STORE_GAP = 64 * 2**10
-_STORE_RUN = 2 * 2**20
 _PIECE = 16 * 2**20
-offset_of = operator.itemgetter(0)
 
 
 class MsgpackReader(Reader):
@@ -48,12 +42,16 @@ class MsgpackReader(Reader):
     format = Format.MSGPACK
     places_on_device, keeps_lists = False, True
 
-    def __init__(self, path: str, *, of_orbax: bool = False):
+    def __init__(self, path: str, *, of_orbax: bool = False, verify: bool = False):
         self.path = path
         self._source = open_source(path)
         try:
+            with translated(path, "read"):
+                self._sums = open_sums(self._source) if verify else None
+                if self._sums is not None and self._source.size <= UNIT:
+                    self._sums.verify_range(0, self._source.size)
             with memory.pause_gc(enabled=self._source.is_local):
-                unpacked = None if of_orbax else unpack(self._source, self)
+                unpacked = None if of_orbax else unpack(self._source, self, self._sums)
                 self.tree: Node = unpacked or parse(Window(self._source), self, of_orbax=of_orbax)
         except BaseException as error:
             self.close()
@@ -104,17 +102,53 @@ class MsgpackReader(Reader):
             if handle.kind is not LeafKind.ARRAY:
                 unfinished.append(index)
         pack([(index, wanted[index], wanted[index].locator) for index in in_memory], values)
-        with translated(self.path, "read"):
-            runs = runs_of(source, spans)
-            if source.is_local and sum([span.nbytes for span in spans]) <= 2 * _PIECE:
-                for run in runs:
-                    read_run(source, values, run)
-            else:
-                in_parallel(functools.partial(read_run, source, values), runs, source.threads)
+        self._read_spans(spans, values)
         folders.finish()
         for index in unfinished:
             values[index] = _finish(wanted[index], values[index])
         return values
+
+    def _read_spans(self, spans: list[Span], values: list[Any]) -> None:
+        source, sums, nbytes = self._source, self._sums, sum([span.nbytes for span in spans])
+        with translated(self.path, "read"):
+            if sums is not None and spans and not sums.is_verified:
+                whole = sum({span.offset: span.nbytes for span in spans}.values()) >= self._array_nbytes
+                if whole or nbytes >= UNIT:
+                    sums.read(spans, values, whole=whole)
+                    return
+            runs = runs_of(source, spans)
+            if source.is_local and nbytes <= 2 * _PIECE:
+                for run in runs:
+                    read_run(source, values, run)
+            else:
+                in_parallel(functools.partial(read_run, source, values), runs, source.threads)
+
+    @functools.cached_property
+    def _array_nbytes(self) -> int:
+        """Return the size of all arrays in the file, in bytes."""
+        leaves = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
+        return sum([leaf.nbytes for leaf in leaves if leaf.dtype is not None and not leaf.in_gda_folder])
+
+    def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
+        """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
+        if handle is not None and handle.in_gda_folder:
+            return False
+        with translated(self.path, "read"):
+            self._sums = self._sums or open_sums(self._source)
+            if self._sums is None:
+                return False
+            for offset, nbytes in [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size):
+                self._sums.verify_range(offset, offset + nbytes)
+        return True
+
+
+def _ranges(handle: LeafHandle, size: int) -> Sequence[tuple[int, int]]:
+    """Return offset and size of the pieces of a leaf, or of the whole file if it was read with the structure."""
+    if handle.kind is LeafKind.PRNG_KEY:
+        return _ranges(handle.locator[1], size)
+    if handle.dtype is not None and type(handle.locator) is int:
+        return [(handle.locator, handle.nbytes)]
+    return handle.locator if type(handle.locator) is tuple else [(0, size)]
 
 
 def _map(source: Source, handles: Sequence[LeafHandle], values: list[Any]) -> set[int]:

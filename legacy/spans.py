@@ -94,6 +94,7 @@ def pack(small: Sequence[tuple[int, LeafHandle, Any]], values: list[Any]) -> Non
 
 
 def truncated(source: Source, span: Span) -> CorruptCheckpointError:
+    """Return the error for a file that ends inside a span."""
     leaf = show_path(span.handle.path)
     message = f"{source.path}: {leaf}: expected {span.handle.nbytes} bytes of data from byte {span.offset}, found the "
     message += "end of the file; it was truncated while it was open; restore another checkpoint"

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.tree import Branch, Path
 from . import format
 from .parse import prng_key
 from .source import Source
+from .summed_reads import SummedFile
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
@@ -27,14 +28,19 @@ _LIMITS = {"max_array_len": 0, "max_map_len": 2**16}
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
-def unpack(source: Source, reader: Reader) -> Branch | None:
-    """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
+def unpack(source: Source, reader: Reader, sums: SummedFile | None = None) -> Branch | None:
+    """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file.
+
+    Raises:
+        ChecksumError: the file is not what ``sums`` was recorded of.
+    """
     if not source.is_local or source.size > _MAX_SIZE or not _is_dense(source.read(_SAMPLE, 0)):
         return None
+    data = source.read(source.size, 0)
+    if sums is not None and not sums.is_verified:
+        sums.verify_data(data)
     try:
-        document = msgpack.unpackb(
-            source.read(source.size, 0), ext_hook=_ExtHook(), object_pairs_hook=_unique, **_LIMITS
-        )
+        document = msgpack.unpackb(data, ext_hook=_ExtHook(), object_pairs_hook=_unique, **_LIMITS)
         return _tree(document, reader)
     except _ERRORS:
         return None

@@ -13,7 +13,7 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, reader, source
+from flax_ckpt_compat.legacy import BACKEND, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,9 +77,9 @@ def test_window_seams(load_bytes, step, tiny, tree):
 def test_transfer_seams(save, load, gap, block, piece, tree):
     """Arrays are read right however reads are joined and split, and on several threads."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"_GAP": gap, "_RUN": block, "_PIECE": piece}.items():
-            patch.setattr(reader, name, value)
-        patch.setattr("flax_ckpt_compat.legacy.reader._SMALL", 40)
+        sizes = {"spans._GAP": gap, "spans._RUN": block, "reader._PIECE": piece, "reader._SMALL": 40}
+        for name, value in sizes.items():
+            patch.setattr(f"flax_ckpt_compat.legacy.{name}", value)
         path = save({str(index): array for index, array in enumerate(tree)})
         assert fingerprint(list(load(path).values())) == fingerprint(tree)
     path.unlink()

@@ -1,0 +1,194 @@
+"""Read a local file whose checksums are recorded: in units of 1 MiB, each summed by the thread that reads it.
+
+A unit is read by one system call, into the memory of its arrays where it can be, and summed while it is in the CPU's
+cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import checksums, memory
+from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.local import file_sums
+from flax_ckpt_compat._core.local.file_sums import FileSums
+from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import show_path
+
+from .source import File, Source
+from .spans import Span, offset_of, pack, truncated
+
+UNIT = checksums.BLOCK_BYTES
+# Bytes. Shorter parts are copied: a system call takes at most IOV_MAX pieces of memory.
+_DIRECT_FROM = 4 * 2**10
+# The rest are headers of the same arrays.
+_ALMOST = UNIT // 16 * 15
+# Below this, threads cost more than they gain.
+_THREADS_FROM_BYTES = 4 * 2**20
+
+_Part = tuple[int, int, Span]  # start and stop in the file
+
+
+def open_sums(source: Source) -> SummedFile | None:
+    """Return the recorded checksums of a file; None if there are none."""
+    sums = file_sums.recorded(source.fileno()) if isinstance(source, File) else None
+    return SummedFile(source, sums) if sums is not None and isinstance(source, File) else None
+
+
+class SummedFile:
+    """An open file, its recorded checksums, and those of the units that were read."""
+
+    def __init__(self, source: File, sums: FileSums) -> None:
+        self._source, self._sums = source, sums
+        self._units: list[int | None] = [None] * sums.n_units
+        self._verified = [False] * len(sums.blocks)
+
+    @property
+    def is_verified(self) -> bool:
+        """Return whether the whole file was verified."""
+        return all(self._verified)
+
+    def verify_data(self, data: bytes) -> None:
+        """Verify the whole file, given its bytes."""
+        view, units = memoryview(data), range(len(self._units))
+        for unit in units:
+            self._units[unit] = checksums.crc32(view[unit * UNIT : (unit + 1) * UNIT])
+        self._verify(units, {})
+
+    def verify_range(self, start: int, stop: int) -> None:
+        """Read and verify the blocks that a range of the file intersects, but for those that were verified."""
+        size = UNIT * self._sums.units_per_block
+        blocks = range(start // size, min(-(-stop // size), len(self._verified)))
+        units = [unit for block in blocks if not self._verified[block] for unit in self._sums.units_of(block)]
+        self._read_units({unit: [] for unit in units}, [], set(units))
+
+    def read(self, spans: Iterable[Span], values: list[Any], *, whole: bool) -> None:
+        """Read spans, and verify the blocks that they fill, or with ``whole`` the whole file.
+
+        Units of which almost all is wanted are read as a whole, and others as far as they are wanted.
+        """
+        parts = _parts_by_unit(spans, values)
+        if whole:
+            parts |= {unit: [] for unit, found in enumerate(self._units) if found is None and unit not in parts}
+            summed = set(parts)
+        else:
+            summed = {unit for unit, found in parts.items() if sum(stop - at for at, stop, _ in found) >= _ALMOST}
+        self._read_units(parts, values, summed)
+
+    def _read_units(self, parts: dict[int, list[_Part]], values: list[Any], summed: set[int]) -> None:
+        def read(unit: int) -> None:
+            self._read_unit(unit, parts[unit], values, summed=unit in summed)
+
+        if len(parts) * UNIT < _THREADS_FROM_BYTES:
+            for unit in parts:
+                read(unit)
+        else:
+            in_parallel(read, sorted(parts), self._source.threads)
+        self._verify(summed, parts)
+
+    def _read_unit(self, unit: int, parts: list[_Part], values: list[Any], *, summed: bool) -> None:
+        first, last = unit * UNIT, min((unit + 1) * UNIT, self._sums.size)
+        if not summed:
+            first, last = parts[0][0], max(stop for _, stop, _ in parts)
+        scratch = memory.as_bytes(np.empty(last - first, np.uint8))
+        pieces: list[memoryview] = []
+        copied: list[tuple[_Part, memoryview]] = []
+        overlapping: list[_Part] = []
+        at = end = first
+        for part in parts:
+            start, stop, span = part
+            if start < end:
+                overlapping.append(part)
+                continue
+            end = stop
+            if span.target is None or stop - start < _DIRECT_FROM:
+                copied.append((part, scratch[start - first : stop - first]))
+            else:
+                pieces += [scratch[at - first : start - first], span.target[start - span.offset : stop - span.offset]]
+                at = stop
+        pieces = [piece for piece in (*pieces, scratch[at - first :]) if piece]
+        self._fill(pieces, first, parts)
+        if summed:
+            checksum = 0
+            for piece in pieces:
+                checksum = checksums.crc32(piece, checksum)
+            self._units[unit] = checksum
+        for part in overlapping:
+            data = memory.as_bytes(np.empty(part[1] - part[0], np.uint8))
+            self._fill([data], part[0], [part])
+            copied.append((part, data))
+        _copy(copied, values)
+
+    def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[_Part]) -> None:
+        """Read consecutive bytes into pieces of memory."""
+        rest = list(pieces)
+        while rest:
+            count = os.preadv(self._source.fileno(), rest, offset)
+            offset += count
+            if not count:
+                span = next((span for _, stop, span in parts if stop > offset), None)
+                raise self._changed() if span is None else truncated(self._source, span)
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if count:
+                rest[0] = rest[0][count:]
+
+    def _verify(self, units: Iterable[int], parts: dict[int, list[_Part]]) -> None:
+        """Compare the checksums of blocks whose units are all known with the recorded ones."""
+        for block in sorted({unit // self._sums.units_per_block for unit in units}):
+            found = [self._units[unit] for unit in self._sums.units_of(block)]
+            known = [one.to_bytes(checksums.SUM_BYTES, "little") for one in found if one is not None]
+            if len(known) == len(found):
+                if checksums.total(b"".join(known)) != self._sums.blocks[block]:
+                    raise self._damaged(block, parts)
+                self._verified[block] = True
+
+    def _damaged(self, block: int, parts: dict[int, list[_Part]]) -> ChecksumError:
+        path, units = self._source.path, self._sums.units_of(block)
+        if file_sums.recorded(self._source.fileno()) != self._sums:
+            return self._changed()
+        leaves = dict.fromkeys(show_path(span.handle.path) for unit in units for _, _, span in parts.get(unit, []))
+        shown = ", ".join(map(repr, list(leaves)[:4])) + (", …" if len(leaves) > 4 else "")
+        stop = min(units.stop * UNIT, self._sums.size)
+        return ChecksumError(
+            f"{path}: bytes {units.start * UNIT} to {stop} are not what was saved: their checksum differs from the "
+            f"recorded one{f', and they hold data of {shown}' if leaves else ''}. Restore the file from a copy, or "
+            f"restore an older step. To read it as it is, set checksums='off'",
+            path=path,
+            leaf=next(iter(leaves)) if len(leaves) == 1 else None,
+        )
+
+    def _changed(self) -> ChecksumError:
+        path = self._source.path
+        return ChecksumError(
+            f"{path}: another program has written into the file while it was read; restore it again", path=path
+        )
+
+
+def _parts_by_unit(spans: Iterable[Span], values: list[Any]) -> dict[int, list[_Part]]:
+    """Cut spans where units end; small arrays that are cut, or empty, get memory of their own."""
+    parts: dict[int, list[_Part]] = {}
+    for span in sorted(spans, key=offset_of):
+        units = range(span.offset // UNIT, -(-(span.offset + span.nbytes) // UNIT)) if span.nbytes else range(0)
+        if len(units) != 1 and span.target is None:
+            assert span.handle.dtype is not None
+            values[span.number] = memory.empty(span.handle.shape, span.handle.dtype)
+            span = span._replace(target=memory.as_bytes(values[span.number]))
+        for unit in units:
+            start, stop = max(span.offset, unit * UNIT), min(span.offset + span.nbytes, (unit + 1) * UNIT)
+            parts.setdefault(unit, []).append((start, stop, span))
+    return parts
+
+
+def _copy(copied: Iterable[tuple[_Part, memoryview]], values: list[Any]) -> None:
+    small = []
+    for (start, stop, span), data in copied:
+        if span.target is None:
+            small.append((span.number, span.handle, data))
+        else:
+            span.target[start - span.offset : stop - span.offset] = data
+    pack(small, values)

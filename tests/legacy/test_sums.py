@@ -1,0 +1,349 @@
+"""Checksums of msgpack files, in an extended attribute: what they find, and what they must not call damage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+from flax_ckpt_compat.legacy import BACKEND
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core.backend import ArraySlice, WriteOptions
+from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.tree import iter_leaves
+from tests.support.profiles import examples
+from tests.support.saves import use_flag
+from tests.support.trees import arrays, fill, fingerprint, to_branches, to_values
+
+MIB = 2**20
+ATTRIBUTE = "user.flax_ckpt_compat.checksums"
+SMALL = {"params": {"w": np.arange(40.0), "b": np.float32(1.5)}, "step": 7, "name": "run", "none": None, "z": 1 + 2j}
+# Several units; arrays that are cut, small ones between them, and one that crosses the end of a unit.
+LARGE = {
+    "a": fill((3, MIB // 4), np.dtype(np.float32), 1),
+    **{f"s{n:03}": fill((1000,), np.dtype(np.float32), n) for n in range(300)},
+    "t": {"text": "x" * 1000, "n": 5, "bytes": bytes(range(256)) * 300},
+    "z": fill((MIB + 5,), np.dtype(np.uint8), 2),
+}
+
+
+def has_attributes(folder: Path) -> bool:
+    """Whether the file system keeps attributes."""
+    probe = folder / "probe"
+    probe.touch()
+    try:
+        os.setxattr(probe, "user.probe", b"")
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """Where to save a msgpack file, on a file system with attributes."""
+    if not has_attributes(tmp_path):
+        pytest.skip("this file system has no extended attributes")
+    with use_flag(False):
+        yield tmp_path / "checkpoint_1"
+
+
+def write(path: Path, tree: Any, **options: Any) -> Path:
+    """Writes a plain dict."""
+    branches = to_branches(tree)
+    BACKEND.write(str(path), BACKEND.prepare(branches), WriteOptions(**options))
+    return path
+
+
+def load(path: Path) -> Any:
+    """Everything in the file, verified."""
+    reader = BACKEND.open(str(path), verify=True)
+    try:
+        handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
+        return to_values(reader.tree, dict(zip(map(id, handles), reader.read(handles), strict=True)))
+    finally:
+        reader.close()
+
+
+def rot(path: Path, offset: int, mask: int = 1) -> None:
+    """Flips bits of a byte as a disk does: the file system notices nothing."""
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_every_flipped_byte_of_a_small_file_is_found(path: Path) -> None:
+    """In data, keys, headers and numbers."""
+    write(path, SMALL)
+    assert fingerprint(load(path)) == fingerprint(SMALL)
+    for offset in range(path.stat().st_size):
+        rot(path, offset)
+        with pytest.raises(ChecksumError, match="are not what was saved"):
+            load(path)
+        rot(path, offset)
+    assert fingerprint(load(path)) == fingerprint(SMALL)
+
+
+@pytest.mark.parametrize(
+    "tree", [LARGE, {f"{n}": np.arange(n % 7 + 1.0) for n in range(20_000)}], ids=["arrays", "many"]
+)
+def test_flipped_bits_of_large_files_are_found(path: Path, tree: Any) -> None:
+    """Anywhere; where the structure still decodes, by the checksum."""
+    write(path, tree)
+    assert fingerprint(load(path)) == fingerprint(tree)
+    rng, size = random.Random(1), path.stat().st_size
+    for _ in range(40):
+        offset, mask = rng.randrange(size), 1 << rng.randrange(8)
+        rot(path, offset, mask)
+        with pytest.raises(ValueError, match=r"are not what was saved|expected a Flax msgpack checkpoint"):
+            load(path)
+        rot(path, offset, mask)
+    assert fingerprint(load(path)) == fingerprint(tree)
+
+
+def test_the_error_names_the_leaf_and_the_way_out(path: Path) -> None:
+    """The leaf whose bytes were damaged, through the public function, and the setting that reads it as it is."""
+    tree = {"inner": {"w": np.arange(2 * MIB, dtype=np.float32)}}
+    checkpoints.save_checkpoint(path.parent, tree, 1)
+    rot(path, 3 * MIB)
+    with pytest.raises(ChecksumError, match=r"bytes 3145728 to 4194304 .*'inner/w'.*checksums='off'") as caught:
+        checkpoints.restore_checkpoint(path.parent, None)
+    assert caught.value.leaf == "inner/w"
+    for setting in ("off", "write"):
+        with config.override(checksums=setting):
+            found = checkpoints.restore_checkpoint(path.parent, None)
+        assert np.count_nonzero(found["inner"]["w"] != tree["inner"]["w"]) == 1
+
+
+def test_the_checksum_is_zlibs(path: Path) -> None:
+    """CRC-32 of each MiB, little-endian; of a block, that of its units' checksums."""
+    write(path, LARGE)
+    data = path.read_bytes()
+    sums = [zlib.crc32(zlib.crc32(data[at : at + MIB]).to_bytes(4, "little")) for at in range(0, len(data), MIB)]
+    content = os.getxattr(path, ATTRIBUTE)
+    assert content[-4:] == zlib.crc32(content[:-4]).to_bytes(4, "little")
+    assert content[-4 - 4 * len(sums) : -4] == b"".join(one.to_bytes(4, "little") for one in sums)
+    assert len(content) < 100
+
+
+def test_no_attribute_without_the_setting(path: Path) -> None:
+    """``off`` records nothing; ``write`` does."""
+    for setting, expected in [("off", False), ("write", True), ("verify", True)]:
+        with config.override(checksums=setting):
+            checkpoints.save_checkpoint(path.parent, SMALL, 1, overwrite=True)
+        assert (ATTRIBUTE in os.listxattr(path)) is expected
+
+
+def copies(path: Path) -> dict[str, Any]:
+    """How files are replaced by others of the same size, by programs that know nothing of the attribute."""
+    other = path.with_name("other")
+    write(other, {"w": np.zeros(50_000)})
+
+    def in_place() -> None:
+        with open(path, "r+b") as file:
+            file.write(other.read_bytes())
+
+    def truncated() -> None:
+        path.write_bytes(other.read_bytes())
+
+    def synced() -> None:
+        temporary = path.with_name(".rsync")
+        shutil.copyfile(other, temporary)
+        os.utime(temporary, ns=(other.stat().st_atime_ns, other.stat().st_mtime_ns))
+        os.replace(temporary, path)
+
+    def real_flax() -> None:
+        flax_checkpoints.save_checkpoint(path.parent, {"w": np.zeros(50_000)}, 1, overwrite=True)
+
+    return {
+        "in place": in_place,
+        "truncated": truncated,
+        "rsync": synced,
+        "cp": lambda: subprocess.run(["cp", other, path], check=True),
+        "cp -p": lambda: subprocess.run(["cp", "-p", other, path], check=True),
+        "cp -a": lambda: subprocess.run(["cp", "-a", other, path], check=True),
+        "mv": lambda: os.replace(other, path),
+        "real flax": real_flax,
+    }
+
+
+@pytest.mark.parametrize("how", ["in place", "truncated", "rsync", "cp", "cp -p", "cp -a", "mv", "real flax"])
+def test_another_file_in_its_place_is_no_damage(path: Path, how: str) -> None:
+    """The attribute of the old file, where it stays, does not count for the new one, though it has the same size."""
+    write(path, {"w": np.ones(50_000)})
+    os.utime(path, ns=(1, path.stat().st_mtime_ns))
+    copies(path)[how]()
+    np.testing.assert_array_equal(load(path)["w"], np.zeros(50_000))
+
+
+def test_touched_and_copied_files_are_restored(path: Path) -> None:
+    """``touch`` and plain copies lose the checksums, ``cp -a`` and renames keep them."""
+    write(path, SMALL)
+    names = {name: path.with_name(name) for name in ("cp", "cp-a", "mv", "touch")}
+    subprocess.run(["cp", path, names["cp"]], check=True)
+    for name in ("cp-a", "mv", "touch"):
+        subprocess.run(["cp", "-a", path, names[name]], check=True)
+    os.rename(names["mv"], path.with_name("moved"))
+    names["mv"] = path.with_name("moved")
+    os.utime(names["touch"])
+    for name, file in names.items():
+        assert fingerprint(load(file)) == fingerprint(SMALL)
+        rot(file, 60)
+        if name in ("cp-a", "mv"):
+            with pytest.raises(ChecksumError):
+                load(file)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 40, None])
+def test_a_strange_attribute_is_none(path: Path, damage: bytes | None) -> None:
+    """What is no record of ours, or damaged itself, does not condemn the file."""
+    write(path, SMALL)
+    content = bytearray(os.getxattr(path, ATTRIBUTE))
+    content[-6] ^= 1
+    os.setxattr(path, ATTRIBUTE, content if damage is None else damage)
+    assert fingerprint(load(path)) == fingerprint(SMALL)
+
+
+@pytest.mark.parametrize("names", [["setxattr", "getxattr"], []], ids=["no functions", "refused"])
+def test_without_attributes_nothing_is_verified(path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    """macOS lacks the functions, and some file systems refuse; saves and restores work."""
+
+    def refused(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    for name in names:
+        monkeypatch.delattr(os, name)
+    for name in ["setxattr", "getxattr"] if not names else []:
+        monkeypatch.setattr(os, name, refused)
+    write(path, SMALL)
+    rot(path, 60)
+    assert load(path)["step"] == 7
+
+
+def test_parts_are_verified_where_they_fill_blocks(path: Path) -> None:
+    """One large leaf is verified without the rest; a small one is read alone; leaves and slices may overlap."""
+    write(path, LARGE)
+    rot(path, path.stat().st_size - 40)  # of the last leaf
+    reader = BACKEND.open(str(path), verify=True)
+    leaves = {"/".join(at): leaf for at, leaf in iter_leaves(reader.tree)}
+    both = [leaves["a"], ArraySlice(leaves["a"], (slice(1, 2), slice(0, MIB // 4))), leaves["s007"], leaves["a"]]
+    for found, expected in zip(
+        reader.read(both), [LARGE["a"], LARGE["a"][1:2], LARGE["s007"], LARGE["a"]], strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(reader.read([leaves["s299"]])[0], LARGE["s299"])
+    assert reader.verify_checksums(leaves["a"]) is True
+    for handle in (leaves["z"], None):
+        with pytest.raises(ChecksumError, match="are not what was saved"):
+            reader.verify_checksums(handle)
+    reader.close()
+    rot(path, 2 * MIB)  # of the first one
+    reader = BACKEND.open(str(path), verify=True)
+    handle = next(leaf for at, leaf in iter_leaves(reader.tree) if at == ("a",))
+    with pytest.raises(ChecksumError, match="'a'"):
+        reader.read([handle])
+    reader.close()
+
+
+@given(data=st.data())
+@settings(max_examples=examples(150), deadline=None)
+def test_seams_of_units(save: Any, data: Any) -> None:
+    """Whatever is read together, in parts, twice and over the ends of units, arrives as it was saved."""
+    tree = data.draw(st.lists(arrays(), min_size=1, max_size=8))
+    unit, direct = data.draw(st.sampled_from([16, 64, 100])), data.draw(st.sampled_from([1, 9]))
+    sizes = {
+        "_core.checksums.BLOCK_BYTES": unit, "legacy.summed_reads.UNIT": unit, "legacy.reader.UNIT": 1,
+        "legacy.summed_reads._ALMOST": unit // 2, "legacy.summed_reads._DIRECT_FROM": direct,
+        "legacy.summed_reads._THREADS_FROM_BYTES": 500, "legacy.reader._SMALL": 40, "legacy.reader._PIECE": 70,
+        "_core.local.file_sums._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])), "legacy.unpack._MAX_SIZE": 0,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(f"flax_ckpt_compat.{name}", value)
+        path = save({str(index): array for index, array in enumerate(tree)})
+        with contextlib.closing(BACKEND.open(str(path), verify=True)) as reader:
+            leaves = [leaf for _, leaf in iter_leaves(reader.tree)]
+            for _ in range(3):
+                chosen, expected = [], []
+                for number in data.draw(st.lists(st.sampled_from(range(len(tree))), max_size=6)):
+                    leaf, array = leaves[number], tree[number]
+                    if array.ndim and data.draw(st.booleans()):
+                        rows = sorted(data.draw(st.tuples(*[st.integers(0, len(array))] * 2)))
+                        index = (slice(*rows), *(slice(0, length) for length in array.shape[1:]))
+                        leaf, array = ArraySlice(leaf, index), array[index]
+                    chosen.append(leaf)
+                    expected.append(array)
+                assert fingerprint(reader.read(chosen)) == fingerprint(expected)
+            assert fingerprint(reader.read(leaves)) == fingerprint(tree)
+    path.unlink()
+
+
+def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large files several units share a recorded checksum, which is compared once all of them were read."""
+    monkeypatch.setattr("flax_ckpt_compat._core.local.file_sums._MAX_BLOCKS", 2)
+    write(path, LARGE)
+    assert len(os.getxattr(path, ATTRIBUTE)) < 50
+    assert fingerprint(load(path)) == fingerprint(LARGE)
+    reader = BACKEND.open(str(path), verify=True)
+    leaves = {at[0]: leaf for at, leaf in iter_leaves(reader.tree) if len(at) == 1}
+    rot(path, 100)
+    np.testing.assert_array_equal(reader.read([leaves["z"]])[0], LARGE["z"])
+    with pytest.raises(ChecksumError):
+        reader.read([leaf for name, leaf in leaves.items() if name != "z"])
+    reader.close()
+
+
+def test_a_file_that_changes_while_it_is_read_is_called_so(path: Path) -> None:
+    """Not damage: another program writes into it."""
+    write(path, LARGE)
+    reader = BACKEND.open(str(path), verify=True)
+    with open(path, "r+b") as file:
+        file.seek(MIB)
+        file.write(bytes(MIB))
+    handles = [leaf for _, leaf in iter_leaves(reader.tree) if hasattr(leaf, "reader")]
+    with pytest.raises(ChecksumError, match="written into the file while it was read"):
+        reader.read(handles)
+    reader.close()
+
+
+def test_sharded_and_strided_arrays_have_the_checksums_of_their_bytes(path: Path) -> None:
+    """Whatever is copied on the way, the sums are of what is in the file."""
+    tree = {"f": np.asfortranarray(fill((1500, 1100), np.dtype(np.float32), 3)), "j": jnp.arange(2.0e6)}
+    assert fingerprint(load(write(path, tree))) == fingerprint(
+        {"f": np.ascontiguousarray(tree["f"]), "j": np.asarray(tree["j"])}
+    )
+    reader = BACKEND.open(str(path))
+    assert reader.verify_checksums() is True
+    reader.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system")
+def test_the_attribute_is_there_before_the_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is acknowledged after a sync includes it."""
+    seen = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        seen.append(ATTRIBUTE in os.listxattr(descriptor))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write(path, SMALL)
+    assert seen == [True]
