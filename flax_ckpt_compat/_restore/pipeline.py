@@ -13,6 +13,7 @@ from jax import monitoring
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import memory, paths
 from flax_ckpt_compat._core.errors import CheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import checkpointer_reader, policies
@@ -48,9 +49,11 @@ def restore(
     options.transforms.wait_for_pending_saves()
 
     def restore_at(path: str) -> Any:
+        watch = Stopwatch()
         with locating.unchanged(path), options.transforms.opening(), ExitStack() as files, ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
             plans = _plan(path, target, options, files, orbax_checkpointer)
+            watch.lap("open and plan")
             # Long reads do not pause the garbage collector.
             if not all(plan.is_short for plan in plans.items.values()):
                 pause.close()
@@ -60,7 +63,9 @@ def restore(
                 policies.enforce(plan)
             values = {}
             for name, plan in plans.items.items():
-                values[name] = rebuild(plan, *read_and_place(plan))
+                values[name] = rebuild(plan, *watch.timed("read and place", read_and_place, plan))
+                watch.lap("rebuild")
+        watch.log("Restored", path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values if plans.is_mapping else next(iter(values.values()))
 

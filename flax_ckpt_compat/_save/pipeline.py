@@ -13,7 +13,8 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.storage_errors import writing
-from flax_ckpt_compat._core.tree import Node
+from flax_ckpt_compat._core.timing import Stopwatch
+from flax_ckpt_compat._core.tree import Node, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, multiprocess, shadow, snapshot, validation
 from flax_ckpt_compat._save.request import SaveRequest
@@ -23,12 +24,14 @@ from flax_ckpt_compat._trees import depth
 
 def save(request: SaveRequest, target: Any) -> str:
     """Save a tree; return the checkpoint's path in the caller's form."""
+    watch = Stopwatch()
     monitoring.record_event("/jax/flax/checkpoint/save")
     with depth.limited("saved"):
         if request.multiprocess and jax.process_count() > 1:
             multiprocess.save(request, target)
         else:
             async_saves.wait_for_earlier_saves(request)
+            watch.lap("wait for earlier saves")
             validation.check(request)
             if request.orbax_checkpointer:
                 paths.prepare_directory(request.directory)
@@ -37,17 +40,20 @@ def save(request: SaveRequest, target: Any) -> str:
                 backend = backend_for(request.format)
                 tree = snapshot.tree_to_save(target, request)
                 prepared = backend.prepare(tree)
+                watch.lap("prepare")
                 if request.async_manager:
-                    task = functools.partial(_write, request, backend, prepared, tree)
+                    task = functools.partial(_write, request, backend, prepared, tree, watch)
                     async_saves.start(request.async_manager, request.directory, task)
                 else:
-                    _write(request, backend, prepared, tree)
+                    _write(request, backend, prepared, tree, watch)
     monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - request.start)
     return request.shown_path
 
 
-def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node) -> None:
+def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
     """Write to a temporary, publish it, and retain."""
+    if request.async_manager:
+        watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
     start = time.perf_counter()
@@ -57,11 +63,15 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node) ->
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
         with writing(request.path, temporary, tree), jax.transfer_guard_device_to_host("allow"):
             backend.write(temporary, prepared, request.options)
+        watch.lap("write")
         validation.publish(request, functools.partial(paths.publish, temporary, request.path))
     except BaseException:
         atomic.remove_temporary(temporary)
         raise
     seconds = time.perf_counter() - start
+    watch.lap("publish")
     retain(request)
+    watch.lap("retain")
+    watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
     if request.shadow:
         shadow.compare(request, tree, seconds)

@@ -1,0 +1,55 @@
+"""Log one line for each save and restore: bytes, seconds, and where the time went."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from flax_ckpt_compat._core.escaping import format_size, printable
+from flax_ckpt_compat._core.tree import KeyData
+
+_log = logging.getLogger("flax_ckpt_compat")
+_T = TypeVar("_T")
+
+
+class Stopwatch:
+    """The seconds of each phase of a save or restore, in order."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to a phase."""
+        now = time.perf_counter()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def timed(self, phase: str, function: Callable[[Any], _T], argument: Any) -> _T:
+        """Call a function and add its time to a phase; its result is not kept alive here."""
+        result = function(argument)
+        self.lap(phase)
+        return result
+
+    def log(self, done: str, path: str, leaves: Iterable[Any]) -> None:
+        """Log what was done at INFO.
+
+        Args:
+            done: "Saved" or "Restored".
+            path: of the checkpoint.
+            leaves: arrays or leaf handles, whose bytes are counted if the line is logged.
+        """
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        nbytes = sum(map(_nbytes, leaves))
+        seconds = self._last - self._start
+        phases = ", ".join(f"{phase} {length:.3f}" for phase, length in self._phases.items())
+        rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+        _log.info("%s %s: %s in %.3f s%s (%s)", done, printable(path), format_size(nbytes), seconds, rate, phases)
+
+
+def _nbytes(leaf: Any) -> int:
+    nbytes = getattr(leaf.data if isinstance(leaf, KeyData) else leaf, "nbytes", 0)
+    return nbytes if isinstance(nbytes, int) else 0

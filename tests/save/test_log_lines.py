@@ -1,0 +1,37 @@
+"""One line at INFO for each save and restore: bytes, seconds, rate, and the phases."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints, config
+
+TREE = {"w": np.zeros((250, 1000), np.float32), "step": 3}
+LINE = r"(Saved|Restored) \S+checkpoint_1: 1\.00 MB in ([\d.]+) s, ([\d.]+) GB/s \((.*)\)"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_lines(flag, tmp_path, caplog, background):
+    """The phases add up to the seconds, and bytes by seconds give the rate."""
+    manager = checkpoints.AsyncManager() if background else None
+    with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1, async_manager=manager)
+        if manager:
+            manager.wait_previous_save()
+        checkpoints.restore_checkpoint(tmp_path, TREE)
+    lines = [re.fullmatch(LINE, record.getMessage()) for record in caplog.records]
+    assert [line and line[1] for line in lines] == ["Saved", "Restored"]
+    for line in lines:
+        phases = dict(part.rsplit(" ", 1) for part in line[4].split(", "))
+        assert sum(map(float, phases.values())) == pytest.approx(float(line[2]), abs=0.005)
+        assert float(line[3]) == pytest.approx(1e-3 / float(line[2]), rel=0.6, abs=0.01)
+
+
+def test_nothing_is_counted_when_nobody_listens(tmp_path, caplog):
+    """Without INFO there is no line."""
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"), config.override(must_exist=True):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1)
+        checkpoints.restore_checkpoint(tmp_path, TREE)
+    assert not caplog.records
