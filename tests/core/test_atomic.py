@@ -241,9 +241,24 @@ def test_another_machines_temporary_goes_after_a_day(
     make(temporary, "x", "directory")
     of_other_machine(temporary)
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + age)
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: now + age)
     atomic.remove_stale(str(tmp_path))
     assert len(names(tmp_path)) == left
+
+
+@pytest.mark.parametrize("jump", [10 * DAY, -10 * DAY])
+def test_a_clock_that_is_wrong_ends_no_other_machines_save(
+    tmp_path: Path, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ages are by the clock that dates the files, so that a machine's own may jump by days, or be that far off."""
+    for role in ("new", "old"):
+        temporary = atomic.temporary_path(str(tmp_path / f"c_{role}"), role)
+        make(temporary, "x", "directory")
+        of_other_machine(temporary)
+    before, now = names(tmp_path), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + jump)
+    atomic.remove_stale(str(tmp_path))
+    assert names(tmp_path) == before
 
 
 def test_a_reboot_hides_a_set_aside_checkpoint_for_an_hour_at_most(
@@ -255,7 +270,7 @@ def test_a_reboot_hides_a_set_aside_checkpoint_for_an_hour_at_most(
     moved = of_other_machine(aside)
     assert atomic.restore_set_aside(str(tmp_path), [os.path.basename(moved)]) == []
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 3700)
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: now + 3700)
     assert atomic.restore_set_aside(str(tmp_path), [os.path.basename(moved)]) == ["c_1"]
     assert (read(tmp_path / "c_1"), names(tmp_path)) == ("old", ["c_1"])
 

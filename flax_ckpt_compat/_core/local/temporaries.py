@@ -111,7 +111,22 @@ def is_alive(match: re.Match[str], path: str) -> bool:
         return False
     if match["machine"] == machine():
         return start_time(int(match["pid"])) == int(match["start"])
-    return time.time() - _last_change(path) < _STALE_AFTER[match["role"]]
+    return storage_time(os.path.dirname(path)) - _last_change(path) < _STALE_AFTER[match["role"]]
+
+
+def storage_time(directory: str) -> float:
+    """Return the time by the clock that dates the files of a directory: this machine's may be hours off, or jump."""
+    probe = temporary_path(os.path.join(directory, "clock"))
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:  # one who may only read; a full disk
+        return time.time()
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(probe)
 
 
 def _last_change(path: str) -> float:
