@@ -14,6 +14,8 @@ if not (_Path(__file__).parent / "legacy").is_dir():  # pragma: no branch
 
 if _typing.TYPE_CHECKING:
     from flax_ckpt_compat import checkpoints, config, errors, rules, transforms
+    from flax_ckpt_compat._convert.convert import convert
+    from flax_ckpt_compat._convert.jobs import Conversion
     from flax_ckpt_compat._patching import install, installed, uninstall
     from flax_ckpt_compat._suggest import Suggestion
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointRecord",
+    "Conversion",
     "Diff",
     "LeafDifference",
     "Plan",
@@ -51,6 +54,7 @@ __all__ = [
     "apply_transformations",
     "checkpoints",
     "config",
+    "convert",
     "diff",
     "errors",
     "install",
@@ -71,6 +75,7 @@ __all__ = [
 _MODULES = {
     "Checkpoint": "_view.checkpoint_view",
     "CheckpointRecord": "_view.inventory",
+    "Conversion": "_convert.jobs",
     "Diff": "_view.diff",
     "LeafDifference": "_view.diff",
     "Plan": "_view.plan",
@@ -83,6 +88,7 @@ _MODULES = {
     "VerifiedCheckpoint": "_view.verify",
     "VerifiedLeaf": "_view.verify",
     "apply_transformations": "transforms",
+    "convert": "_convert.convert",
     "diff": "_view.diff",
     "install": "_patching",
     "installed": "_patching",

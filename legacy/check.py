@@ -9,7 +9,7 @@ import numpy as np
 from flax_ckpt_compat._core import dtypes
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import AddressableMemo, Memo
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, is_jax_array, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, StoredArray, is_jax_array, show_path
 
 from . import format
 from .gda_tree import DistributedArray
@@ -97,7 +97,7 @@ def _check_leaf(path: Path, leaf: Any) -> None:
             raise _invalid(path, f"more than {_MAX_LENGTH} bytes in one value", "store it as a uint8 array")
     elif kind is KeyData:
         _check_key(path, leaf)
-    elif kind is HostCopy:
+    elif kind is HostCopy or kind is StoredArray:
         _check_numpy(path, np.empty((), leaf.dtype))
     elif is_jax_array(leaf):
         _check_jax(path, leaf)

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_sums
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Shard, is_jax_array, shards_of
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Shard, StoredArray, is_jax_array, shards_of
 
 from . import format
 
@@ -98,6 +98,11 @@ class _Writer:
     def _write_leaf(self, leaf: Any) -> None:
         if isinstance(leaf, HostCopy) or is_jax_array(leaf):
             leaf = _on_host(leaf)
+        elif isinstance(leaf, StoredArray):
+            self._write_leaf(leaf.read())
+            if leaf.nbytes >= _COPY_BELOW:
+                self._flush()  # so that nothing holds the array while the next one is read
+            return
         elif isinstance(leaf, np.ndarray):
             leaf = np.asarray(leaf)  # an array of a subclass
         if isinstance(leaf, np.generic):

@@ -1,4 +1,7 @@
-"""Write arrays, or one process's shards of them, to a new OCDBT database in one transaction."""
+"""Write arrays, or one process's shards of them, to a new OCDBT database.
+
+Arrays in memory are written in one transaction; what another checkpoint holds is written in several, as it is read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, 
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard
 
-from .encode import EncodedLeaf
+from .encode import EncodedLeaf, all_of
 from .files import wait
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
@@ -41,12 +44,14 @@ _DRIVER_FROM_BYTES = 64 << 10
 _COMPRESS_FROM_BYTES = 1025
 # Upper bound of one process's index, for the timeout of a store.
 _INDEX_BYTES = 256 << 20
+# What is read while it is written is committed in parts of this size, while the next part is read.
+_BATCH_BYTES = 16 << 20
 _POLL_SECONDS = 0.01
 _WRITEBACK_FROM_BYTES = 8 << 20
 
 
 class Database:
-    """A new OCDBT database, written in one transaction."""
+    """A new OCDBT database."""
 
     def __init__(self, path: str, url: str | None = None) -> None:
         """Open the database in ``path`` and a transaction; ``url`` is a store's folder with databases to merge."""
@@ -63,11 +68,26 @@ class Database:
             {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}},
             parent=paths.storage_of(url or path).context(),
         )
-        self._transaction = ts.Transaction(atomic=True)
-        store = ts.KvStore.open(self._spec, context=self._context).result()
-        self._store = store.with_transaction(self._transaction)
-        self._pending: list[tuple[Any, Any]] = []
+        self._database = ts.KvStore.open(self._spec, context=self._context).result()
+        self._begin()
+        # Bytes of arrays in the transaction, and in the one that is being committed.
+        self._staged = self._committing = 0
         self._committed: Any = None
+
+    def _begin(self) -> None:
+        self._transaction = ts.Transaction(atomic=True)
+        self._store = self._database.with_transaction(self._transaction)
+        self._pending: list[tuple[Any, Any]] = []
+
+    def make_room(self, nbytes: int) -> None:
+        """Commit what is there, so that little memory is held besides an array of ``nbytes`` that is read next."""
+        if self._staged and self._staged + nbytes > _BATCH_BYTES:
+            self.start_commit()
+            self._committing, self._staged = self._staged, 0
+            self._begin()
+        if self._committing and self._committing + nbytes > 2 * _BATCH_BYTES:
+            self.finish_commit()
+        self._staged += nbytes
 
     def _base(self, inside: str = "") -> dict[str, Any]:
         if self._url is not None:
@@ -80,17 +100,17 @@ class Database:
         Of an array that is spread over processes, only the shards of this process are added. Large arrays are
         compressed; the primary process also writes the metadata.
         """
-        needs_driver = encoding.checksums and checksums.crc32c is None
+        needs_driver, whole = encoding.checksums and checksums.crc32c is None, None
         if stored.write_shape == stored.shape and not stored.spans_processes and not needs_driver:
-            array = stored.whole()
-            if array.nbytes < (_DRIVER_FROM_BYTES if encoding.codec is None else _COMPRESS_FROM_BYTES):
-                self._put_small(name, stored, array, encoding.uncompressed)
+            whole = stored.whole()
+            if whole.nbytes < (_DRIVER_FROM_BYTES if encoding.codec is None else _COMPRESS_FROM_BYTES):
+                self._put_small(name, stored, whole, encoding.uncompressed)
                 return
         # Not the largest local shard: processes without any must decide as the others do.
         nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
         if nbytes < _COMPRESS_FROM_BYTES:
             encoding = encoding.uncompressed
-        shards = stored.shards() if nbytes else []
+        shards = ([all_of(whole)] if whole is not None else stored.shards()) if nbytes else []
         if encoding.codec is not None or nbytes >= _DRIVER_FROM_BYTES or needs_driver:
             self._put_by_driver(name, stored, shards, encoding, is_primary)
             return
@@ -134,7 +154,8 @@ class Database:
                 wait(folder, store.experimental_copy_range_to(self._store), _INDEX_BYTES)
 
     def start_commit(self) -> None:
-        """Start the commit; TensorStore continues in its own threads."""
+        """Start the commit, once the one before has finished; TensorStore continues in its own threads."""
+        self.finish_commit()
         copies = []
         for opened, shards in self._pending:
             array = opened.result()
@@ -146,8 +167,10 @@ class Database:
         self._committed = self._transaction.commit_async()
 
     def finish_commit(self) -> None:
-        """Wait until everything is written and synced."""
-        wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY))
+        """Wait until what was committed is written and synced."""
+        if self._committed is not None:
+            wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY))
+        self._committed, self._committing = None, 0
 
 
 def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storab
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, is_jax_array, shards_of, show_path
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredArray, is_jax_array, shards_of, show_path
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
@@ -64,7 +64,7 @@ class EncodedLeaf:
         these are the shards with their first replica in this process.
         """
         if self.write_shape == self.shape and not self.spans_processes:
-            return [Shard(tuple(slice(0, length) for length in self.shape), self.whole())]
+            return [all_of(self.whole())]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards_of(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -75,6 +75,11 @@ class EncodedLeaf:
         if array.nbytes == 0:
             return np.empty(shape, self.dtype)
         return array.reshape(-1).view(self.dtype).reshape(shape)
+
+
+def all_of(array: np.ndarray[Any, Any]) -> Shard:
+    """Return the one shard of an array that is not split."""
+    return Shard(tuple(slice(0, length) for length in array.shape), array)
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
@@ -130,6 +135,8 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
         )
     if isinstance(leaf, HostCopy):
         return _placed(leaf, keystr, multiprocess)
+    if isinstance(leaf, StoredArray):
+        return _array(leaf, NP_ARRAY if leaf.sharding is None else JAX_ARRAY, keystr, leaf.sharding)
     if is_jax_array(leaf):
         return _jax_array(leaf, keystr, multiprocess)
     raise _unsupported(keystr, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")

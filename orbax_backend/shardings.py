@@ -29,8 +29,10 @@ class ShardingEncoder:
         self._known = Memo(_describe)
 
     def of(self, sharding: Any) -> str | None:
-        """Return the text of a sharding (None is jax's first device), or None if Orbax's format cannot express it."""
-        return self._known.of(sharding)
+        """Return the text of a sharding (None is jax's first device), or None if Orbax's format cannot express it.
+
+        A text is a saved sharding, and stays as it is."""
+        return sharding if isinstance(sharding, str) else self._known.of(sharding)
 
 
 def _describe(sharding: Any) -> str | None:
@@ -71,7 +73,7 @@ def _device_ids(devices: Any) -> Any:
 
 def shard_shape(shape: tuple[int, ...], sharding: Any) -> tuple[int, ...]:
     """Return the shape of one shard, or of the whole array if the shards are not a regular grid."""
-    if sharding is None or sharding.is_fully_replicated or 0 in shape:
+    if sharding is None or isinstance(sharding, str) or sharding.is_fully_replicated or 0 in shape:
         return shape
     try:
         part = tuple(sharding.shard_shape(shape))
@@ -100,7 +102,7 @@ def _replicated_sharding(devices: tuple[Any, ...]) -> Any:
 
 def spans_processes(sharding: Any) -> bool:
     """Return whether an array must be written by several processes, because process 0 has only a part of it."""
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding is None or isinstance(sharding, str) or sharding.is_fully_addressable:
         return False
     return not (sharding.is_fully_replicated and any(device.process_index == 0 for device in sharding.device_set))
 

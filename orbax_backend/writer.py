@@ -31,6 +31,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     TREE_METADATA,
 )
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
+from flax_ckpt_compat._core.tree import StoredArray
 
 from . import metadata
 from .database import Database
@@ -107,8 +108,11 @@ def start_arrays(
     _start_transfers(arrays)
     with translated(path, "written", TENSORSTORE_ERRORS):
         database = Database(path)
-        with pause_gc():
+        reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
+        with pause_gc(enabled=not reads):
             for name, stored in arrays:
+                if reads:
+                    database.make_room(stored.source.nbytes)
                 database.put(name, stored, encoding, is_primary)
         database.start_commit()
     return database

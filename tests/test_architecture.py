@@ -14,6 +14,7 @@ LAYERS = (
     {"__init__"},
     {"_patching", "_scan"},
     {"api", "checkpoints"},
+    {"_convert"},
     {"_view"},
     {"_restore"},
     {"_save"},

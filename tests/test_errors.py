@@ -23,6 +23,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "DtypeMismatchError": (TypeError, ValueError),
     "UnsupportedLeafError": (TypeError, ValueError),
     "NameCollisionError": (ValueError,),
+    "ConversionError": (ValueError,),
     "DepthError": (ValueError, RecursionError),
     "CheckpointerError": (ValueError,),
     "TransformError": (ValueError,),
@@ -49,6 +50,8 @@ def make(name: str) -> Any:
         extra = {"missing": ("a/b", "c")}
     elif name == "ProcessTimeoutError":
         extra = {"absent": (1, 3)}
+    elif name == "ConversionError":
+        extra = {"conversions": ()}
     elif name in ("StorageError", "CleanupError"):
         extra = {"errno": 28}
     else:

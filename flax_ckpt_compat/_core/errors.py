@@ -17,6 +17,7 @@ CheckpointError
 ├── NameCollisionError(ValueError)           two key paths with one stored name
 ├── StepError(ValueError)                    an invalid step, ``keep`` or prefix
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
+├── ConversionError(ValueError)              some checkpoints could not be converted
 ├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
 │   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
 └── StorageError(OSError)                    the file system or object store refused
@@ -126,6 +127,18 @@ class StepError(CheckpointError, ValueError):
 
 class SettingError(CheckpointError, ValueError):
     """A setting is unknown, or a value is not allowed for it."""
+
+
+class ConversionError(CheckpointError, ValueError):
+    """Some checkpoints could not be converted.
+
+    Attributes:
+        conversions: what became of each, as `flax_ckpt_compat.convert` returns it.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, conversions: tuple[object, ...] = ()):
+        super().__init__(message, path=path)
+        self.conversions = conversions
 
 
 class StorageError(CheckpointError, OSError):

@@ -1,7 +1,7 @@
 """Define the neutral tree that every format is written from and read into.
 
-A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, `KeyData`, `HostCopy`, None);
-when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
+A node is a `Branch` or a leaf. When saving, leaves are values (arrays, Python scalars, `KeyData`, `HostCopy`,
+`StoredArray`, None); when reading, they are `flax_ckpt_compat._core.backend.LeafHandle`s, or None.
 """
 
 from __future__ import annotations
@@ -112,6 +112,34 @@ class HostCopy:
         for shard in self.shards:
             assembled[shard.index] = shard.data
         return assembled
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StoredArray:
+    """An array of an open checkpoint, to be written to another one: read each time that it is needed.
+
+    Attributes:
+        shape: shape of the array.
+        dtype: its dtype.
+        sharding: its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array.
+        read: reads it into host memory.
+        handle: its `flax_ckpt_compat._core.backend.LeafHandle`, if it is stored as it is to be written.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: str | None
+    read: Callable[[], np.ndarray[Any, Any]]
+    handle: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the array, in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Read the array, for ``np.asarray``."""
+        return np.asarray(self.read(), dtype)
 
 
 def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -1,0 +1,1 @@
+"""Convert checkpoints: find → open → check → write → verify → publish, one checkpoint a job."""

@@ -1,0 +1,141 @@
+"""Convert checkpoints between the formats and out to Orbax's managers: `convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, as_completed
+from typing import Any, Literal
+
+from flax_ckpt_compat._convert import find, managers
+from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
+from flax_ckpt_compat._convert.one import Progress, convert_one
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import ConversionError, SettingError
+from flax_ckpt_compat._core.folding import MAX_SHOWN
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: Literal["orbax", "msgpack", "manager", "v1", "safetensors"],
+    *,
+    step: int | float | str | Sequence[int | float | str] | None = None,
+    target: Any = None,
+    transforms: Any = None,
+    dry_run: bool = False,
+    resume: bool = False,
+    executor: Executor | None = None,
+    shard: tuple[int, int] | None = None,
+) -> list[Conversion]:
+    """Convert a checkpoint, a directory of steps, or a tree of runs; never touch the source.
+
+    Each result is compared with its source, bit by bit, before it gets its name. The memory needed is that of the
+    largest array, besides buffers, for each checkpoint that is converted at the same time.
+
+    Args:
+        src: one checkpoint of any format, or a directory; all checkpoints below it are converted.
+        dst: for one checkpoint, the path of the result; else the directory of the results, which lie as below ``src``.
+            With ``to="manager"`` and ``"v1"``, the manager's directory. Nothing in it is replaced.
+        to: ``"orbax"``: a directory that real Orbax restores, like those that Flax saves; ``"msgpack"``: a file;
+            ``"manager"``: steps of ``orbax.checkpoint.CheckpointManager``; ``"v1"``: steps of
+            ``orbax.checkpoint.v1.training.Checkpointer``; ``"safetensors"``: a file of arrays, named by their key paths
+            joined with dots.
+        step: the step, or steps, to convert; None for all. For one checkpoint that becomes a manager's step: its step.
+        target: the saved state, abstract or not, for its lists and tuples, which msgpack files store as dicts; or
+            ``"module:name"`` of a function that returns it. It must have the leaves of the checkpoints. None writes
+            dicts of ``0``, ``1``, … as lists, except to msgpack and safetensors files, which have no lists.
+        transforms: convert what ``restore(src, target, transforms=transforms)`` returns; or ``"module:name"`` of them.
+        dry_run: only open the checkpoints, and report what would be done.
+        resume: keep results that are there, if they still are equal to their sources.
+        executor: runs a job for each checkpoint, in other threads, processes or machines, which must see the same
+            paths; None runs them here, one after another.
+        shard: ``(i, n)`` converts every n-th checkpoint, from the i-th (from 0), so that n jobs do all of it.
+
+    Returns:
+        What was done, in the order of the sources.
+
+    Raises:
+        ConversionError: some checkpoints could not be converted; all others were.
+        CheckpointNotFoundError: there is none, or not the step.
+        SettingError: no such layout, shard, target or transforms.
+        StepError: a result would be in ``src``.
+    """
+    jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, shard=shard)
+    results = list(run(jobs, executor, dry_run=dry_run, resume=resume))
+    by_source = {result.source: result for result in results}
+    ordered = [by_source[job.source] for job in jobs]
+    failed = [result for result in ordered if result.error is not None]
+    if failed:
+        lines = [f"  {result.error}" for result in failed[:MAX_SHOWN]]
+        lines += [f"  and {len(failed) - MAX_SHOWN} more"] if len(failed) > MAX_SHOWN else []
+        count = f"{len(failed)} of {len(ordered)} checkpoints could not be converted"
+        raise ConversionError("\n".join([f"{count}:", *lines]), path=failed[0].source, conversions=tuple(ordered))
+    return ordered
+
+
+def plan(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: str,
+    *,
+    step: Any = None,
+    target: Any = None,
+    transforms: Any = None,
+    shard: tuple[int, int] | None = None,
+) -> list[Job]:
+    """Return the jobs of a conversion; arguments as for `convert`."""
+    if to not in LAYOUTS:
+        raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; found {to!r}")
+    source, destination = paths.absolute(os.fspath(src)), paths.absolute(os.fspath(dst))
+    is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
+    steps = None if step is None else [step] if is_one else list(step)
+    jobs = find.find_jobs(source, destination, to, steps)
+    if shard is not None:
+        index, count = shard
+        if not 0 <= index < count:
+            raise SettingError(f"shard is (i, n) with 0 <= i < n; found {shard}")
+        jobs = jobs[index::count]
+    return [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
+
+
+def run(
+    jobs: Sequence[Job],
+    executor: Executor | None,
+    *,
+    dry_run: bool,
+    resume: bool,
+    progress: Progress | None = None,
+) -> Iterator[Conversion]:
+    """Yield the results of jobs as they end.
+
+    Args:
+        jobs: result of `plan`.
+        executor: runs them; None runs them here.
+        dry_run: as for `convert`.
+        resume: as for `convert`.
+        progress: as for `convert_one`; called in the executor's threads, so for one of other processes leave it out.
+    """
+    jobs = [dataclasses.replace(job, dry_run=dry_run, resume=resume) for job in jobs]
+    if not dry_run:
+        managers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
+    do: Callable[..., Conversion] = convert_one
+    arguments = () if progress is None else (progress,)
+    if executor is None:
+        for job in jobs:
+            yield do(job, *arguments)
+        return
+    futures = {executor.submit(do, job, *arguments): job for job in jobs}
+    try:
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except Exception as error:  # noqa: BLE001  (a worker died, or its job cannot be pickled)
+                job = futures[future]
+                yield Conversion(
+                    job.source, job.destination, "failed", error=f"{job.source}: {type(error).__name__}: {error}"
+                )
+    finally:
+        for future in futures:
+            future.cancel()

@@ -1,0 +1,124 @@
+"""Find the checkpoints to convert, and name the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StepError
+from flax_ckpt_compat._discovery import detect
+from flax_ckpt_compat._discovery.below import checkpoints_below
+
+_SUFFIX = {"safetensors": ".safetensors"}
+_MSGPACK_SUFFIX = ".msgpack"
+# Prefix and step of a name: the longest number at its end.
+_STEP = re.compile(r"(.*?)(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)", re.DOTALL)
+
+
+def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> list[Job]:
+    """Return a job for every checkpoint to convert; one that cannot be converted says so in ``error``.
+
+    Args:
+        source: absolute path of one checkpoint, or of a directory.
+        destination: absolute path of the result, or of the directory for the results.
+        to: name of the layout.
+        wanted: the steps to convert; None for all.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or not the step that was asked for.
+        StepError: a result would be in the source.
+    """
+    with paths.listing_cache(source):
+        found = list(checkpoints_below(source))
+        missing = {path: detect.what_is_missing(path) for path in found}
+    if not found:
+        raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
+    if found == [source] and (to not in TO_STEPS or wanted):
+        jobs = [_single(source, destination, to, wanted)]
+    else:
+        _refuse_inside(source, destination)
+        top = os.path.dirname(source) if found == [source] else source
+        jobs = [_job(path, _moved(os.path.dirname(path), top, destination), to) for path in found]
+        jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
+    incomplete = "{path} is not a complete checkpoint: {why}"
+    jobs = [
+        dataclasses.replace(job, error=incomplete.format(path=job.source, why=why))
+        if (why := missing[job.source])
+        else job
+        for job in jobs
+    ]
+    return _without_collisions(jobs)
+
+
+def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> Job:
+    """Return the job of one checkpoint whose result has a name of the caller's choice."""
+    if to in TO_STEPS:
+        return _with_step(source, destination, to, steps.parse_step(steps.step_text((wanted or [None])[0])))
+    if destination == source or destination.startswith(f"{source}/"):
+        raise StepError(f"{destination} is the source, which is never touched; pass another path", path=source)
+    return Job(source, destination, to)
+
+
+def _refuse_inside(source: str, destination: str) -> None:
+    if f"{destination}/".startswith(f"{source}/"):
+        raise StepError(
+            f"{destination} is in {source}, which is never touched; pass a destination outside of it", path=destination
+        )
+
+
+def _moved(folder: str, top: str, destination: str) -> str:
+    return destination + folder[len(top) :]
+
+
+def _job(source: str, folder: str, to: str) -> Job:
+    """Return the job of a checkpoint of a directory."""
+    name = os.path.basename(source)
+    match = _STEP.fullmatch(name)
+    step = steps.parse_step(match[2]) if match else None
+    if to in TO_STEPS:
+        return _with_step(source, folder, to, step)
+    name = name.removesuffix(_MSGPACK_SUFFIX) if to != "msgpack" else name
+    name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
+    return Job(source, os.path.join(folder, name + _SUFFIX.get(to, "")), to, step)
+
+
+def _with_step(source: str, folder: str, to: str, step: float | None) -> Job:
+    """Return the job of a result that is a step of Orbax's managers."""
+    if step is None or step < 0 or step != int(step):
+        shown = "its name has no step" if step is None else f"its step is {step}"
+        remedy = "convert it alone, with the step that it is to have, or to another layout"
+        return Job(source, folder, to, step, f"{source}: {shown}, and managers count whole steps from 0; {remedy}")
+    return Job(source, os.path.join(folder, str(int(step))), to, step)
+
+
+def _selected(source: str, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[Job]:
+    """Return the jobs of the steps that were asked for: numbers, or the ends of names."""
+    chosen = []
+    for text in map(steps.step_text, wanted):
+        number = steps.parse_step(text)
+        mine = [job for job in jobs if (job.step == number if number is not None else job.source.endswith(text))]
+        if not mine:
+            there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
+            raise CheckpointNotFoundError(f"{source} has no step {text} (available steps: {there})", path=source)
+        chosen += mine
+    return list(dict.fromkeys(chosen))
+
+
+def _without_collisions(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs, with an error in those whose results would have one name."""
+    count = Counter(job.destination for job in jobs if job.error is None)
+    return [
+        dataclasses.replace(
+            job,
+            error=f"{job.source}: another checkpoint would be converted to {job.destination} too; convert each alone",
+        )
+        if job.error is None and count[job.destination] > 1
+        else job
+        for job in jobs
+    ]

@@ -1,0 +1,60 @@
+"""Define a job, one checkpoint to convert, and its result; both travel to other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+TO_STEPS = ("manager", "v1")  # layouts whose checkpoints are steps of a directory that Orbax manages
+LAYOUTS = ("orbax", "msgpack", *TO_STEPS, "safetensors")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One checkpoint to convert.
+
+    Attributes:
+        source: path of the checkpoint.
+        destination: path of the result; of the directory for it, if there is an error.
+        to: name of the layout.
+        step: the number at the end of its name, or None.
+        error: why it cannot be converted, or None.
+        target, transforms: as in `convert`.
+        resume: a result that is there is compared with its source, instead of refused.
+        dry_run: plan only.
+    """
+
+    source: str
+    destination: str
+    to: str
+    step: float | None = None
+    error: str | None = None
+    target: Any = None
+    transforms: Any = None
+    resume: bool = False
+    dry_run: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversion:
+    """The result of converting one checkpoint.
+
+    Attributes:
+        source: path of the checkpoint.
+        destination: path of the result; of the directory for it, if it has no name.
+        status: ``converted``; ``kept`` if the result was there, and equal; ``planned`` in a dry run; ``failed``.
+        leaves: number of leaves.
+        nbytes: size of the arrays in memory, in bytes.
+        seconds: time taken.
+        notes: what to know about the result, such as dicts that became lists.
+        error: why it failed, or None.
+    """
+
+    source: str
+    destination: str
+    status: str
+    leaves: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    error: str | None = None

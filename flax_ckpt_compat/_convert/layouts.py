@@ -1,0 +1,121 @@
+"""Write contents in a layout, and read them again to compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat._convert import safetensors
+from flax_ckpt_compat._convert.contents import Contents
+from flax_ckpt_compat._convert.jobs import TO_STEPS
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.backend import Format, WriteOptions
+from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.storage_errors import translated, writing
+from flax_ckpt_compat._core.tree import Path, iter_leaves
+from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._discovery.opening import Opened
+
+_HANDLERS = "orbax.checkpoint._src.handlers."
+_V1 = "orbax.checkpoint.experimental.v1._src.handlers."
+# What Orbax 0.12.8 writes (measured): layout → handler of trees, handler of JSON.
+_HANDLER_NAMES = {
+    "manager": (
+        f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler",
+        f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler",
+    ),
+    "v1": (f"{_V1}pytree_handler.PyTreeHandler", f"{_V1}json_handler.MetricsHandler"),
+}
+
+
+def check(contents: Contents, to: str) -> Any:
+    """Validate that a layout can hold the contents, and plan their storage; return the argument of `write`.
+
+    Raises:
+        UnsupportedLeafError, NameCollisionError: with the key path in the message.
+    """
+    if to == "safetensors":
+        safetensors.check(contents.trees[""])
+        return contents.trees
+    backend = backend_for(Format.MSGPACK if to == "msgpack" else Format.ORBAX)
+    return {item: backend.prepare(tree) for item, tree in contents.trees.items()}
+
+
+def write(temporary: str, to: str, contents: Contents, prepared: Any, final: str) -> None:
+    """Write and sync a checkpoint at a temporary path."""
+    settings = config.current()
+    options = WriteOptions(settings.compression, checksums=settings.checksums != "off")
+    if to == "safetensors":
+        with writing(final, temporary, contents.trees[""]):
+            safetensors.write(temporary, prepared[""])
+        return
+    if to in TO_STEPS:
+        with translated(final, "written"):
+            os.mkdir(temporary)
+    backend = backend_for(Format.MSGPACK if to == "msgpack" else Format.ORBAX)
+    for item, plan in prepared.items():
+        with writing(final, temporary, contents.trees[item]):
+            backend.write(os.path.join(temporary, item) if item else temporary, plan, options)
+    with translated(final, "written"):
+        if to in TO_STEPS:
+            _finish_step(temporary, to, contents)
+        elif contents.custom:
+            _edit_metadata(temporary, temporary, custom_metadata=contents.custom)
+
+
+def _finish_step(temporary: str, to: str, contents: Contents) -> None:
+    """Move the metadata of the items up to the step, copy JSON items, and write the commit file."""
+    tree_handler, json_handler = _HANDLER_NAMES[to]
+    handlers = {**dict.fromkeys(contents.trees, tree_handler), **dict.fromkeys(contents.json, json_handler)}
+    for item in contents.trees:
+        folder = os.path.join(temporary, item)
+        _edit_metadata(folder, temporary, item_handlers=handlers, custom_metadata=contents.custom)
+        os.unlink(os.path.join(folder, layout.STEP_METADATA))
+        sync_directory(folder)
+    for item, file in contents.json.items():
+        os.mkdir(os.path.join(temporary, item))
+        write_file(os.path.join(temporary, item, os.path.basename(file)), paths.read(file))
+        first = next(iter(contents.trees))
+        _copy(os.path.join(temporary, first, layout.COMMIT_FILE), os.path.join(temporary, item, layout.COMMIT_FILE))
+        sync_directory(os.path.join(temporary, item))
+    for item in list(contents.trees)[:1]:
+        _copy(os.path.join(temporary, item, layout.COMMIT_FILE), os.path.join(temporary, layout.COMMIT_FILE))
+    sync_directory(temporary)
+
+
+def _edit_metadata(source: str, destination: str, **changed: Any) -> None:
+    with open(os.path.join(source, layout.STEP_METADATA), encoding="utf-8") as file:
+        found = json.load(file)
+    write_file(os.path.join(destination, layout.STEP_METADATA), json.dumps({**found, **changed}).encode())
+    sync_directory(destination)
+
+
+def _copy(source: str, destination: str) -> None:
+    shutil.copyfile(source, destination)
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Write and sync a file."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def reading(path: str, to: str, contents: Contents) -> Iterator[dict[tuple[str, Path], Any]]:
+    """Open a written checkpoint: (item, key path) → `LeafHandle`, `safetensors.FileArray`, value or empty container."""
+    if to == "safetensors":
+        # The names of such a file do not tell the key paths.
+        known = {layout.leaf_name(keys): keys for _, keys in contents.leaves}
+        yield {("", known.get(name, (name,))): leaf for name, leaf in safetensors.read(path).items()}
+        return
+    with closing(Opened(path, verify=False)) as opened:
+        items = {name: opened.reader(name).tree for name in opened.items if name not in contents.json}
+        yield {(item, keys): leaf for item, tree in items.items() for keys, leaf in iter_leaves(tree)}

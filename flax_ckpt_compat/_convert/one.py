@@ -1,0 +1,75 @@
+"""Convert one checkpoint; called in whatever thread, process or machine an executor chooses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat._convert import layouts, loading, verify
+from flax_ckpt_compat._convert.contents import Contents, contents_of
+from flax_ckpt_compat._convert.jobs import Conversion, Job
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._discovery.locating import unchanged
+from flax_ckpt_compat._discovery.opening import Opened
+
+_log = logging.getLogger("flax_ckpt_compat")
+
+# Takes numbers of bytes that were written, or compared.
+Progress = Callable[[int], None]
+
+
+def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
+    """Run a job; return its result, or its failure.
+
+    Args:
+        job: what to convert.
+        progress: takes numbers of bytes, which add up to twice the size of the arrays: written, and verified.
+    """
+    start = time.monotonic()
+    found: Contents | None = None
+    status, error = "failed", job.error
+    try:
+        if error is None:
+            verifies = config.current().checksums == "verify"
+            with unchanged(job.source), closing(Opened(job.source, verify=verifies)) as opened:
+                found = contents_of(opened, loading.loaded(job))
+                status = _run(job, found, progress)
+    except Exception as failure:  # noqa: BLE001  (of one checkpoint: the others are converted)
+        _log.debug("%s could not be converted", job.source, exc_info=True)
+        message = str(failure) if job.source in str(failure) else f"{job.source}: {failure}"
+        error = f"{type(failure).__name__}: {message}"
+        status = "failed"
+    leaves, nbytes, notes = (len(found.leaves), found.nbytes, tuple(found.notes)) if found else (0, 0, ())
+    return Conversion(job.source, job.destination, status, leaves, nbytes, time.monotonic() - start, notes, error)
+
+
+def _run(job: Job, contents: Contents, progress: Progress) -> str:
+    """Write, verify and publish; return the status."""
+    prepared = layouts.check(contents, job.to)
+    final = job.destination
+    if paths.lexists(final) and not paths.holds_nothing(final):
+        if not job.resume:
+            raise StorageError(
+                f"{final} exists, and nothing is replaced; pass another destination, or resume", path=final
+            )
+        if not job.dry_run:
+            verify.verify(final, job.to, contents, progress)
+        return "kept"
+    if job.dry_run:
+        return "planned"
+    contents.report_reads(progress)
+    paths.prepare_directory(final.rpartition("/")[0])
+    temporary = paths.storage_of(final).temporary_path(final)
+    try:
+        layouts.write(temporary, job.to, contents, prepared, final)
+        verify.verify(temporary, job.to, contents, progress)
+        paths.publish(temporary, final, new=True)
+    except BaseException:
+        atomic.remove_temporary(temporary)
+        raise
+    return "converted"

@@ -1,0 +1,146 @@
+"""Describe a stored tree for a backend's writer: arrays are read when they are written."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.tree import (
+    Branch,
+    Container,
+    KeyData,
+    Node,
+    Path,
+    StoredArray,
+    iter_branches,
+    iter_leaves,
+    map_leaves,
+)
+
+# Bytes. Neighbouring small arrays are read together; a few such batches are kept, because formats order dicts
+# differently.
+_SMALL = 256 << 10
+_BATCH = 2 << 20
+_BATCHES = 4
+
+
+def to_write(node: Node) -> Node:
+    """Return a tree of leaf handles as one to write: `StoredArray`s, and the values of all other leaves."""
+    leaves = Leaves([leaf for _, leaf in iter_leaves(node) if isinstance(leaf, LeafHandle)])
+    return map_leaves(lambda _, leaf: leaves.leaf(leaf), node)
+
+
+class Leaves:
+    """Leaves to write; small arrays are read with their neighbours, and all that is no array at once."""
+
+    def __init__(self, handles: Sequence[LeafHandle]):
+        self._small = _SmallArrays([one for one in handles if one.kind is LeafKind.ARRAY and one.nbytes <= _SMALL])
+        others = [one for one in handles if one.kind is not LeafKind.ARRAY]
+        self._values = dict(zip(others, read_all(others), strict=True))
+
+    def leaf(self, leaf: Any) -> Any:
+        """Return the leaf to write for a handle; anything else as it is."""
+        if not isinstance(leaf, LeafHandle):
+            return leaf
+        if leaf.kind is LeafKind.ARRAY:
+            assert leaf.dtype is not None
+            read = functools.partial(self._small.read, leaf) if leaf.nbytes <= _SMALL else leaf.read
+            return StoredArray(leaf.shape, leaf.dtype, leaf.sharding, read, leaf)
+        value = self._values[leaf]
+        return KeyData(value.impl, in_memory(value.data, leaf.sharding)) if isinstance(value, KeyData) else value
+
+
+def in_memory(array: np.ndarray[Any, Any], sharding: str | None = None) -> StoredArray:
+    """Return an array in memory as a stored one."""
+    return StoredArray(array.shape, array.dtype, sharding, lambda: array)
+
+
+def read_all(handles: Sequence[LeafHandle]) -> list[Any]:
+    """Read leaves of one reader or several, in the given order."""
+    by_reader: dict[Reader, list[LeafHandle]] = {}
+    for handle in handles:
+        by_reader.setdefault(handle.reader, []).append(handle)
+    values: dict[LeafHandle, Any] = {}
+    for reader, mine in by_reader.items():
+        values.update(zip(mine, reader.read(mine), strict=True))
+    return [values[handle] for handle in handles]
+
+
+class _SmallArrays:
+    """Small arrays, read with their neighbours."""
+
+    def __init__(self, handles: Sequence[LeafHandle]):
+        self._batches: list[list[LeafHandle]] = []
+        self._batch_of: dict[LeafHandle, int] = {}
+        self._read: OrderedDict[int, dict[LeafHandle, Any]] = OrderedDict()
+        size = _BATCH + 1
+        for handle in handles:
+            if size + handle.nbytes > _BATCH:
+                self._batches.append([])
+                size = 0
+            self._batches[-1].append(handle)
+            self._batch_of[handle] = len(self._batches) - 1
+            size += handle.nbytes + 256  # of the objects around it
+
+    def read(self, handle: LeafHandle) -> Any:
+        """Read an array, with its neighbours unless they are there."""
+        number = self._batch_of[handle]
+        if number not in self._read:
+            batch = self._batches[number]
+            self._read[number] = dict(zip(batch, read_all(batch), strict=True))
+            if len(self._read) > _BATCHES:
+                self._read.popitem(last=False)
+        self._read.move_to_end(number)
+        return self._read[number][handle]
+
+
+def with_containers_of(node: Node, like: Node) -> Node:
+    """Return a tree with the container types of a target that has leaves at the same key paths."""
+    if node is None and isinstance(like, Branch) and not like.children:
+        return Branch({}, like.container)  # real Orbax stores optax.EmptyState and its like as None
+    if not isinstance(node, Branch) or not isinstance(like, Branch):
+        return node
+    children = {name: with_containers_of(child, like.children[name]) for name, child in node.children.items()}
+    if like.container is not Container.DICT:  # in the order of the target's fields or items
+        children = {name: children[name] for name in like.children}
+    return Branch(children, like.container, like.int_keys)
+
+
+def with_guessed_lists(node: Node) -> tuple[Node, list[Path]]:
+    """Return a tree with dicts of '0', '1', … as lists, and the key paths of these; empty ones stay dicts."""
+    if not isinstance(node, Branch):
+        return node, []
+    guessed: list[Path] = []
+    for path, branch in iter_branches(node):
+        if is_numbered(branch):
+            guessed.append(path)
+    lists = set(guessed)
+
+    def convert(branch: Node, path: Path) -> Node:
+        if not isinstance(branch, Branch):
+            return branch
+        children = {name: convert(child, (*path, name)) for name, child in branch.children.items()}
+        return Branch(children, Container.LIST if path in lists else branch.container, branch.int_keys)
+
+    return convert(node, ()), guessed
+
+
+def is_numbered(branch: Branch) -> bool:
+    """Return whether a dict has the text keys '0', '1', … in order, as msgpack files store lists and tuples."""
+    names = list(branch.children)
+    is_dict = branch.container is Container.DICT and not branch.int_keys
+    return is_dict and bool(names) and names == [str(index) for index in range(len(names))]
+
+
+def in_stored_order(node: Node) -> Node:
+    """Return a tree that Orbax's format keeps in the order of its names; it sorts dicts, but not fields."""
+    if not isinstance(node, Branch):
+        return node
+    children = {name: in_stored_order(child) for name, child in node.children.items()}
+    unsorted = node.container is Container.DICT and not node.int_keys and list(children) != sorted(children)
+    return Branch(children, Container.NAMEDTUPLE if unsorted else node.container, node.int_keys)

@@ -1,0 +1,86 @@
+"""Describe what a restore with a target and transforms makes of a checkpoint, one leaf at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat import config
+from flax_ckpt_compat._convert import stored_trees
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, StoredArray, map_leaves, show_path
+from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._restore import execute, policies
+from flax_ckpt_compat._restore.items import plan_all
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
+from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees.leaf_sources import Derived
+
+
+def trees_of(opened: Opened, target: Any, transforms: Any, notes: list[str]) -> dict[str, Node]:
+    """Return item name → tree to write.
+
+    Raises:
+        CheckpointError: as `flax_ckpt_compat.restore` does.
+    """
+    options = RestoreOptions.strict(transforms, True)
+    plans = plan_all(opened, target, options).items
+    for plan in plans.values():
+        policies.enforce(plan)
+        if plan.unused:
+            notes.append(f"not converted, as the target has no place for them: {one_line(map(show_path, plan.unused))}")
+    return {name: _tree_of(plan) for name, plan in plans.items()}
+
+
+def _tree_of(plan: TreePlan) -> Node:
+    leaves = iter([_leaf(plan, leaf) for leaf in plan.leaves])
+    if plan.target is None:
+        return map_leaves(lambda *_: next(leaves), plan.tree)
+    state = plan.target.filled(leaves, plan.stored_subtrees, "stored")
+    return _node(state, plan.target.node)
+
+
+def _node(state: Any, like: Node) -> Node:
+    """Return the tree of nested containers, with those of the target where it has the same names."""
+    if not isinstance(state, dict | list | tuple):
+        return state
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    inside = like.children if isinstance(like, Branch) else {}
+    children = {str(name): _node(child, inside.get(str(name))) for name, child in pairs}
+    if isinstance(like, Branch) and inside.keys() == children.keys():
+        return Branch(children, like.container, like.int_keys)
+    container = Container.DICT if isinstance(state, dict) else Container(type(state).__name__)
+    return Branch(children, container)
+
+
+def _leaf(plan: TreePlan, leaf: LeafPlan) -> Any:
+    """Return a leaf to write; its value is computed when it is written, unless only that tells its shape."""
+    source = leaf.source
+    if isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY and leaf.cast is None:
+        return stored_trees.to_write(source)
+    compute = functools.partial(_compute, plan, leaf)
+    if isinstance(source, Derived) and source.shape is not None and source.dtype is not None:
+        return StoredArray(source.shape, np.dtype(leaf.cast or source.dtype), None, compute)
+    if isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY:
+        return StoredArray(source.shape, np.dtype(leaf.cast), None, compute)
+    value = compute()
+    if isinstance(value, KeyData):
+        return KeyData(value.impl, stored_trees.in_memory(value.data))
+    return StoredArray(value.shape, value.dtype, None, compute) if isinstance(value, np.ndarray) else value
+
+
+def _compute(plan: TreePlan, leaf: LeafPlan) -> Any:
+    """Return the value of a leaf in host memory."""
+    host = dataclasses.replace(leaf, sharding=None, slices=None)
+    with config.override(mapped=False):
+        values, shapes = execute.read_and_place(dataclasses.replace(plan, leaves=[host]))
+    policies.enforce_shapes(plan, shapes)
+    value = state_dict.split_key(values[0])
+    if isinstance(value, KeyData):
+        return KeyData(value.impl, np.asarray(value.data))
+    return np.asarray(value) if hasattr(value, "sharding") else value

@@ -1,0 +1,197 @@
+"""Convert checkpoints for ``flax-ckpt convert``: progress, table, summary."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import click
+
+from flax_ckpt_compat._convert import convert
+from flax_ckpt_compat._convert.jobs import Conversion, Job
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.escaping import aligned, format_size, printable
+
+from ._commands import FailedError, print_json
+
+_HEADINGS = ("status", "leaves", "size", "source", "result")
+
+
+def run(
+    src: str,
+    dst: str,
+    *,
+    to: str,
+    steps: Sequence[str],
+    target: str | None,
+    transforms: str | None,
+    dry_run: bool,
+    resume: bool,
+    workers: int,
+    dask: str | None,
+    shard: tuple[int, int] | None,
+    as_json: bool,
+) -> None:
+    """Convert, and print what is done; see `flax_ckpt_compat.cli.convert`."""
+    jobs = convert.plan(src, dst, to, step=steps or None, target=target, transforms=transforms, shard=shard)
+    start = time.monotonic()
+    results: list[Conversion] = []
+    with ExitStack() as stack:
+        bar = stack.enter_context(_progress(jobs) if sys.stderr.isatty() and not dry_run else nullcontext(_Silent()))
+        executor = stack.enter_context(_executor(workers, dask))
+        stack.callback(bar.stop)  # first, as the executor waits for its threads
+        callback = None if dask else bar.advance
+        for result in convert.run(jobs, executor, dry_run=dry_run, resume=resume, progress=callback):
+            results.append(result)
+            bar.done(result)
+            if not as_json and not dry_run:
+                bar.print(_line(result))
+    order = {job.source: number for number, job in enumerate(jobs)}
+    results.sort(key=lambda result: order[result.source])
+    _report(results, time.monotonic() - start, dry_run=dry_run, as_json=as_json)
+
+
+def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        print_json([_as_json(result) for result in results])
+    elif dry_run:
+        rows = [_cells(result) for result in results]
+        click.echo("\n".join(aligned([_HEADINGS, *rows], right=(1, 2))))
+    if not as_json:
+        for note in dict.fromkeys(note for result in results for note in result.notes):
+            mine = [result for result in results if note in result.notes]
+            more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
+            click.echo(f"Note: {printable(mine[0].source)}{more}: {note}", err=True)
+        click.echo(_summary(results, seconds, dry_run=dry_run))
+    failed = [result for result in results if result.error is not None]
+    for result in failed:
+        click.echo(f"Error: {printable(str(result.error))}", err=True)
+    if failed:
+        click.get_current_context().exit(1)
+
+
+def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> str:
+    counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    nbytes = sum(result.nbytes for result in results if result.status in ("converted", "planned"))
+    text = f"{shown}: {format_size(nbytes)}"
+    if dry_run:
+        return f"{text}. Nothing was written."
+    return f"{text} in {seconds:.0f} s ({format_size(int(nbytes / max(seconds, 1e-3)))}/s)"
+
+
+_STATUSES = ("converted", "kept", "planned", "failed")
+
+
+def _line(result: Conversion) -> str:
+    size = "" if result.status == "failed" else f" ({format_size(result.nbytes)})"
+    return printable(f"{result.status} {result.source} → {result.destination}{size}")
+
+
+def _cells(result: Conversion) -> tuple[str, ...]:
+    known = result.status != "failed"
+    size, leaves = (format_size(result.nbytes), str(result.leaves)) if known else ("-", "-")
+    return (
+        result.status,
+        leaves,
+        size,
+        printable(result.source, one_line=True),
+        printable(result.destination, one_line=True),
+    )
+
+
+def _as_json(result: Conversion) -> dict[str, Any]:
+    return {
+        "source": result.source,
+        "destination": result.destination,
+        "status": result.status,
+        "leaves": result.leaves,
+        "bytes": result.nbytes,
+        "seconds": round(result.seconds, 3),
+        "notes": list(result.notes),
+        "error": result.error,
+    }
+
+
+@contextmanager
+def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
+    if dask is not None:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise FailedError("--dask needs the package distributed: pip install flax-ckpt-compat[dask]") from None
+        try:
+            client = Client(dask, timeout=30)  # type: ignore[no-untyped-call]
+        except (OSError, ValueError) as error:
+            raise FailedError(f"no Dask scheduler answers at {dask}: {error}; check the address") from error
+        with client:
+            yield client.get_executor(pure=False)  # type: ignore[no-untyped-call]
+    elif workers > 1:
+        with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-convert") as executor:
+            yield executor
+    else:
+        yield None
+
+
+class _Silent:
+    """No progress bar; stops the threads of an interrupted conversion."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+
+    def advance(self, nbytes: int) -> None:  # noqa: ARG002
+        """Note that bytes were written or compared."""
+        if self._stopped.is_set():
+            raise KeyboardInterrupt
+
+    def done(self, result: Conversion) -> None:
+        """Note that a checkpoint is done."""
+
+    def print(self, line: str) -> None:
+        """Print a line of results."""
+        click.echo(line)
+
+    def stop(self) -> None:
+        """Stop the threads that convert."""
+        self._stopped.set()
+
+
+class _Bar(_Silent):
+    """A progress bar on standard error."""
+
+    def __init__(self, progress: Any, jobs: Sequence[Job]):
+        super().__init__()
+        # Each byte is written and compared. On disk some have another size, so the sum is approximate.
+        self._sizes = {job.source: 2 * paths.storage_of(job.source).total_size(job.source) for job in jobs}
+        self._finished, self._count, self._progress = 0, 0, progress
+        self._task = progress.add_task("", total=sum(self._sizes.values()), count=f"0/{len(jobs)}")
+
+    def advance(self, nbytes: int) -> None:
+        super().advance(nbytes)
+        self._progress.advance(self._task, nbytes)
+
+    def done(self, result: Conversion) -> None:
+        self._finished += self._sizes[result.source]
+        self._count += 1
+        self._progress.update(self._task, completed=self._finished, count=f"{self._count}/{len(self._sizes)}")
+
+    def print(self, line: str) -> None:
+        if sys.stdout.isatty():
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            super().print(line)
+
+
+@contextmanager
+def _progress(jobs: Sequence[Job]) -> Iterator[_Bar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.fields[count]}"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bar(progress, jobs)

@@ -1,0 +1,361 @@
+"""convert(): what real Flax and real Orbax read of the results, and what it keeps, refuses and reports."""
+
+import filecmp
+import logging
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax.training import checkpoints as flax_checkpoints
+from flax.training.train_state import TrainState
+from orbax.checkpoint import v1
+
+import flax_ckpt_compat
+from flax_ckpt_compat import errors, rules
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+def state(n: int = 0) -> TrainState:
+    """A training state with an optimizer of nested tuples, whose values depend on n."""
+    params = {"Dense_0": {"kernel": jnp.full((3, 4), n, jnp.float32), "bias": jnp.arange(4, dtype=jnp.bfloat16) + n}}
+    return TrainState.create(apply_fn=print, params=params, tx=TX).replace(step=n)
+
+
+def flax_run(directory: Path, *steps: int, use_orbax: bool = False) -> None:
+    """Steps as real Flax saves them."""
+    flax.config.update("flax_use_orbax_checkpointing", use_orbax)
+    with nullcontext() if use_orbax else pytest.warns(DeprecationWarning):
+        for step in steps:
+            flax_checkpoints.save_checkpoint(directory.absolute(), state(step), step, keep=99)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Two trees have the same structure and the same bits."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        left, right = np.asarray(one), np.asarray(other)
+        assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+
+
+def identities(directory: Path) -> dict[Path, tuple[int, ...]]:
+    """Everything in a directory, with what a change of it would change."""
+    found = {path: path.stat() for path in directory.rglob("*")}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in found.items()}
+
+
+def with_shardings(tree: Any) -> Any:
+    """The abstract tree with shardings, as Orbax's documentation asks for it."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
+        ),
+        tree,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize("use_orbax", [False, True])
+def test_orbax_directories_restore_in_every_real_reader(tmp_path: Path, use_orbax: bool) -> None:
+    """StandardCheckpointer, PyTreeCheckpointer, v1 and real Flax restore the state that Flax saved."""
+    flax_run(tmp_path / "src", 3, use_orbax=use_orbax)
+    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax")
+    result = tmp_path / "dst" / "checkpoint_3"
+    assert (done.destination, done.status) == (str(result), "converted")
+    assert [note for note in done.notes if "opt_state, opt_state/1" in note] == ([] if use_orbax else list(done.notes))
+    expected = state(3)
+    template = jax.tree.map(jnp.zeros_like, expected)
+    assert_same(ocp.StandardCheckpointer().restore(result, expected), expected)
+    assert_same(ocp.StandardCheckpointer().restore(result, with_shardings(expected)), expected)
+    assert_same(ocp.PyTreeCheckpointer().restore(result, item=expected), expected)
+    assert_same(v1.load(result, with_shardings(expected)), expected)
+    assert_same(flax_checkpoints.restore_checkpoint(tmp_path / "dst", template.replace(step=0)), expected)
+
+
+def test_manager_steps_restore_with_defaults(tmp_path: Path) -> None:
+    """A real CheckpointManager lists the steps, finds the latest, and restores them with and without a target."""
+    flax_run(tmp_path / "src", 1, 20)
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
+    expected = state(20)
+    with ocp.CheckpointManager(tmp_path / "dst") as manager:
+        assert manager.all_steps() == [1, 20]
+        assert manager.latest_step() == 20
+        assert_same(manager.restore(20, args=ocp.args.StandardRestore(expected)), expected)
+        restored = manager.restore(20)  # without a target, in the stored containers
+        assert_same(restored["opt_state"][1][0]["mu"], expected.opt_state[1][0].mu)
+        assert manager.save(21, args=ocp.args.StandardSave(state(21)))  # training goes on
+    with ocp.CheckpointManager(tmp_path / "dst") as manager:
+        assert manager.all_steps() == [1, 20, 21]
+        assert_same(manager.restore(20, args=ocp.args.PyTreeRestore(expected)), expected)
+
+
+def test_v1_steps_restore_with_defaults(tmp_path: Path) -> None:
+    """A real v1 Checkpointer lists the steps, loads the latest and a named one, and goes on."""
+    flax_run(tmp_path / "src", 1, 20)
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "v1")
+    expected = state(20)
+    with v1.training.Checkpointer(tmp_path / "dst") as checkpointer:
+        assert [found.step for found in checkpointer.checkpoints] == [1, 20]
+        assert_same(checkpointer.load(1)["params"], state(1).params)
+        assert_same(checkpointer.load(abstract_state=with_shardings(expected)), expected)
+        assert checkpointer.save(21, state(21))
+
+
+def test_safetensors_hold_arrays_by_dotted_names(tmp_path: Path) -> None:
+    """Real safetensors reads every array; numbers and empty containers are kept beside them."""
+    flax_run(tmp_path / "src", 3)
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
+    found = safetensors.numpy.load_file(tmp_path / "dst" / "checkpoint_3.safetensors")
+    assert_same(found["params.Dense_0.kernel"], state(3).params["Dense_0"]["kernel"])
+    assert_same(found["params.Dense_0.bias"], state(3).params["Dense_0"]["bias"])
+    assert {name for name in found if name.startswith("opt_state")} == {
+        "opt_state.1.0.count",
+        *(f"opt_state.1.0.{moment}.Dense_0.{leaf}" for moment in ("mu", "nu") for leaf in ("kernel", "bias")),
+    }
+    assert "step" not in found
+
+
+@pytest.mark.parametrize(
+    "leaf", [2j, b"bytes", np.ones(2, np.complex64), np.ones(2, ml_dtypes.int4), jax.random.key(0)], ids=str
+)
+def test_safetensors_refuse_what_they_cannot_hold(tmp_path: Path, leaf: Any) -> None:
+    """The error names the leaf, and nothing is written."""
+    flax_ckpt_compat.save(tmp_path / "src" / "a", {"x": {"y": leaf}}, format="orbax")
+    with pytest.raises(errors.ConversionError, match="a safetensors file cannot hold x/y"):
+        flax_ckpt_compat.convert(tmp_path / "src" / "a", tmp_path / "dst", "safetensors")
+    assert not (tmp_path / "dst").exists()
+
+
+def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
+    """msgpack → orbax → msgpack gives byte-identical files, whatever the order of keys and the kinds of leaves."""
+    trees: dict[str, Any] = {
+        "checkpoint_1": state(1),
+        "checkpoint_2": {"z": 1, "a": {"10": 1.5, "2": None, "b": {}}, "m": {"0": {}, "1": (), "2": [1, 2, [3]]}},
+        "checkpoint_3": {
+            "leaves": [True, -0.0, float("nan"), 2**63, "é", b"\0", 1 - 2j, np.float32(3), np.zeros((0, 2)), None],
+            "arrays": {str(dtype): np.ones((2, 1), dtype) for dtype in ("?", "u1", "<f2", "<c16", ml_dtypes.bfloat16)},
+            "wide": {str(n): n for n in (0, 1, 10, 2)},
+        },
+        "checkpoint_4": np.arange(3),
+        "checkpoint_5": {},
+        "checkpoint_6": {"rng": jax.random.key(7), "big": np.arange(2**18, dtype=np.float32)},
+    }
+    for name, tree in trees.items():
+        flax_ckpt_compat.save(tmp_path / "src" / name, tree, format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "orbax", "orbax")
+    flax_ckpt_compat.convert(tmp_path / "orbax", tmp_path / "back", "msgpack")
+    assert filecmp.cmpfiles(tmp_path / "src", tmp_path / "back", trees, shallow=False) == (list(trees), [], [])
+
+
+def test_a_tree_of_runs_keeps_its_places(tmp_path: Path) -> None:
+    """All checkpoints below are converted, of both formats, to the same places; the source stays as it was."""
+    flax_run(tmp_path / "src" / "a", 1, 2)
+    flax_run(tmp_path / "src" / "b" / "deep", 7, use_orbax=True)
+    with ocp.CheckpointManager(tmp_path / "src" / "c", metadata={"run": "c"}) as manager:
+        manager.save(5, args=ocp.args.StandardSave(state(5)))
+    before = identities(tmp_path / "src")
+    done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack", target=state())
+    assert identities(tmp_path / "src") == before
+    places = ["a/checkpoint_1", "a/checkpoint_2", "b/deep/checkpoint_7", "c/checkpoint_5"]
+    assert [result.destination for result in done] == [str(tmp_path / "dst" / place) for place in places]
+    for place, step in zip(places, (1, 2, 7, 5), strict=True):
+        flax.config.update("flax_use_orbax_checkpointing", False)
+        assert_same(flax_checkpoints.restore_checkpoint(tmp_path / "dst" / place, state()), state(step))
+    (done, *_) = reversed(flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "guessed", "msgpack"))
+    assert "optax.EmptyState, which real Flax expects as a dict; give a target: opt_state/0, opt_state/1/1" in str(done)
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "managed", "manager")
+    with ocp.CheckpointManager(tmp_path / "managed" / "c") as manager:
+        assert manager.all_steps() == [5]
+        assert manager.metadata().custom_metadata == {"run": "c"}
+
+
+def test_what_exists_is_refused_or_compared(tmp_path: Path) -> None:
+    """Nothing is replaced; to resume keeps a result that equals its source, and refuses one that does not."""
+    flax_run(tmp_path / "src", 1, 2)
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=1)
+    with pytest.raises(errors.ConversionError, match=r"1 of 2 .*\n.*checkpoint_1 exists, and nothing is replaced"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax")
+    done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", resume=True)
+    assert [result.status for result in done] == ["kept", "kept"]
+    flax_ckpt_compat.save(tmp_path / "src" / "checkpoint_2", state(3), format="msgpack", overwrite=True)
+    with pytest.raises(errors.ConversionError, match="params/Dense_0/kernel has other values") as caught:
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", resume=True)
+    assert [result.status for result in caught.value.conversions] == ["kept", "failed"]
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    """It opens the sources, and reports what would be done, and what could not."""
+    flax_run(tmp_path / "src", 1)
+    (tmp_path / "src" / "checkpoint_2").write_bytes(b"\x81")
+    with pytest.raises(errors.ConversionError, match="checkpoint_2") as caught:
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", dry_run=True)
+    assert [result.status for result in caught.value.conversions] == ["planned", "failed"]
+    assert not (tmp_path / "dst").exists()
+
+
+def test_a_target_gives_the_containers(tmp_path: Path) -> None:
+    """With the state as target there is no guess: a dict of '0' and '1' stays one, and a tuple is one."""
+    tree = {"layers": {"0": np.ones(2), "1": np.zeros(2)}, "pair": (np.ones(1), np.zeros(1))}
+    flax_ckpt_compat.save(tmp_path / "a", tree, format="msgpack")
+    (done,) = flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", "orbax", target=tree)
+    assert done.notes == ()
+    assert_same(flax_ckpt_compat.restore(tmp_path / "b"), tree)
+    assert_same(ocp.StandardCheckpointer().restore(tmp_path / "b", tree), tree)
+    other = {"layers": {"0": np.ones(2)}, "pair": (np.ones(1), np.zeros(1)), "more": 1}
+    with pytest.raises(errors.ConversionError, match="not in the checkpoint: more; not in the target: layers/1"):
+        flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "c", "orbax", target=other)
+
+
+@pytest.mark.parametrize("to", ["orbax", "msgpack", "safetensors"])
+def test_transforms_give_what_restore_gives(tmp_path: Path, to: str) -> None:
+    """With rules the result is what restore() returns with them: renamed, stacked and cast leaves."""
+    tree = {"old": {f"layer_{n}": {"w": np.full((2, 3), n, np.float32)} for n in range(3)}, "gone": np.ones(1)}
+    target = {"new": {"layers": {"w": np.zeros((3, 2, 3), np.float16)}}}
+    flax_ckpt_compat.save(tmp_path / "a", tree, format="msgpack")
+    how = [rules.rename("old", "new"), rules.stack(r"layer_(\d+)", "layers"), rules.cast("w", "float16")]
+    expected = flax_ckpt_compat.restore(tmp_path / "a", target, transforms=how)
+    assert expected["new"]["layers"]["w"].dtype == np.float16
+    (done,) = flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "b", to, target=target, transforms=how)
+    assert "gone" in "".join(done.notes)
+    if to == "safetensors":
+        assert_same(safetensors.numpy.load_file(tmp_path / "b"), {"new.layers.w": expected["new"]["layers"]["w"]})
+    else:
+        assert_same(flax_ckpt_compat.restore(tmp_path / "b"), expected)
+
+
+def test_names_and_steps_that_managers_do_not_have(tmp_path: Path) -> None:
+    """Steps that are no whole number, names without one, and two for one place are refused; others are converted."""
+    for name in ("checkpoint_1", "checkpoint_0.5", "checkpoint_best", "other_7", "checkpoint_7"):
+        flax_ckpt_compat.save(tmp_path / "src" / name, {"a": 1}, format="msgpack")
+    with pytest.raises(errors.ConversionError, match="4 of 5") as caught:
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
+    text = str(caught.value)
+    assert "checkpoint_0.5: its step is 0.5" in text
+    assert "checkpoint_best: its name has no step" in text
+    assert text.count("would be converted to") == 2
+    flax_ckpt_compat.convert(tmp_path / "src" / "checkpoint_best", tmp_path / "dst", "manager", step=9)
+    with ocp.CheckpointManager(tmp_path / "dst") as manager:
+        assert manager.all_steps() == [1, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("src", "src/inside", "orbax"), errors.StepError),
+        (("src", "src", "orbax"), errors.StepError),
+        (("src/checkpoint_1", "src/checkpoint_1", "orbax"), errors.StepError),
+        (("none", "dst", "orbax"), errors.CheckpointNotFoundError),
+        (("empty", "dst", "orbax"), errors.CheckpointNotFoundError),
+        (("src", "dst", "zip"), errors.SettingError),
+    ],
+)
+def test_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], error: type[Exception]
+) -> None:
+    """Wrong arguments are named errors."""
+    monkeypatch.chdir(tmp_path)
+    flax_ckpt_compat.save("src/checkpoint_1", {"a": 1}, format="msgpack")
+    Path("empty").mkdir()
+    with pytest.raises(error):
+        flax_ckpt_compat.convert(*arguments)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoint_1", "empty", "src"]
+
+
+def test_steps_and_shards_choose(tmp_path: Path) -> None:
+    """Steps are compared as numbers; the shards of a job array together do everything, each once."""
+    for step in range(5):
+        flax_ckpt_compat.save(tmp_path / "src", {"a": step}, step=step, format="msgpack")
+    done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=[1.0, "3"])
+    assert [Path(result.source).name for result in done] == ["checkpoint_1", "checkpoint_3"]
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"no step 9 .*0, 1, 2, 3, 4"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=9)
+    shards = [flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=(n, 2)) for n in range(2)]
+    assert [len(shard) for shard in shards] == [3, 2]
+    assert len(list((tmp_path / "two").iterdir())) == 5
+    with pytest.raises(errors.SettingError, match="shard"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=(2, 2))
+
+
+def _processes() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ThreadPoolExecutor(3), pytest.param(_processes, marks=pytest.mark.slow)],
+    ids=["threads", "processes"],
+)
+def test_any_executor_runs_it(tmp_path: Path, make: Callable[[], Any]) -> None:
+    """Results come in the order of the sources, and failures of one checkpoint do not stop the others."""
+    for step in range(6):
+        flax_ckpt_compat.save(tmp_path / "src", {"a": np.full(3, step)}, step=step, format="msgpack")
+    (tmp_path / "src" / "checkpoint_3").write_bytes(b"\x81\xa1a")
+    with make() as executor, pytest.raises(errors.ConversionError, match="1 of 6") as caught:
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", executor=executor)
+    statuses = [result.status for result in caught.value.conversions]
+    assert statuses == ["converted"] * 3 + ["failed"] + ["converted"] * 2
+    assert (flax_ckpt_compat.restore(tmp_path / "dst", step=5)["a"] == 5).all()
+
+
+def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit that changes between writing and publishing fails the conversion, and leaves nothing."""
+    from flax_ckpt_compat._convert import layouts
+
+    for n, size in enumerate((3, 9 << 20)):  # compared at once, and in parts
+        flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.uint8)}, step=n, format="msgpack")
+    write = layouts.write
+
+    def damage(temporary: str, *arguments: Any) -> None:
+        write(temporary, *arguments)
+        with open(temporary, "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\1")
+
+    monkeypatch.setattr(layouts, "write", damage)
+    with pytest.raises(errors.ConversionError, match=r"(?s)2 of 2.*a has other values.*a has other values"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
+    assert list((tmp_path / "dst").iterdir()) == []
+
+
+def test_metadata_and_items_travel(tmp_path: Path) -> None:
+    """Custom metadata and the metrics of a manager's step reach the new manager; a file's note says what it lacks."""
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(tmp_path / "src", options=options) as manager:
+        manager.save(
+            5,
+            args=ocp.args.StandardSave({"a": np.ones(2)}),
+            metrics={"loss": 0.5},
+            custom_metadata={"by": "me"},
+        )
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
+    with ocp.CheckpointManager(tmp_path / "dst", options=options) as manager:
+        assert manager.best_step() == 5
+        assert manager.metrics(5) == {"loss": 0.5}
+        assert manager.metadata(5).custom_metadata == {"by": "me"}
+    (done,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "files", "msgpack")
+    assert done.notes == ("not converted: JSON of metrics", "not converted: custom metadata")
+
+
+def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An unfinished checkpoint among others is an error of its own."""
+    flax_run(tmp_path / "src", 1)
+    (tmp_path / "src" / "checkpoint_2").touch()
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(errors.ConversionError, match=r"checkpoint_2 .*the file is empty"),
+    ):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax")
+    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
