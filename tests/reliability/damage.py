@@ -146,11 +146,9 @@ def _outcomes(system: System, folder: str, tree: Tree, batch: list[tuple[str, st
     system.use()
     signal.alarm(_SECONDS)
     for name, _, change in batch:
-        # In place: an extended attribute stays, as it does when a disk flips a bit.
         with open(name, "r+b", buffering=0) as file:
             sound = file.read()
-            damaged = change(sound)
-            _overwrite(file, damaged)
+            _overwrite(file, change(sound))
             try:
                 yield outcome_of(system, folder, tree)
             finally:
@@ -158,9 +156,12 @@ def _outcomes(system: System, folder: str, tree: Tree, batch: list[tuple[str, st
 
 
 def _overwrite(file: Any, data: bytes) -> None:
+    """Write in place and keep the time, as a disk does that flips a bit; extended attributes stay, too."""
+    status = os.fstat(file.fileno())
     file.seek(0)
     file.write(data)
     file.truncate()
+    os.utime(file.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def outcome_of(system: System, folder: str, tree: Tree) -> str:
