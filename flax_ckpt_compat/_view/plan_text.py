@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import textwrap
 from collections import Counter
@@ -239,3 +240,13 @@ def _what(leaf: PlannedLeaf) -> str:
     found = f"{leaf.shape} {leaf.dtype}"
     wanted = [str(leaf.target_shape)] * leaf.is_reshaped + [str(leaf.target_dtype)] * leaf.is_retyped
     return f"{found}, target {' '.join(wanted)}" if wanted else found
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as what JSON holds; dtypes are texts."""
+    fields = ("path", "format", "nbytes", "raises", "why", "missing", "unused", "unused_nbytes")
+    leaves = [dataclasses.asdict(leaf) for leaf in plan.leaves]
+    for leaf in leaves:
+        leaf.update({name: None if leaf[name] is None else str(leaf[name]) for name in ("dtype", "target_dtype")})
+    suggestion = None if plan.suggestion is None else str(plan.suggestion)
+    return {**{name: getattr(plan, name) for name in fields}, "suggestion": suggestion, "leaves": leaves}

@@ -13,6 +13,7 @@ _COMMANDS = {
     "demo": "flax_ckpt_compat.cli.demo",
     "diff": "flax_ckpt_compat.cli.diff",
     "ls": "flax_ckpt_compat.cli.ls",
+    "plan": "flax_ckpt_compat.cli.plan",
     "run": "flax_ckpt_compat.cli.run",
     "scan": "flax_ckpt_compat.cli.scan",
     "shadow-report": "flax_ckpt_compat.cli.shadow_report",

@@ -1,0 +1,54 @@
+"""Import what a command line names as ``module:name``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from typing import Any
+
+from flax_ckpt_compat._core.errors import SettingError
+
+
+def load_name(name: str) -> Any:
+    """Return what ``module:name`` names; modules in the working directory are found, as by ``python -m``.
+
+    Raises:
+        SettingError: there is no such module or name, or importing the module failed.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise SettingError(f"{name!r} names nothing: expected module:name, such as train:create_state")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        remedy = "run this in the folder of that module, or put it on PYTHONPATH"
+        remedy = remedy if isinstance(error, ModuleNotFoundError) else "importing the module must not fail"
+        raise SettingError(f"{name!r}: cannot import {module} ({type(error).__name__}: {error}); {remedy}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), 1)
+            hint = f"did you mean {near[0]}?" if near else f"it is in {getattr(found, '__file__', 'no file')}"
+            raise SettingError(f"{name!r}: {module} has no {attribute}; {hint}")
+        found = getattr(found, part)
+    return found
+
+
+def load_value(name: str) -> Any:
+    """Return what ``module:name`` names, or the result of calling it if it is a function.
+
+    Raises:
+        SettingError: see `load_name`; or the function raises.
+    """
+    found = load_name(name)
+    if not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise SettingError(
+            f"{name}() raised {type(error).__name__}: {error}; it must take no arguments and return the state"
+        ) from error

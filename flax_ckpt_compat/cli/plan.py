@@ -1,0 +1,57 @@
+"""Define ``flax-ckpt plan``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ._commands import FOUND, Command, json_option, prefix_option, print_json, step_option
+
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt plan runs/a --target train:create_state
+flax-ckpt plan runs/a --target train:create_state --transforms train:RULES
+flax-ckpt plan runs/a --step 100 --target train:abstract_state --json
+""",
+)
+@click.argument("path")
+@click.option("--target", metavar="MODULE:FUNCTION", help="Returns the state to restore into; may be abstract.")
+@click.option("--transforms", metavar="MODULE:NAME", help="Rules or transforms to restore with.")
+@step_option
+@prefix_option
+@json_option("a JSON object with a row for each leaf")
+def command(
+    path: str, target: str | None, transforms: str | None, step: str | None, prefix: str, *, as_json: bool
+) -> None:
+    """Show where each leaf of a target would come from, and what a restore would raise.
+
+    PATH is a checkpoint, or a directory of them. MODULE is imported from the working directory or PYTHONPATH, and
+    FUNCTION called without arguments. Arrays are not read. If leaves are missing, rules that would find them are
+    proposed.
+
+    Exit code 0 if flax_ckpt_compat.restore would succeed, 1 if it would raise, 2 if there is no plan.
+    """
+    from flax_ckpt_compat._core.load_name import load_name, load_value
+    from flax_ckpt_compat._view import plan_text
+    from flax_ckpt_compat._view.plan import plan_restore
+
+    found = plan_restore(
+        path,
+        load_value(target) if target else None,
+        step=step,
+        prefix=prefix,
+        transforms=load_name(transforms) if transforms else None,
+    )
+    if as_json:
+        print_json(plan_text.to_json(found))
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False).print(found)
+    else:
+        click.echo(str(found))
+    if found.raises is not None:
+        raise click.exceptions.Exit(FOUND)

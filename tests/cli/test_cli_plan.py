@@ -1,0 +1,81 @@
+"""``flax-ckpt plan``: the plan of a restore into the state that a user's function returns, and what it refuses."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import flax
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat.cli import main
+
+SCRIPT = """
+import numpy as np
+from flax_ckpt_compat import rules
+
+def create_state():
+    return {"head": {"w": np.zeros((2, 3), np.float32)}, "step": 0}
+
+def without_data():
+    raise RuntimeError("no data set here")
+
+RULES = [rules.rename("dense", "head")]
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A project with a module and a run of real Flax, as working directory."""
+    (tmp_path / "my_train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        flax_checkpoints.save_checkpoint(tmp_path / "run", {"dense": {"w": np.ones((2, 3), np.float32)}, "step": 7}, 7)
+    yield
+    sys.modules.pop("my_train", None)
+
+
+def plan(*arguments: str) -> Result:
+    """Runs the command in this process."""
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+def test_what_is_missing() -> None:
+    """Leaves that are missing, the error, and rules that would find them; exit code 1."""
+    result = plan("run", "--target", "my_train:create_state")
+    assert result.exit_code == 1
+    assert "A restore raises MissingLeavesError" in result.stdout
+    assert "rules.rename" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_rules_of_the_project() -> None:
+    """With transforms of the project the restore would succeed: exit code 0, and JSON with every leaf."""
+    result = plan("run", "--target", "my_train:create_state", "--transforms", "my_train:RULES", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert (found["raises"], found["format"], found["missing"]) == (None, "msgpack", [])
+    leaf = {leaf["path"]: leaf for leaf in found["leaves"]}["head/w"]
+    assert (leaf["sources"], leaf["shape"], leaf["dtype"]) == (["dense/w"], [2, 3], "float32")
+
+
+@pytest.mark.parametrize(
+    "target, says",
+    [
+        ("my_train:create_stat", "did you mean create_state?"),
+        ("my_train:without_data", "my_train:without_data() raised RuntimeError: no data set here"),
+        ("my_trian:create_state", "cannot import my_trian"),
+        ("my_train", "expected module:name"),
+    ],
+)
+def test_targets_that_cannot_be_loaded(target: str, says: str) -> None:
+    """A misspelt or failing target is one paragraph that says what to do; exit code 2."""
+    result = plan("run", "--target", target)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
