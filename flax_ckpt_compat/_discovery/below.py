@@ -1,4 +1,4 @@
-"""Find all checkpoints below a directory, of any prefix: a tree of runs."""
+"""Walk a tree of runs: its directories, and the checkpoints in them, of any prefix."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NUMBERED = re.compile(r"(.*?)\d+(?:\.\d*)?(?:[eE][-+]?\d+)?", re.DOTALL)
 _MSGPACK_SUFFIX = ".msgpack"
 
 
-def checkpoints_below(root: str) -> Iterator[str]:
-    """Yield the path of every checkpoint below a path, or the path itself if it is one; unfinished ones too.
+def checkpoints_below(root: str) -> list[str]:
+    """Return the path of every checkpoint below a path, or the path itself if it is one; unfinished ones too.
 
-    Directories are visited once, whatever links lead to them. Files count if they are named ``checkpoint_…`` or
-    ``….msgpack``, or ``prefix + step`` if one of that prefix in the directory begins like Flax's.
+    Files count if they are named ``checkpoint_…`` or ``….msgpack``, or ``prefix + step`` if one of that prefix in the
+    directory begins like Flax's.
 
     Args:
         root: absolute path, or URL.
@@ -32,40 +32,45 @@ def checkpoints_below(root: str) -> Iterator[str]:
     with paths.listing_cache(root):
         if not paths.lexists(root):
             raise CheckpointNotFoundError(absence.of_directory(root).why, path=root)
-        if not paths.isdir(root) or _is_one(root):
-            yield root
-            return
-        found = list(_below(root, {paths.storage_of(root).resolve(root)}))
-        if not found and (detect.is_orbax_directory(root) or detect.is_unfinished(root)):
-            found = [root]
-    yield from found
+        if not paths.isdir(root) or (not detect.has_no_orbax_marker(root) and _is_checkpoint(root)):
+            return [root]
+        found = [path for _, inside in folders_below(root) for path in inside]
+        return found or ([root] if _is_checkpoint(root) else [])
 
 
-def _is_one(path: str) -> bool:
-    return not detect.has_no_orbax_marker(path) and (detect.is_orbax_directory(path) or detect.is_unfinished(path))
+def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield a directory and all below it that are no checkpoints, each with the checkpoints directly in it.
+
+    Each is visited once, whatever links lead to it.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    seen, pending = {paths.storage_of(root).resolve(root)}, [root]
+    while pending:
+        folder = pending.pop()
+        with translated(folder):
+            names = module_names.natural_sort(paths.listdir(folder), signed=False)
+        found: list[str] = []
+        inside: list[str] = []
+        prefixes = _Prefixes(folder, names)
+        for name in names:
+            path = os.path.join(folder, name)
+            if steps.is_foreign(name):
+                continue
+            if not paths.isdir(path):
+                if _is_named_checkpoint(name) or name.endswith(_MSGPACK_SUFFIX) or prefixes.include(name):
+                    found.append(path)
+            elif (resolved := paths.storage_of(path).resolve(path)) not in seen:
+                seen.add(resolved)
+                is_empty_step = _is_named_checkpoint(name) and not paths.listdir(path)
+                (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
+        yield folder, found
+        pending += reversed(inside)
 
 
-def _below(directory: str, seen: set[str]) -> Iterator[str]:
-    with translated(directory):
-        names = module_names.natural_sort(paths.listdir(directory), signed=False)
-    prefixes = _Prefixes(directory)
-    for name in names:
-        path = os.path.join(directory, name)
-        if steps.is_foreign(name):
-            continue
-        if not paths.isdir(path):
-            if _is_named_checkpoint(name) or name.endswith(_MSGPACK_SUFFIX) or prefixes.include(names, name):
-                yield path
-            continue
-        resolved = paths.storage_of(path).resolve(path)
-        if resolved in seen:
-            continue
-        seen.add(resolved)
-        is_empty_step = _is_named_checkpoint(name) and not paths.listdir(path)
-        if is_empty_step or detect.is_orbax_directory(path) or detect.is_unfinished(path):
-            yield path
-        else:
-            yield from _below(path, seen)
+def _is_checkpoint(path: str) -> bool:
+    return detect.is_orbax_directory(path) or detect.is_unfinished(path)
 
 
 def _is_named_checkpoint(name: str) -> bool:
@@ -75,17 +80,17 @@ def _is_named_checkpoint(name: str) -> bool:
 class _Prefixes:
     """Which prefixes of a directory's numbered files are those of checkpoints, judged by the first bytes of some."""
 
-    def __init__(self, directory: str):
-        self._directory = directory
+    def __init__(self, directory: str, names: list[str]):
+        self._directory, self._names = directory, names
         self._known: dict[str, bool] = {}
 
-    def include(self, names: list[str], name: str) -> bool:
+    def include(self, name: str) -> bool:
         match = _NUMBERED.fullmatch(name)
         if match is None:
             return False
         prefix = match[1]
         if prefix not in self._known:
-            alike = (other for other in names if other.startswith(prefix) and _NUMBERED.fullmatch(other))
-            files = [os.path.join(self._directory, other) for other in alike]
+            alike = (other for other in self._names if other.startswith(prefix) and _NUMBERED.fullmatch(other))
+            files = (os.path.join(self._directory, other) for other in alike)
             self._known[prefix] = any(paths.isfile(file) and foreign.may_be_msgpack_tree(file) for file in files)
         return self._known[prefix]

@@ -155,7 +155,7 @@ def _found(root: str, step: Any, prefix: str) -> list[str]:
         located = locating.find(root, step, prefix)
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
         return [located.path]
-    found = list(below.checkpoints_below(root))
+    found = below.checkpoints_below(root)
     if not found:
         raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root)
     return found

@@ -9,6 +9,7 @@ import click
 from flax_ckpt_compat import __version__
 
 _COMMANDS = {
+    "clean": "flax_ckpt_compat.cli.clean",
     "convert": "flax_ckpt_compat.cli.convert",
     "demo": "flax_ckpt_compat.cli.demo",
     "diff": "flax_ckpt_compat.cli.diff",

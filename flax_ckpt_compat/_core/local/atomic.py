@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -34,17 +34,24 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def remove_stale(directory: str) -> list[str]:
-    """Remove temporaries of dead writers, after `restore_set_aside`, and return their names."""
-    with translated(directory):
-        names = os.listdir(directory)
-    restore_set_aside(directory, names)
+def stale_names(directory: str, names: Iterable[str]) -> list[str]:
+    """Return the names of temporaries of dead writers."""
     stale = []
     for name in names:
         path = os.path.join(directory, name)
         match = parse(name)
         if match and os.path.lexists(path) and not is_alive(match, path):
             stale.append(name)
+    return stale
+
+
+def remove_stale(directory: str, names: Collection[str] | None = None) -> list[str]:
+    """Remove temporaries of dead writers, or those with these names, after `restore_set_aside`; return their names."""
+    if names is None:
+        with translated(directory):
+            names = os.listdir(directory)
+    restore_set_aside(directory, names)
+    stale = stale_names(directory, names)
     try:
         if stale:  # one may be what a rename replaced that its dead writer did not sync
             sync_directory(directory)

@@ -189,6 +189,18 @@ def is_link_marker(name: str) -> bool:
     return match is not None and match["role"] == "put"
 
 
+def remove_orphan(folder: str) -> None:
+    """Remove a folder whose checkpoint does not exist: arrays and old generations; keep everything else.
+
+    A save that begins meanwhile writes to a new generation, because the folder is there.
+    """
+    for name in filter(temporaries.is_generation, os.listdir(folder)):
+        if temporaries.is_long_unchanged(generation := os.path.join(folder, name)):
+            shutil.rmtree(generation)
+    _remove_arrays(folder)
+    _remove_empty(folder)
+
+
 def _remove_arrays(folder: str) -> None:
     """Remove arrays and the folders that only held arrays; keep generations and everything else."""
     with os.scandir(folder) as found:

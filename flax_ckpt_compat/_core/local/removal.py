@@ -23,6 +23,7 @@ def discard(paths: Iterable[str]) -> dict[str, StorageError]:
     """Delete files and directories durably, with one sync of their directory; return path → failure.
 
     What another process deletes meanwhile is no failure."""
+    assert not isinstance(paths, str)  # its characters would be paths
     failures: dict[str, StorageError] = {}
     hidden: dict[str, str | None] = {}
     for path in paths:

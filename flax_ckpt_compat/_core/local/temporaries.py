@@ -30,7 +30,8 @@ _TEMPORARY = re.compile(
 _GENERATION = re.compile(rf"\.{_TAG}")
 # Seconds without a change after which another machine's writer counts as dead. A checkpoint that was set aside is
 # missing until then, so it is put back sooner; a writer that is still alive then fails with an error.
-_STALE_AFTER = {"new": 24 * 3600.0, "put": 24 * 3600.0, "old": 3600.0}
+_LONG = 24 * 3600.0
+_STALE_AFTER = {"new": _LONG, "put": _LONG, "old": 3600.0}
 _MAX_NAME = 255
 _counter = itertools.count()
 # Tags of failed saves of this process. The next save removes what is left of them, because it could not be removed
@@ -127,6 +128,11 @@ def storage_time(directory: str) -> float:
         os.close(descriptor)
         with suppress(OSError):
             os.unlink(probe)
+
+
+def is_long_unchanged(path: str) -> bool:
+    """Return whether nothing in a path has changed for a day, after which an unknown writer counts as dead."""
+    return time.time() - _last_change(path) >= _LONG
 
 
 def _last_change(path: str) -> float:

@@ -185,19 +185,33 @@ def _remove_folder(url: str) -> None:
         lease.release()
 
 
-def remove_stale(directory: str) -> list[str]:
-    """Remove what dead writers left in a folder of checkpoints; return the names of removed folders."""
-    removed = []
+def stale_names(directory: str) -> dict[str, list[str]]:
+    """Return the folders in which dead writers left something, each with their markers."""
     with client.listing_cache(directory):
         there = {name: client.keys(f"{directory}/{name}") for name in client.names(directory)}
+    found = {}
     for name, inside in there.items():
         markers = [marker for marker in inside if is_marker(marker) and is_expired(marker)]
         main = name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
-        if not markers or (main != name and main in there):
+        if markers and (main == name or main not in there):
+            found[name] = markers
+    return found
+
+
+def is_removed_whole(directory: str, name: str) -> bool:
+    """Return whether `remove_stale` removes all of a folder, not what dead writers left in a checkpoint."""
+    return name.endswith(ARRAYS_POSTFIX) or is_unfinished(client.keys(f"{directory}/{name}"))
+
+
+def remove_stale(directory: str, names: Collection[str] | None = None) -> list[str]:
+    """Remove what dead writers left in a folder of checkpoints, or in these of it; return names of removed folders."""
+    removed = []
+    for name, markers in stale_names(directory).items():
+        if names is not None and name not in names:
             continue
         _log.info("Removing what an interrupted save left at %s/%s", directory, name)
-        if main != name or is_unfinished(inside):
+        if is_removed_whole(directory, name):
             _remove_folder(f"{directory}/{name}")
             removed.append(name)
         else:

@@ -1,0 +1,131 @@
+"""Find and remove what interrupted saves left behind: temporaries, uploads, and arrays without their checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Iterator
+
+from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError
+from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
+from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
+from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._discovery import absence, below
+
+_FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something that an interrupted save left behind.
+
+    Attributes:
+        path: of the file or directory, or URL.
+        what: what it is.
+        nbytes: size in bytes; in a store, of the whole folder, of which only the unfinished part goes.
+        kept: why it is not removed: who may still write it; empty if it can go.
+    """
+
+    path: str
+    what: str
+    nbytes: int
+    kept: str = ""
+
+
+def find_leftovers(root: str) -> list[Leftover]:
+    """Return what interrupted saves left in a directory and all below it, what may still be written included.
+
+    Args:
+        root: absolute path, or URL.
+
+    Raises:
+        CheckpointNotFoundError: it is no directory.
+        StorageError: the file system or store refused.
+    """
+    if not paths.isdir(root):
+        raise CheckpointNotFoundError(absence.of_directory(root).why, path=root)
+    return [leftover for folder, _ in below.folders_below(root) for leftover in _in_folder(folder)]
+
+
+def remove(leftover: Leftover) -> bool:
+    """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays.
+
+    Raises:
+        StorageError: the file system or store refused.
+    """
+    folder, name = os.path.split(leftover.path)
+    if any(not one.kept for one in _in_folder(folder, [name])):
+        with translated(leftover.path):
+            _remove(folder, name)
+    return not list(_in_folder(folder, [name]))
+
+
+def _remove(folder: str, name: str) -> None:
+    path = os.path.join(folder, name)
+    if paths.is_url(folder):
+        commit.remove_stale(folder, [name])
+    elif temporaries.is_temporary(name):
+        atomic.remove_stale(folder, [name])
+    elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
+        gda_folder.remove_orphan(path)
+    else:
+        for error in atomic.discard([path]).values():
+            raise error
+
+
+def _in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Leftover]:
+    """Yield the leftovers in a folder, or those with these names."""
+    if paths.is_url(folder):
+        yield from (one for one in _in_store(folder) if names is None or os.path.basename(one.path) in names)
+        return
+    if names is None:
+        with translated(folder):
+            names = sorted(os.listdir(folder))
+    stale = set(atomic.stale_names(folder, names))
+    for name in names:
+        path = os.path.join(folder, name)
+        if temporaries.is_temporary(name):
+            match = temporaries.parse(name)
+            assert match is not None
+            kept = "" if name in stale else "its writer may be running"
+            what = f"unfinished save of {match['name']}"
+            if match["role"] == "old":
+                is_there = os.path.lexists(os.path.join(folder, match["name"]))
+                what = f"replaced {match['name']}" if is_there else f"{match['name']}, set aside: it is put back"
+            yield Leftover(path, what, _size(path), kept)
+        elif TEMPORARY in name:
+            yield _of_others(path, f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax")
+        elif name in _FLAX_TEMPORARIES:
+            yield _of_others(path, "unfinished save by Flax")
+        elif name.endswith(steps.ARRAYS_POSTFIX) and _is_orphan(path):
+            main = path.removesuffix(steps.ARRAYS_POSTFIX)
+            found = _of_others(path, f"arrays of {os.path.basename(main)}, which does not exist")
+            is_live = atomic.has_live_writer(main)
+            yield dataclasses.replace(found, kept="a save of it may be running") if is_live else found
+
+
+def _of_others(path: str, what: str) -> Leftover:
+    """Return a leftover of a writer that does not say which process it is: what changed within a day stays."""
+    kept = "" if temporaries.is_long_unchanged(path) else "changed in the last 24 hours, so its writer may be running"
+    return Leftover(path, what, _size(path), kept)
+
+
+def _is_orphan(folder: str) -> bool:
+    """Return whether a folder holds the arrays of a msgpack file that does not exist."""
+    if not os.path.isdir(folder) or os.path.isfile(folder.removesuffix(steps.ARRAYS_POSTFIX)):
+        return False
+    return any(ZARR2_METADATA in files for _, _, files in os.walk(folder))
+
+
+def _in_store(folder: str) -> Iterator[Leftover]:
+    for name in commit.stale_names(folder):
+        path = f"{folder}/{name}"
+        is_whole = commit.is_removed_whole(folder, name)
+        what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
+        yield Leftover(path, what, _size(path))
+
+
+def _size(path: str) -> int:
+    return paths.storage_of(path).total_size(path)

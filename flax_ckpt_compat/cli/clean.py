@@ -1,0 +1,66 @@
+"""Define ``flax-ckpt clean``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from ._commands import FOUND, Command, FailedError, json_option, print_json
+
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt clean runs/a --dry-run
+flax-ckpt clean runs                 asks before it removes anything
+flax-ckpt clean gs://bucket/runs --yes
+""",
+)
+@click.argument("directory")
+@click.option("--dry-run", is_flag=True, help="List what would be removed, and remove nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option("a JSON list of what there is")
+def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Remove what interrupted saves left in DIRECTORY and below it.
+
+    That is: temporaries whose writer is dead, unfinished uploads, and the arrays of several processes (_gda) without
+    their checkpoint. What a live writer may still write stays: of writers that leave no trace of their process, such
+    as real Flax and Orbax, all that changed within 24 hours. No checkpoint is ever removed.
+
+    Exit code 0 if nothing is left, 1 if something is (after --dry-run, a no, or where the system refused), 2 if
+    DIRECTORY cannot be listed.
+    """
+    import dataclasses
+
+    from flax_ckpt_compat._core import paths
+    from flax_ckpt_compat._core.errors import StorageError
+    from flax_ckpt_compat._core.escaping import format_size, printable
+    from flax_ckpt_compat._save import leftovers
+
+    found = leftovers.find_leftovers(paths.absolute(directory))
+    going = [one for one in found if not one.kept]
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+    else:
+        for one in found:
+            note = f"; stays, because {one.kept}" if one.kept else ""
+            line = f"{format_size(one.nbytes):>8}  {printable(one.path, one_line=True)}  ({one.what}{note})"
+            click.secho(printable(line, one_line=True), dim=bool(one.kept))
+        click.echo(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
+    if not going:
+        return
+    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
+        raise FailedError("nothing was removed, because nobody can be asked: pass --yes, or --dry-run to look only")
+    if dry_run or not (yes or click.confirm("Remove them?")):
+        raise click.exceptions.Exit(FOUND)
+    left = 0
+    for one in going:
+        try:
+            left += not leftovers.remove(one)
+        except StorageError as error:
+            left += 1
+            click.echo(f"Error: {error}", err=True)
+    click.echo(f"Removed {len(going) - left} of {len(going)}.", err=as_json)
+    if left:
+        raise click.exceptions.Exit(FOUND)

@@ -1,0 +1,185 @@
+"""What ``flax-ckpt clean`` removes, and that it removes nothing that a live writer may still write."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner, Result
+
+from flax_ckpt_compat import checkpoints, verify
+from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
+from flax_ckpt_compat._save import leftovers
+from flax_ckpt_compat.cli import main
+from tests.support.corpus import ARCHIVES
+from tests.support.saves import use_flag
+
+ROOT = Path(__file__).parents[2]
+DAY = 24 * 3600.0
+# A writer of ours: begins a save, says so, and is then killed or goes on waiting.
+WRITER = """
+import sys
+from flax_ckpt_compat._core.local import atomic
+path = atomic.temporary_path(sys.argv[1])
+open(path, "wb").write(bytes(1000))
+print(path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is saving step 9."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "run" / "checkpoint_9")]
+    (tmp_path / "run").mkdir()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert temporaries.is_temporary(os.path.basename(process.stdout.readline().strip()))
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def two_days_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which all files here are old."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * DAY)
+
+
+def clean(*arguments: object) -> Result:
+    """Runs the command in this process; nobody is at its terminal."""
+    return CliRunner().invoke(main, ["clean", *map(str, arguments)])
+
+
+def names(directory: Path) -> list[str]:
+    """All files and directories below, sorted."""
+    return sorted(os.path.relpath(path, directory) for path in directory.rglob("*"))
+
+
+def test_a_killed_writer(writer: subprocess.Popen[str], tmp_path: Path) -> None:
+    """While it lives its temporary stays, and is listed; after kill -9 it is removed, and no checkpoint is."""
+    run = tmp_path / "run"
+    with use_flag(False):
+        checkpoints.save_checkpoint(run, {"x": 1}, 1)
+    before = names(tmp_path)
+    result = clean(tmp_path, "--yes")
+    assert result.exit_code == 0
+    assert "its writer may be running" in result.stdout
+    assert "0 to remove" in result.stdout
+    assert names(tmp_path) == before
+    writer.kill()
+    writer.wait()
+    (found,) = leftovers.find_leftovers(str(tmp_path))
+    assert (found.nbytes, found.kept, found.what) == (1000, "", "unfinished save of checkpoint_9")
+    assert clean(tmp_path, "--dry-run").exit_code == 1
+    assert names(tmp_path) == before
+    assert clean(tmp_path, "--yes").exit_code == 0
+    assert names(tmp_path) == ["run", "run/checkpoint_1"]
+
+
+def test_a_writer_that_begins_after_the_list_was_made(writer: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Each leftover is checked again before it goes."""
+    (found,) = leftovers.find_leftovers(str(tmp_path))
+    assert found.kept
+    assert not leftovers.remove(leftovers.Leftover(found.path, found.what, found.nbytes))
+    assert os.path.exists(found.path)
+
+
+def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfinished saves of real Orbax and real Flax name no process: they stay until nothing changed for a day."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_1", {"x": np.ones(3)})
+    shutil.copytree(tmp_path / "checkpoint_1", tmp_path / "checkpoint_2.orbax-checkpoint-tmp")
+    (tmp_path / "checkpoint_tmp").write_bytes(b"\x81")
+    (tmp_path / "my_tmp").write_bytes(b"mine")
+    before = names(tmp_path)
+    assert "0 to remove" in clean(tmp_path, "--yes").stdout
+    assert names(tmp_path) == before
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * DAY)
+    result = clean(tmp_path, "--yes")
+    assert "Removed 2 of 2." in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "my_tmp"]
+    assert verify(tmp_path).ok
+
+
+def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of several processes go when their file is gone for a day; other files beside them stay."""
+    for name in ("a", "b"):
+        shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / name)
+    (tmp_path / "a" / "checkpoint_3").unlink()
+    (tmp_path / "a" / "checkpoint_3_gda" / "notes.txt").write_text("mine")
+    (tmp_path / "a" / "my_gda").mkdir()
+    before = names(tmp_path)
+    assert clean(tmp_path, "--yes").exit_code == 0
+    assert names(tmp_path) == before
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * DAY)
+    (found,) = leftovers.find_leftovers(str(tmp_path))
+    assert (found.path, found.kept) == (str(tmp_path / "a" / "checkpoint_3_gda"), "")
+    assert clean(tmp_path, "--yes").exit_code == 0
+    assert names(tmp_path / "a") == ["checkpoint_3_gda", "checkpoint_3_gda/notes.txt", "expected.json", "my_gda"]
+    assert verify(tmp_path / "b").ok
+
+
+def test_orphans_of_a_step_that_is_saved_again(
+    writer: subprocess.Popen[str], tmp_path: Path, two_days_later: None
+) -> None:
+    """Arrays without a file stay while a live writer saves that step: they may be its own."""
+    folder = tmp_path / "run" / "checkpoint_9_gda"
+    shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda", folder)
+    kept = {Path(one.path).name: one.kept for one in leftovers.find_leftovers(str(tmp_path))}
+    assert kept["checkpoint_9_gda"] == "a save of it may be running"
+    assert clean(tmp_path, "--yes").exit_code == 0
+    assert (folder / "params" / "xy" / ".zarray").exists()
+
+
+def test_a_generation_that_appears_during_the_removal(tmp_path: Path) -> None:
+    """A save that begins while an orphan is removed writes to a generation, which is new and stays."""
+    folder = tmp_path / "checkpoint_3_gda"
+    shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda", folder)
+    generation = temporaries.generation_of(atomic.temporary_path(str(tmp_path / "checkpoint_3")))
+    assert generation is not None
+    shutil.copytree(folder / "params", folder / generation / "params")
+    gda_folder.remove_orphan(str(folder))
+    assert [path.name for path in folder.iterdir()] == [generation]
+    assert (folder / generation / "params" / "xy" / ".zarray").exists()
+
+
+def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
+    """A checkpoint that a dead writer set aside is the only copy: it gets its name back."""
+    with use_flag(False):
+        path = checkpoints.save_checkpoint(tmp_path, {"x": 1}, 1)
+    aside = atomic.temporary_path(path, "old").replace(f"-{os.getpid()}-", "-1-")
+    os.rename(path, aside)
+    (found,) = leftovers.find_leftovers(str(tmp_path))
+    assert found.what == "checkpoint_1, set aside: it is put back"
+    assert clean(tmp_path, "--yes").exit_code == 0
+    assert checkpoints.restore_checkpoint(path, None) == {"x": 1}
+
+
+def test_nobody_to_ask(tmp_path: Path) -> None:
+    """Without a terminal and without --yes, nothing is removed: exit code 2. A typo in the path is one, too."""
+    leftover = Path(atomic.temporary_path(str(tmp_path / "checkpoint_1")).replace(f"-{os.getpid()}-", "-1-"))
+    leftover.touch()
+    result = clean(tmp_path)
+    assert result.exit_code == 2
+    assert "pass --yes" in result.stderr
+    assert leftover.exists()
+    (found,) = json.loads(clean(tmp_path, "--json", "--dry-run").stdout)
+    assert (found["path"], found["nbytes"], found["kept"]) == (str(leftover), 0, "")
+    assert clean(tmp_path / "nowhere").exit_code == 2
+
+
+def test_nothing_to_clean(tmp_path: Path) -> None:
+    """An empty directory is clean."""
+    result = clean(tmp_path)
+    assert (result.exit_code, result.stdout) == (0, "0 to remove, 0 B.\n")

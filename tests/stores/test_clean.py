@@ -1,0 +1,49 @@
+"""``flax-ckpt clean`` and ``flax-ckpt verify`` on an object store."""
+
+import time
+
+import numpy as np
+from click.testing import CliRunner
+
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat.cli import main
+from tests.support.s3 import Bucket
+
+YESTERDAY = 25 * 3600
+
+
+def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
+    """Uploads that died a day ago go; running ones, and the checkpoints, stay."""
+    url = f"{bucket.url}/run"
+    checkpoints.save_checkpoint(url, {"w": np.ones(1000, np.float32)}, 1)
+    whole = bucket.keys()
+    now = int(time.time())
+    bucket.put(f"run/checkpoint_2/_begun.{now - YESTERDAY}.{'0' * 32}", b"")
+    bucket.put("run/checkpoint_2/d/0", bytes(100))
+    bucket.put(f"run/checkpoint_3/_begun.{now}.{'1' * 32}", b"")
+    running = [f"run/checkpoint_3/_begun.{now}.{'1' * 32}"]
+    shown = CliRunner().invoke(main, ["clean", url, "--dry-run"])
+    assert shown.exit_code == 1
+    assert "checkpoint_2  (unfinished upload)" in shown.stdout
+    assert "1 to remove, 100 B." in shown.stdout
+    assert CliRunner().invoke(main, ["clean", url, "--yes"]).exit_code == 0
+    assert bucket.keys() == sorted([*whole, *running])
+
+
+def test_verify(flag: bool, bucket: Bucket) -> None:
+    """Checkpoints of a store are verified; a truncated one is damaged, and a strange object is listed."""
+    url = f"{bucket.url}/run"
+    checkpoints.save_checkpoint(url, {"w": np.ones(10_000, np.float32)}, 1)
+    result = CliRunner().invoke(main, ["verify", url])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"{url}/checkpoint_1" in result.stdout
+    assert "unexpected" not in result.stdout
+    key = max(bucket.keys("run/"), key=lambda key: len(bucket.get(key)))
+    whole = bucket.get(key)
+    if flag:
+        bucket.put("run/checkpoint_1/notes", b"mine")
+        assert "unexpected: notes" in CliRunner().invoke(main, ["verify", url]).stdout
+    bucket.put(key, whole[:-100])
+    damaged = CliRunner().invoke(main, ["verify", url])
+    assert damaged.exit_code == 1
+    assert "DAMAGED" in damaged.stdout
