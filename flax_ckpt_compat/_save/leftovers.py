@@ -86,6 +86,8 @@ def _in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Le
     stale = set(atomic.stale_names(folder, names))
     for name in names:
         path = os.path.join(folder, name)
+        if not os.path.lexists(path):
+            continue
         if temporaries.is_temporary(name):
             match = temporaries.parse(name)
             assert match is not None

@@ -47,11 +47,9 @@ def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-@pytest.fixture
-def two_days_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which all files here are old."""
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 2 * DAY)
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves the clock of the file system on, so that all files here are two days old."""
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: time.time() + 2 * DAY)
 
 
 def clean(*arguments: object) -> Result:
@@ -103,8 +101,7 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     before = names(tmp_path)
     assert "0 to remove" in clean(tmp_path, "--yes").stdout
     assert names(tmp_path) == before
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 2 * DAY)
+    later(monkeypatch)
     result = clean(tmp_path, "--yes")
     assert "Removed 2 of 2." in result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "my_tmp"]
@@ -121,8 +118,7 @@ def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     before = names(tmp_path)
     assert clean(tmp_path, "--yes").exit_code == 0
     assert names(tmp_path) == before
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 2 * DAY)
+    later(monkeypatch)
     (found,) = leftovers.find_leftovers(str(tmp_path))
     assert (found.path, found.kept) == (str(tmp_path / "a" / "checkpoint_3_gda"), "")
     assert clean(tmp_path, "--yes").exit_code == 0
@@ -131,9 +127,10 @@ def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_orphans_of_a_step_that_is_saved_again(
-    writer: subprocess.Popen[str], tmp_path: Path, two_days_later: None
+    writer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrays without a file stay while a live writer saves that step: they may be its own."""
+    later(monkeypatch)
     folder = tmp_path / "run" / "checkpoint_9_gda"
     shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda", folder)
     kept = {Path(one.path).name: one.kept for one in leftovers.find_leftovers(str(tmp_path))}

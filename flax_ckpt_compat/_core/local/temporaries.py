@@ -132,7 +132,7 @@ def storage_time(directory: str) -> float:
 
 def is_long_unchanged(path: str) -> bool:
     """Return whether nothing in a path has changed for a day, after which an unknown writer counts as dead."""
-    return time.time() - _last_change(path) >= _LONG
+    return storage_time(os.path.dirname(path)) - _last_change(path) >= _LONG
 
 
 def _last_change(path: str) -> float:
