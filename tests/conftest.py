@@ -16,7 +16,7 @@ from flax.training import checkpoints as flax_checkpoints
 from hypothesis import settings
 
 from flax_ckpt_compat import checkpoints
-from tests.support import profiles
+from tests.support import interpreters, profiles
 from tests.support.saves import Save, use_flag
 
 # Without bytecode, every process of pytest-xdist and every program of the tests compiles the project anew.
@@ -40,8 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep what XLA compiles; tests compile hundreds of small programs, which takes longer than to run them."""
     if session.config.pluginmanager.hasplugin("cacheprovider"):
-        jax.config.update("jax_compilation_cache_dir", str(session.config.cache.mkdir("jax")))
+        folder = str(session.config.cache.mkdir("jax"))
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        interpreters.COMPILATION_CACHE.update(
+            JAX_COMPILATION_CACHE_DIR=folder, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
+        )
 
 
 def pytest_collection_finish() -> None:

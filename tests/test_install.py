@@ -173,7 +173,7 @@ def test_eight_threads(real: types.ModuleType, user: types.ModuleType) -> None:
 
     def work() -> None:
         start.wait()
-        for _ in range(20):
+        for _ in range(8):
             with flax_ckpt_compat.installed():
                 if real.save_checkpoint is not ours.save_checkpoint or user.sc is not ours.save_checkpoint:
                     failures.append(threading.current_thread().name)

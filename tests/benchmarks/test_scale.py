@@ -13,7 +13,7 @@ from tests.support.team import team_of
 LEAVES = 30
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_counts_of_real_processes(processes: int, tmp_path: Path) -> None:
     """Messages, files and bytes of a save in Orbax's format are as many as the formulas say; a restore needs none."""
     team = team_of(processes)

@@ -30,6 +30,7 @@ def test_command_prints_every_system(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_fresh_process(tmp_path: Path) -> None:
     """A fresh process tells how far memory rose during one save."""
     first, *_ = workloads(quick=True)
@@ -43,6 +44,7 @@ def test_gpt2_has_its_published_size() -> None:
     assert (sum(sizes), len(sizes)) == (124_439_808, 148)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "workload", [one for one in workloads(quick=True) if one.devices == 1], ids=lambda one: one.name
 )

@@ -9,6 +9,7 @@ from tests.benchmarks.team_jobs import SYSTEMS, Sizes
 from tests.support.team import team_of
 
 
+@pytest.mark.slow
 def test_every_system_is_timed(tmp_path: Path) -> None:
     """Each operation has a table with every system, all results were compared, and nothing is left behind."""
     tables = team.measure(team_of(2), Sizes(2, (16, 8)), 1, str(tmp_path))

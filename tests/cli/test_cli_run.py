@@ -218,7 +218,8 @@ def test_the_users_own_sitecustomize_runs(tmp_path: Path, own: str) -> None:
     """A sitecustomize of the user's runs in its own module; where it fails, Python reports that as ever."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(own)
-    (tmp_path / "probe.py").write_text("import sys; print('sitecustomize' in sys.modules)\n" + WHOSE)
+    whose = WHOSE if "print" in own else ""  # which imports Flax
+    (tmp_path / "probe.py").write_text("import sys; print('sitecustomize' in sys.modules)\n" + whose)
     path = os.pathsep.join((str(tmp_path / "site"), str(ROOT)))
     stdout, stderr, code = outcome([sys.executable, "probe.py"], tmp_path, PYTHONPATH=path)
     expected = stdout.replace("flax.training.checkpoints", OURS), stderr, code

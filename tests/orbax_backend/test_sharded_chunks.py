@@ -68,6 +68,7 @@ def test_no_chunk_reaches_over_two_shards(part: tuple[int, ...], split: list[int
         assert math.prod(chunks) * 8 <= limit
 
 
+@pytest.mark.slow
 def test_real_orbax_reads_a_large_array_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array above the limit (lowered here) lies in files of about 64 MiB, and real Orbax puts it together."""
     monkeypatch.setattr(zarr, "_PLAIN_CHUNK_BYTES", 20 * MIB)

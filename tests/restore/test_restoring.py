@@ -146,7 +146,7 @@ def test_restored_jax_arrays_are_theirs_alone(tmp_path: Path) -> None:
     tree = {str(n): np.full(1000 + n, n, np.float32) for n in range(30)}
     with use_flag(True):
         checkpoints.save_checkpoint(tmp_path, tree, 1)
-    target = {name: jnp.zeros_like(value) for name, value in tree.items()}
+    target = {name: jnp.asarray(np.zeros_like(value)) for name, value in tree.items()}
     first = checkpoints.restore_checkpoint(tmp_path, target)
     second = checkpoints.restore_checkpoint(tmp_path, target)
     views = {name: np.asarray(value) for name, value in first.items()}

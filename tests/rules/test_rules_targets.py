@@ -32,11 +32,11 @@ SGD = optax.sgd(0.1, momentum=0.9)
 
 def trained(optimizer: Any, params: Any = PARAMS, seed: int = 0) -> Any:
     """An optimizer's state after three steps, every array of it different."""
-    opt_state = optimizer.init(params)
+    opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
     rng = np.random.default_rng(seed)
     for _ in range(3):
-        grads = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
-        _, opt_state = optimizer.update(grads, opt_state, params)
+        grads = jax.tree.map(lambda leaf: np.asarray(rng.normal(size=leaf.shape), np.float32), params)
+        _, opt_state = update(grads, opt_state, params)
     return opt_state
 
 

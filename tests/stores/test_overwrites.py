@@ -70,12 +70,12 @@ def check_real_orbax(bucket: AnyBucket, folder: str, numbers: set[int], to: Path
 
 
 CASES = [
-    ("s3", "msgpack msgpack", 0, 4),
-    ("gs", "msgpack msgpack", 1, 4),
-    ("s3", "orbax orbax", 0, 8),
-    ("gs", "orbax orbax", 2, 8),
-    ("s3", "orbax msgpack", 0, 5),
-    ("s3", "msgpack orbax", 1, 7),
+    ("s3", "msgpack msgpack", 0, 6),
+    ("gs", "msgpack msgpack", 3, 6),
+    ("s3", "orbax orbax", 0, 12),
+    ("gs", "orbax orbax", 6, 12),
+    ("s3", "orbax msgpack", 0, 8),
+    ("s3", "msgpack orbax", 1, 10),
 ]
 
 
@@ -210,7 +210,7 @@ def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None
     team, seen = team_of(2), []
     team.call(store_jobs.lead_to, [s3.environment(bucket.proxy), s3.environment(second)])
     try:
-        for number in range(5, 60, 11):
+        for number in range(5, 60, 18):
             root = f"{bucket.url}/run{number}"
             team.call(jobs.save_small, root, True, 1)
             with bucket.proxy.failing(from_change(number)):

@@ -178,7 +178,7 @@ def shuffled(node: Any, random: Any) -> Any:
     return Branch({name: shuffled(node.children[name], random) for name in names}, node.container, node.int_keys)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25, 8), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_names_does_not_matter(random: Any) -> None:
     """Msgpack keeps the order of definition, Orbax's format sorts: both get the same suggestion."""

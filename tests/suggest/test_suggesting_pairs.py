@@ -26,8 +26,8 @@ def is_missing(stored: Any, target: Any) -> bool:
 @pytest.mark.parametrize(
     ("families", "cases", "certain", "right"),
     [
-        (suggest_pairs.TUNED, 40, 24, 32),
-        (suggest_pairs.HELD_OUT, 40, 24, 32),
+        (suggest_pairs.TUNED, 20, 13, 16),
+        (suggest_pairs.HELD_OUT, 20, 13, 16),
         pytest.param(suggest_pairs.TUNED, 300, 198, 245, marks=pytest.mark.slow),
         pytest.param(suggest_pairs.HELD_OUT, 300, 184, 250, marks=pytest.mark.slow),
     ],

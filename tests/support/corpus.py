@@ -67,12 +67,12 @@ def cases() -> list[Case]:
     return found
 
 
-def parameters(chosen: Iterable[Case]) -> list[Any]:
-    """Cases as parameters of a test; slow are all but the oldest and the newest release of each."""
+def parameters(chosen: Iterable[Case], *, oldest: bool = True) -> list[Any]:
+    """Cases as parameters of a test; slow are all but the oldest, if asked for, and the newest release of each."""
     releases: dict[str, list[Case]] = {}
     for case in sorted(cases(), key=lambda case: (case.flax, case.orbax)):
         releases.setdefault(case.name, []).append(case)
-    ends = {case for one in releases.values() for case in (one[0], one[-1])}
+    ends = {case for one in releases.values() for case in (one[0], one[-1])[not oldest :]}
     return [pytest.param(case, id=str(case), marks=() if case in ends else pytest.mark.slow) for case in chosen]
 
 

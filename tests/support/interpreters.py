@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "FLAX_USE_ORBAX_CHECKPOINTING": "false"}
+# Variables for all processes that are forked; set when the session starts.
+COMPILATION_CACHE: dict[str, str] = {}
 _READ_AT_IMPORT = ("JAX_", "FLAX_USE_", "PYTHON")
 
 
@@ -133,7 +135,7 @@ def _zygote() -> socket.socket:
         process = subprocess.Popen(
             [sys.executable, "-c", "from tests.support import zygote; exec(zygote.serve())", str(theirs.fileno())],
             cwd=ROOT,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **_ENVIRONMENT, **COMPILATION_CACHE},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],

@@ -56,6 +56,8 @@ class NnxNet(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
+# Each of these is compiled as one program, not as dozens of small ones.
+@jax.jit
 def linen_variables() -> Any:
     """Parameters and batch statistics of a linen model."""
     return Net().init(jax.random.key(0), jnp.ones((2, 8)))
@@ -64,7 +66,7 @@ def linen_variables() -> Any:
 def _stepped(params: Any, tx: Any) -> Any:
     """An optimizer's state after one step, so that it is not all zeros."""
     grads = jax.tree.map(lambda x: jnp.full_like(x, 0.25), params)
-    return tx.update(grads, tx.init(params), params)[1]
+    return jax.jit(tx.update)(grads, tx.init(params), params)[1]
 
 
 def _labels(params: Any) -> Any:
@@ -91,11 +93,11 @@ def _optax(name: str) -> Any:
 
 
 def _train_state() -> Any:
-    variables = linen_variables()
+    variables, tx = linen_variables(), _CHAINS["adamw clipped"]()
     state = StatsState.create(
         apply_fn=Net().apply,
         params=variables["params"],
-        tx=_CHAINS["adamw clipped"](),
+        tx=optax.GradientTransformation(tx.init, jax.jit(tx.update)),
         batch_stats=variables["batch_stats"],
         rng=jax.random.PRNGKey(3),
     )
@@ -105,6 +107,11 @@ def _train_state() -> Any:
 def _nnx_optimizer() -> Any:
     if version("flax") < (0, 11):
         pytest.skip("nnx.Optimizer before flax 0.11 is called otherwise")
+    return _nnx_stepped()
+
+
+@jax.jit
+def _nnx_stepped() -> Any:
     model = NnxNet(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     optimizer.update(model, nnx.grad(lambda m: (m(jnp.ones((2, 8))) ** 2).sum())(model))
@@ -122,9 +129,9 @@ STATES: dict[str, Callable[[], Any]] = {
     "frozen dict": lambda: FrozenDict(linen_variables()),
     "train state": _train_state,
     "ema": lambda: Ema(linen_variables()["params"]),
-    "nnx state": lambda: nnx.state(NnxNet(nnx.Rngs(0))),
-    "nnx split": lambda: nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)[1:],
-    "nnx pure dict": lambda: _pure_dict(nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param)),
+    "nnx state": jax.jit(lambda: nnx.state(NnxNet(nnx.Rngs(0)))),
+    "nnx split": jax.jit(lambda: nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)[1:]),
+    "nnx pure dict": lambda: _pure_dict(jax.jit(lambda: nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param))()),
     "nnx optimizer": _nnx_optimizer,
     **{f"optax {name}": (lambda name=name: _optax(name)) for name in _CHAINS},
 }

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support import interpreters
+
 _PRELOAD = ["jax", "flax.training.checkpoints", "orbax.checkpoint", "optax", "flax_ckpt_compat.checkpoints"]
 _SERVER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -232,8 +234,9 @@ def _server() -> Any:
     """The context whose processes are forks of one that has imported all that takes long."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    before = {name: os.environ.get(name) for name in _SERVER_ENVIRONMENT}
-    os.environ.update(_SERVER_ENVIRONMENT)
+    variables = _SERVER_ENVIRONMENT | interpreters.COMPILATION_CACHE
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         from multiprocessing import forkserver
 

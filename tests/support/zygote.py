@@ -30,6 +30,8 @@ def serve() -> types.CodeType:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOAD:
         importlib.import_module(name)
+    # Another process is writing it, or was killed meanwhile: it is compiled.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     gc.collect()
     gc.freeze()
     while True:
