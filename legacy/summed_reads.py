@@ -94,23 +94,7 @@ class SummedFile:
         first, last = unit * UNIT, min((unit + 1) * UNIT, self._sums.size)
         if not summed:
             first, last = parts[0][0], max(stop for _, stop, _ in parts)
-        scratch = memory.as_bytes(np.empty(last - first, np.uint8))
-        pieces: list[memoryview] = []
-        copied: list[tuple[_Part, memoryview]] = []
-        overlapping: list[_Part] = []
-        at = end = first
-        for part in parts:
-            start, stop, span = part
-            if start < end:
-                overlapping.append(part)
-                continue
-            end = stop
-            if span.target is None or stop - start < _DIRECT_FROM:
-                copied.append((part, scratch[start - first : stop - first]))
-            else:
-                pieces += [scratch[at - first : start - first], span.target[start - span.offset : stop - span.offset]]
-                at = stop
-        pieces = [piece for piece in (*pieces, scratch[at - first :]) if piece]
+        pieces, copied, overlapping = _lay_out(parts, first, last)
         self._fill(pieces, first, parts)
         if summed:
             checksum = 0
@@ -118,7 +102,7 @@ class SummedFile:
                 checksum = checksums.crc32(piece, checksum)
             self._units[unit] = checksum
         for part in overlapping:
-            data = memory.as_bytes(np.empty(part[1] - part[0], np.uint8))
+            data = _new_bytes(part[1] - part[0])
             self._fill([data], part[0], [part])
             copied.append((part, data))
         _copy(copied, values)
@@ -182,6 +166,45 @@ def _parts_by_unit(spans: Iterable[Span], values: list[Any]) -> dict[int, list[_
             start, stop = max(span.offset, unit * UNIT), min(span.offset + span.nbytes, (unit + 1) * UNIT)
             parts.setdefault(unit, []).append((start, stop, span))
     return parts
+
+
+def _new_bytes(length: int) -> memoryview:
+    return memory.as_bytes(np.empty(length, np.uint8))
+
+
+def _lay_out(
+    parts: Iterable[_Part], first: int, last: int
+) -> tuple[list[memoryview], list[tuple[_Part, memoryview]], list[_Part]]:
+    """Return memory for all bytes of a range, that of arrays and what is between; parts to copy from it; and the rest.
+
+    The rest are parts that overlap others.
+    """
+    pieces: list[memoryview] = []
+    copied: list[tuple[_Part, memoryview]] = []
+    overlapping: list[_Part] = []
+    waiting: list[_Part] = []  # for the memory of the gap that they are in
+    at = end = first
+
+    def close_gap(stop: int) -> None:
+        gap = _new_bytes(stop - at)
+        pieces.append(gap)
+        copied.extend((part, gap[part[0] - at : part[1] - at]) for part in waiting)
+        waiting.clear()
+
+    for part in parts:
+        start, stop, span = part
+        if start < end:
+            overlapping.append(part)
+            continue
+        end = stop
+        if span.target is None or stop - start < _DIRECT_FROM:
+            waiting.append(part)
+            continue
+        close_gap(start)
+        pieces.append(span.target[start - span.offset : stop - span.offset])
+        at = stop
+    close_gap(last)
+    return [piece for piece in pieces if piece], copied, overlapping
 
 
 def _copy(copied: Iterable[tuple[_Part, memoryview]], values: list[Any]) -> None:
