@@ -27,6 +27,8 @@ TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 _TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
+# S3 refuses bytes that do not have the SHA-256 with which TensorStore signs each upload.
+_DAMAGED_UPLOAD = re.compile(r"XAmzContentSHA256Mismatch|BadDigest")
 _CODE = re.compile(r"\b([A-Z][A-Z_]{4,}): ")
 _SIZE = re.compile(r"<ActualObjectSize>(\d+)<|total size (\d+)")
 _STATUS = re.compile(r"http_response_code='(\d+)'")
@@ -145,7 +147,9 @@ def code_of(error: BaseException) -> str:
 
 def is_transient(error: Exception) -> bool:
     """Return whether a request that failed with this error may be tried again."""
-    return isinstance(error, TimeoutError) or (code_of(error) in _TRANSIENT_CODES and _EXHAUSTED not in str(error))
+    if isinstance(error, TimeoutError) or _DAMAGED_UPLOAD.search(str(error)):
+        return True
+    return code_of(error) in _TRANSIENT_CODES and _EXHAUSTED not in str(error)
 
 
 @contextmanager
@@ -214,6 +218,8 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
         return f"give credentials: {_CREDENTIALS[scheme]}"
     if "TimeTooSkewed" in codes:
         return "set the clock of this machine: requests are signed with the time"
+    if _DAMAGED_UPLOAD.search(codes):
+        return "the bytes were changed on their way, several times: check the proxy before the store, and this machine"
     if last == "403" or "AccessDenied" in codes:
         return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
     if "is not registered" in codes:
