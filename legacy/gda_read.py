@@ -19,6 +19,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.local.contained import ContainedFiles
 from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
@@ -28,6 +29,8 @@ from flax_ckpt_compat._core.tree import Path, show_path
 _CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 # Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
+# zstd expands 4 bytes to at most 128 KiB.
+_MAX_RATIO = 2**16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     if subpath.startswith("/") or "\0" in subpath or ".." in subpath.split("/"):
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
     folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
+    if not paths.is_url(folder):
+        ContainedFiles(folder_of(checkpoint)).check(os.path.join(subpath, ZARR2_METADATA))
     try:
         text = paths.read(f"{folder}/{ZARR2_METADATA}", 0, 2**20)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -90,6 +95,8 @@ def _parse_metadata(checkpoint: str, folder: str, fields: Any) -> FolderArray:
             raise ValueError(f"{lengths!r} is not a shape")
     if len(shape) != len(chunks) or 0 in chunks:
         raise ValueError(f"shape {shape} with chunks {chunks} is no grid")
+    if fields.get("dimension_separator", ".") != ".":
+        raise ValueError("chunks in subfolders, which no release of Flax writes")
     dtype = dtypes.dtype_from_name(fields["dtype"]).newbyteorder("=")
     return FolderArray(checkpoint, folder, tuple(shape), dtype, tuple(chunks))
 
@@ -151,12 +158,26 @@ class BatchedReads:
 
 
 def _open(tensorstore: Any, array: FolderArray) -> Any:
+    if not paths.is_url(array.folder):
+        _check_files(array)
     storage = paths.storage_of(array.folder)
     kvstore = storage.kvstore(array.folder)
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     store = tensorstore.open(spec, open=True, read=True, context=storage.context()).result()
     _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
     return store
+
+
+def _check_files(array: FolderArray) -> None:
+    """Check what TensorStore will open, and that it can hold the array."""
+    root = folder_of(array.checkpoint)
+    sizes = ContainedFiles(root).check_folder(os.path.relpath(array.folder, root))
+    chunks = [size for name, size in sizes.items() if name != ZARR2_METADATA]
+    needed = math.prod(-(-length // side) for length, side in zip(array.shape, array.chunks, strict=True))
+    if len(chunks) < needed:
+        raise ValueError(f"{needed} files of chunks are needed, {len(chunks)} are there")
+    if array.nbytes > sum(chunks) * _MAX_RATIO:
+        raise ValueError(f"files of {sum(chunks)} bytes cannot hold {array.nbytes}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
 from . import format, gda_read
 from .format import ArrayHeader
@@ -72,6 +72,7 @@ class _Parser:
         self._of_orbax = of_orbax
         self._stack: list[_Frame] = []
         self._headers: dict[bytes, ArrayHeader] = {}
+        self._lengths = PathLengths(window.size)
 
     def document(self) -> Node:
         window, stack = self._window, self._stack
@@ -208,7 +209,7 @@ class _Parser:
         data_at = start + len(header.text)
         window.at = data_at + header.nbytes
         kind, shape, dtype, nbytes = header.kind, header.shape, header.dtype, header.nbytes
-        return LeafHandle(path, kind, shape, dtype, nbytes, "/".join(path), self._reader, window.base + data_at)
+        return LeafHandle(path, kind, shape, dtype, nbytes, None, self._reader, window.base + data_at)
 
     def _container(self, tag: int, path: Path, in_list: bool) -> Branch:
         window = self._window
@@ -222,6 +223,10 @@ class _Parser:
             raise window.corrupt(f"a container of {count} values; the file is too short for them, it is truncated")
         if len(self._stack) >= format.MAX_DEPTH:
             raise window.corrupt(f"more than {format.MAX_DEPTH} nested containers")
+        try:
+            self._lengths.add(path, count)
+        except ValueError as error:
+            raise window.corrupt(str(error)) from None
         branch = Branch({}) if is_map else Branch({}, Container.LIST)
         self._stack.append(_Frame(branch, count, path, is_map, in_list or not is_map))
         return branch
@@ -250,7 +255,7 @@ class _Parser:
         return handle
 
     def _leaf(self, kind: LeafKind, nbytes: int, path: Path, value: Any) -> LeafHandle:
-        return LeafHandle(path, kind, (), None, nbytes, "/".join(path), self._reader, value)
+        return LeafHandle(path, kind, (), None, nbytes, None, self._reader, value)
 
     def _text(self, tag: int) -> str:
         window = self._window
@@ -285,8 +290,8 @@ def prng_key(branch: Branch, path: Path) -> LeafHandle | None:
     impl, data = branch.children[format.KEY_IMPL], branch.children["data"]
     if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
         return None
-    name, locator = "/".join(path), (impl.locator, data)
-    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, name, impl.reader, locator)
+    locator = impl.locator, data
+    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, locator)
     handle.in_gda_folder = data.in_gda_folder
     return handle
 
@@ -315,7 +320,7 @@ def _chunked(branch: Branch, path: Path) -> LeafHandle | None:
     if any(chunk.dtype != dtype for chunk in chunks):
         raise ValueError("pieces of different dtypes for one array")
     locator = tuple((chunk.locator, chunk.nbytes) for chunk in chunks)
-    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, "/".join(path), flag.reader, locator)
+    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, locator)
 
 
 def _numbered(node: Node) -> list[LeafHandle] | None:

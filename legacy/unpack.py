@@ -12,7 +12,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.local import mapping
-from flax_ckpt_compat._core.tree import Branch, Path
+from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 
 from . import format
 from .parse import prng_key
@@ -41,7 +41,7 @@ def unpack(source: Source, reader: Reader, sums: SummedFile | None = None) -> Br
         sums.verify_data(data)
     try:
         document = msgpack.unpackb(data, ext_hook=_ExtHook(), object_pairs_hook=_unique, **_LIMITS)
-        return _tree(document, reader)
+        return _tree(document, reader, PathLengths(source.size))
     except _ERRORS:
         return None
 
@@ -80,21 +80,24 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def _tree(document: Any, reader: Reader) -> Branch:
+def _tree(document: Any, reader: Reader, lengths: PathLengths) -> Branch:
     """Replace the unpacked values by handles, and the dicts by branches, in place."""
     if type(document) is not dict or document.keys() in (format.CHUNK_KEYS, format.KEY_KEYS):
         raise ValueError("no tree")
-    stack: list[tuple[Path, str, dict[str, Any]]] = [((), "", document)]
+    stack: list[tuple[Path, dict[str, Any]]] = [((), document)]
     keys = []  # maps of PRNG keys
     while stack:
-        parent, prefix, children = stack.pop()
+        parent, children = stack.pop()
+        lengths.add(parent, len(children))
         for key, value in children.items():
-            path, name = (*parent, key), prefix + key  # raises TypeError if the key is not text
+            if type(key) is not str:
+                raise TypeError("a key that is not text")
+            path = (*parent, key)
             kind = type(value)
             if kind is tuple:
                 header, data = value
                 children[key] = LeafHandle(
-                    path, header.kind, header.shape, header.dtype, header.nbytes, name, reader, data
+                    path, header.kind, header.shape, header.dtype, header.nbytes, None, reader, data
                 )
             elif kind is dict:
                 if len(path) >= format.MAX_DEPTH or value.keys() == format.CHUNK_KEYS:
@@ -102,20 +105,20 @@ def _tree(document: Any, reader: Reader) -> Branch:
                 if value.keys() == format.KEY_KEYS:
                     keys.append((children, path))
                 children[key] = Branch(value)
-                stack.append((path, f"{name}/", value))
+                stack.append((path, value))
             elif value is not None:
-                children[key] = _leaf(value, path, name, reader)
+                children[key] = _leaf(value, path, reader)
     for children, path in keys:
         branch = children[path[-1]]
         children[path[-1]] = prng_key(branch, path) or branch
     return Branch(document)
 
 
-def _leaf(value: Any, path: Path, name: str, reader: Reader) -> LeafHandle:
+def _leaf(value: Any, path: Path, reader: Reader) -> LeafHandle:
     if type(value) is str and not value.startswith(format.PLACEHOLDER):
         kind, nbytes = LeafKind.STR, len(value)
     elif type(value) is bytes:
         kind, nbytes = LeafKind.BYTES, len(value)
     else:
         kind, nbytes = format.NUMBERS[type(value)]
-    return LeafHandle(path, kind, (), None, nbytes, name, reader, value)
+    return LeafHandle(path, kind, (), None, nbytes, None, reader, value)

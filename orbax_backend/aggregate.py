@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.errors import UnrecognizedFormatError
 from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE_KEY
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 
+from .files import CheckpointFiles
 from .save_plan import EMPTY_MARKERS
 
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
@@ -63,6 +64,7 @@ def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | N
             f"open it with flax_ckpt_compat.checkpoints.restore_checkpoint",
             path=file,
         )
+    CheckpointFiles(path).check(MSGPACK_FILE)
     return Aggregate(open_msgpack(file))
 
 

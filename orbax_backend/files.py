@@ -12,6 +12,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local.contained import ContainedFiles
 from flax_ckpt_compat._core.storage_errors import store_errors, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -42,9 +43,28 @@ def refuse_escape(relative: str, path: str) -> None:
     """Raise if a relative path leads outside the checkpoint's directory."""
     if not stays_inside(relative):
         raise CorruptCheckpointError(
-            f"{path}: it refers to {relative!r}, which lies outside its directory; it was tampered with: do not use it",
+            f"{path}: it refers to {relative!r:.300}, which lies outside its directory; it was tampered with: "
+            "do not use it",
             path=path,
         )
+
+
+class CheckpointFiles:
+    """The files of a checkpoint's directory, which its index and its links may not leave."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._local = None if paths.is_url(path) else ContainedFiles(path)
+
+    def check(self, relative: str) -> int | None:
+        """Return the size of a local file, None for all else; raise if its path leads out, or it is no regular file."""
+        refuse_escape(relative, self._path)
+        return None if self._local is None else self._local.check(relative)
+
+    def check_folder(self, folder: str) -> None:
+        """Check all files directly in a local directory."""
+        if self._local is not None and os.path.isdir(os.path.join(self._path, folder)):
+            self._local.check_folder(folder)
 
 
 def make_directory(path: str) -> None:
@@ -77,6 +97,7 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
     file = os.path.join(path, name)
     if not paths.isfile(file):
         return None
+    CheckpointFiles(path).check(name)
     with translated(file, "read"):
         text = paths.read(file)
     try:

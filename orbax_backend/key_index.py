@@ -18,6 +18,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
+    DATA_DIRECTORY,
     MANIFEST,
     MSGPACK_FILE,
     PROCESS_PREFIX,
@@ -26,7 +27,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, refuse_escape, stays_inside, tensorstore_context, wait
+from .files import ByteRange, CheckpointFiles, refuse_escape, stays_inside, tensorstore_context, wait
 from .ocdbt import Entries, read_entries
 from .ocdbt_encoding import UndecodableError
 
@@ -180,6 +181,8 @@ class _DriverIndex(Index):
 
     def __init__(self, path: str) -> None:
         self._path = path
+        for folder in ("", DATA_DIRECTORY):
+            CheckpointFiles(path).check_folder(folder)
         try:
             self._store = wait(path, ts.KvStore.open(_database_spec(path, ""), context=tensorstore_context(path, 0)))
             self._keys = frozenset(wait(path, self._store.list()))
@@ -257,25 +260,19 @@ class _FileIndex(Index):
     """The index of a local directory of files."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path, self._files = path, CheckpointFiles(path)
 
-    def find(self, key: str) -> StoredValue | None:
-        file = self._file(key)
-        return ByteRange(key, 0, os.path.getsize(file)) if os.path.isfile(file) else None
+    def find(self, key: str) -> ByteRange | None:
+        size = self._files.check(key)
+        return None if size is None else ByteRange(key, 0, size)
 
     def get(self, key: str) -> bytes | None:
-        try:
-            with open(self._file(key), "rb") as file:
-                return file.read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+        extent = self.find(key)
+        return None if extent is None else _read_small(self._path, extent)
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        return paths.storage_of(self._path).kvstore(self._file(prefix))
-
-    def _file(self, key: str) -> str:
-        refuse_escape(key, self._path)
-        return os.path.join(self._path, key)
+        refuse_escape(prefix, self._path)
+        return paths.storage_of(self._path).kvstore(os.path.join(self._path, prefix))
 
 
 class _StoreIndex(Index):

@@ -17,8 +17,8 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, refuse_escape, sizes_of
-from .ocdbt_encoding import MAX_DECODED_BYTES, Columns, UndecodableError, check_crc32c, decompress_zstd
+from .files import ByteRange, CheckpointFiles, sizes_of
+from .ocdbt_encoding import MAX_DECODED_BYTES, Columns, MemoryBudget, UndecodableError, check_crc32c, decompress_zstd
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _VERSION = 0
@@ -68,6 +68,7 @@ class _Database:
     def __init__(self, path: str, base: str, locate: Callable[[str], str] | None) -> None:
         self._path, self._base = path, base
         self._locate = locate or (lambda file: os.path.join(path, file))
+        self._files, self._budget = CheckpointFiles(path), MemoryBudget()
         self._seen: set[ByteRange] = set()
 
     def entries(self) -> Entries:
@@ -77,22 +78,24 @@ class _Database:
             below: list[_NodeRef] = []
             for node, data in zip(level, self._read(level), strict=True):
                 try:
-                    children, entries = _decode_node(data, node)
+                    self._budget.grow(len(data))
+                    children, entries = _decode_node(data, node, self._budget)
                 except ValueError as error:
                     raise self._corrupt_node(node, error) from error
                 below += children
                 found |= entries
             level = below
         for file in {value.file for value in found.values() if type(value) is ByteRange}:
-            refuse_escape(file, self._path)
+            self._files.check(file)
         return found
 
     def _roots(self) -> list[_NodeRef]:
         name = self._base + MANIFEST
         file = self._locate(name)
+        self._files.check(name)
         data = paths.read(file, 0, None if paths.is_url(file) else _MAX_MANIFEST_BYTES)
         try:
-            root = _newest_root(data, self._base)
+            root = _newest_root(data, self._base, self._budget)
         except ValueError as error:
             raise self._corrupt(name, "", error) from error
         return [] if root is None else [root]
@@ -100,7 +103,7 @@ class _Database:
     def _read(self, nodes: list[_NodeRef]) -> list[bytes]:
         """Read the nodes of one level, concurrently from a store."""
         for node in nodes:
-            refuse_escape(node.extent.file, self._path)
+            self._files.check(node.extent.file)
             if node.extent in self._seen:
                 # Forty levels of shared nodes would make a tree of 2**40 keys.
                 raise self._corrupt_node(node, ValueError("one parent of the B-tree node was expected, found two"))
@@ -156,9 +159,9 @@ class _Database:
         )
 
 
-def _newest_root(manifest: bytes, base: str) -> _NodeRef | None:
+def _newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> _NodeRef | None:
     """Return the root of the newest version; None where that has no keys."""
-    columns = _body(manifest, MANIFEST_MAGIC)
+    columns = _body(manifest, MANIFEST_MAGIC, budget)
     columns.take(16)  # the database's own identifier
     kind = columns.varint()
     if kind not in (_SINGLE, _NUMBERED):
@@ -182,9 +185,9 @@ def _newest_root(manifest: bytes, base: str) -> _NodeRef | None:
     return None if offset == length == _NOWHERE else files.node(file, offset, length, b"", height)
 
 
-def _decode_node(data: bytes, node: _NodeRef) -> tuple[list[_NodeRef], Entries]:
+def _decode_node(data: bytes, node: _NodeRef, budget: MemoryBudget) -> tuple[list[_NodeRef], Entries]:
     """Return the nodes below an inner node; or the keys of a leaf node, each with its value or byte range."""
-    columns = _body(data, NODE_MAGIC)
+    columns = _body(data, NODE_MAGIC, budget)
     height = columns.byte()
     if height != node.height:
         raise ValueError(f"a node of height {node.height} was expected, found one of height {height}")
@@ -192,7 +195,7 @@ def _decode_node(data: bytes, node: _NodeRef) -> tuple[list[_NodeRef], Entries]:
     return (_inner(columns, files, node), {}) if height else ([], _leaf(columns, files, node.prefix))
 
 
-def _body(data: bytes, magic: int) -> Columns:
+def _body(data: bytes, magic: int, budget: MemoryBudget) -> Columns:
     if len(data) < _SHORTEST:
         raise ValueError(f"at least {_SHORTEST} bytes were expected, found {len(data)}")
     found = int.from_bytes(data[:4], "big")
@@ -208,7 +211,7 @@ def _body(data: bytes, magic: int) -> Columns:
     if compression not in (_PLAIN, _ZSTD):
         raise ValueError(f"the compression {_PLAIN} or {_ZSTD} was expected, found {compression}")
     body = data[14:-4]
-    return Columns(decompress_zstd(body) if compression == _ZSTD else body)
+    return Columns(decompress_zstd(body) if compression == _ZSTD else body, budget)
 
 
 class _Files:
@@ -216,7 +219,7 @@ class _Files:
 
     def __init__(self, columns: Columns, base: str) -> None:
         count = columns.varint()
-        shared, own = columns.name_lengths(count)
+        shared, own = columns.name_lengths(count, 2 * len(base))
         bases = columns.varints(count)
         names = columns.names(shared, own)
         if any(length > len(name) for length, name in zip(bases, names, strict=True)):
@@ -241,7 +244,7 @@ def _text(name: bytes) -> str:
 
 def _inner(columns: Columns, files: _Files, node: _NodeRef) -> list[_NodeRef]:
     count = columns.varint()
-    shared, own = columns.name_lengths(count)
+    shared, own = columns.name_lengths(count, len(node.prefix))
     common = columns.varints(count)
     keys = _ascending(columns.names(shared, own))
     if any(length > len(key) for length, key in zip(common, keys, strict=True)):
@@ -256,7 +259,7 @@ def _inner(columns: Columns, files: _Files, node: _NodeRef) -> list[_NodeRef]:
 
 def _leaf(columns: Columns, files: _Files, prefix: bytes) -> Entries:
     count = columns.varint()
-    keys = _ascending(columns.names(*columns.name_lengths(count)))
+    keys = _ascending(columns.names(*columns.name_lengths(count, len(prefix))))
     lengths, kinds = columns.varints(count), columns.varints(count)
     if not {_INLINE, _INDIRECT}.issuperset(kinds):
         raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")

@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 # Nodes of Orbax's databases hold at most 100 MB; a larger claim is hostile.
-MAX_DECODED_BYTES = 1 << 30
+MAX_DECODED_BYTES = 1 << 28
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _MAX_BLOCK = 128 << 10
 _RAW, _RLE, _COMPRESSED = 0, 1, 2
@@ -24,8 +24,9 @@ _CHECKSUM, _SINGLE_SEGMENT = 4, 32
 _END = re.compile(r"Not enough data.*at uncompressed byte (\d+)", re.DOTALL)
 # OCDBT's limit of keys and paths.
 _MAX_NAME = 65535
-# Names share prefixes, so few bytes can encode very many.
-_MAX_NAMES = 1 << 30
+# Names share prefixes, and nodes are compressed, so few bytes can encode very much. All columns may take this much,
+# and so much more for each byte of the nodes; real ones take up to a hundred. A name is several objects.
+_LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 10, 200, 8
 _VARINT_BYTES = 10  # of 64 bits
 
 
@@ -113,11 +114,28 @@ def _blocks(frame: bytes, at: int) -> tuple[int, int]:
     return limit, (at if last else len(frame))
 
 
+class MemoryBudget:
+    """Bounds the memory of all columns of a database."""
+
+    def __init__(self) -> None:
+        self._left = _LEAST_BYTES
+
+    def grow(self, nbytes: int) -> None:
+        """Allow for so many more bytes of nodes."""
+        self._left += nbytes * _BYTES_RATIO
+
+    def take(self, nbytes: int) -> None:
+        """Use memory; raise ValueError if there is too little."""
+        self._left -= nbytes
+        if self._left < 0:
+            raise ValueError("columns in proportion to the size of the nodes were expected, found far longer ones")
+
+
 class Columns:
     """A sequential reader of columns."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes, budget: MemoryBudget) -> None:
+        self._data, self._budget = data, budget
         self._bytes = np.frombuffer(data, np.uint8)
         self._at = 0
 
@@ -139,6 +157,7 @@ class Columns:
 
     def varints(self, count: int) -> list[int]:
         """Return the next column of varints (7 bits a byte, lowest first)."""
+        self._budget.take(count * _BYTES_PER_NUMBER)
         found = self._bytes[self._at : self._at + count]
         if len(found) == count and not np.any(found & 0x80):
             self._at += count
@@ -165,19 +184,21 @@ class Columns:
         column: list[int] = numbers.tolist()
         return column
 
-    def name_lengths(self, count: int) -> tuple[list[int], list[int]]:
-        """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest."""
-        return [0, *self.varints(count - 1)] if count else [], self.varints(count)
+    def name_lengths(self, count: int, prefix: int = 0) -> tuple[list[int], list[int]]:
+        """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest.
+
+        The caller puts a prefix of so many bytes before each."""
+        self._budget.take(count * (_BYTES_PER_NAME + prefix))
+        shared, own = [0, *self.varints(count - 1)] if count else [], self.varints(count)
+        lengths = list(map(operator.add, shared, own))
+        if max(lengths, default=0) > _MAX_NAME:
+            raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found one of {max(lengths)}")
+        self._budget.take(sum(lengths))
+        return shared, own
 
     def names(self, shared: Sequence[int], own: Sequence[int]) -> list[bytes]:
         """Return the names of which these are the lengths."""
-        lengths = list(map(operator.add, shared, own))
-        if max(lengths, default=0) > _MAX_NAME or sum(lengths) > _MAX_NAMES:
-            raise ValueError(
-                f"names of up to {_MAX_NAME} bytes, {_MAX_NAMES} in all, were expected, found "
-                f"{max(lengths)} and {sum(lengths)}"
-            )
-        if any(map(operator.gt, shared[1:], lengths)):
+        if any(map(operator.gt, shared[1:], map(operator.add, shared, own))):
             raise ValueError("a name was expected to share no more bytes than the one before has")
         names, before, at = [], b"", 0
         text = self.take(sum(own))

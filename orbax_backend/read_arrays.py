@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import checksums, grid, memory, paths
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
+from flax_ckpt_compat._core.local.contained import open_regular
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -42,8 +42,10 @@ _THREADS_FROM_BYTES = PIECE_BYTES // 4
 # Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
 _MAX_RATIO = 1 << 16
 _CACHE_BYTES = 64 << 20
-_MAX_CHUNKS = 1 << 20
 _CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
+# Releases before 0.10.3 left out chunks of the fill value. Arrays with such may take this many bytes of memory, or as
+# much as zstd could expand the checkpoint to. More chunks, of one array and in all, would take minutes to look up.
+_MAX_FILLED_BYTES, _MAX_MISSING, _MAX_MISSING_IN_ALL = 1 << 30, 1 << 17, 1 << 20
 
 
 class ArrayReader:
@@ -59,9 +61,13 @@ class ArrayReader:
     def read(self, reads: Sequence[ArrayRead], *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
         extents: list[tuple[ArrayRead, ByteRange]] = []
+        missing = 0
         for read in reads:
-            self._locate(read, extents)
+            missing += self._locate(read, extents)
+            if missing > _MAX_MISSING_IN_ALL:
+                raise self._corrupt(read, f"{missing} chunks are missing of it and of other arrays")
         self._check_bounds(extents)
+        self._check_filled([read for read in reads if not read.complete])
         if mapped and not paths.is_url(self._path):
             self._map(extents)
         groups: dict[str, list[ArrayRead]] = {}
@@ -84,16 +90,20 @@ class ArrayReader:
         self._read_opened(opened)
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
-    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]]) -> None:
-        """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value."""
+    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]]) -> int:
+        """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
+
+        Return the number of missing ones."""
         prefix, stored, info = key_prefix(read.name), 0, read.info
         may_be_missing = self._fills_missing and info.has_fill_value
-        # If chunks may be missing, the first one does not end the loop over a hostile grid of 2**60.
-        for cell, box in itertools.islice(read.cells(), _MAX_CHUNKS if may_be_missing else None):
+        missing = 0
+        for cell, box in read.cells():
             key = prefix + info.chunk_key(cell)
             value = self._index.find(key)
             if value is None and may_be_missing:
-                read.complete = False
+                read.complete, missing = False, missing + 1
+                if missing > _MAX_MISSING:  # a hostile grid has 2**60 chunks
+                    raise self._corrupt(read, f"more than {_MAX_MISSING} of its chunks are missing")
                 continue
             if value is None:
                 raise self._corrupt(read, f"the chunk {key!r} is missing")
@@ -106,8 +116,18 @@ class ArrayReader:
             stored += read.nbytes if length is None else length
         if not may_be_missing and read.nbytes > stored * _MAX_RATIO:
             raise self._corrupt(read, f"{stored} stored bytes cannot hold {read}")
-        if may_be_missing and len(read.chunks) == _MAX_CHUNKS:
-            read.complete = False  # chunks beyond the limit were not looked up; TensorStore does that
+        return missing
+
+    def _check_filled(self, reads: Sequence[ArrayRead]) -> None:
+        """Check that arrays with missing chunks, which the fill value replaces, are not absurdly large."""
+        nbytes = sum(read.nbytes for read in reads)
+        if nbytes > _MAX_FILLED_BYTES:
+            stored = paths.storage_of(self._path).total_size(self._path)
+            if nbytes > stored * _MAX_RATIO:
+                what = f"{len(reads)} arrays without all their chunks take {nbytes} bytes of memory"
+                raise self._corrupt(
+                    max(reads, key=lambda read: read.nbytes), f"{what}, but the checkpoint has {stored} bytes"
+                )
 
     def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
         """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
@@ -128,7 +148,7 @@ class ArrayReader:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it
-                fd = os.open(os.path.join(self._path, file), os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(os.path.join(self._path, file))
                 try:
                     views = mapping.map_regions(fd, [(extent.offset, extent.length) for _, extent in wanted])
                 finally:
@@ -163,7 +183,7 @@ class ArrayReader:
 
     def _open_file(self, piece: Piece) -> int:
         try:
-            return os.open(os.path.join(self._path, piece.extent.file), os.O_RDONLY)
+            return open_regular(os.path.join(self._path, piece.extent.file))
         except OSError as error:
             raise self._unreadable(piece.read, piece.extent.file, error) from error
 

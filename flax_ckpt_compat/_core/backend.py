@@ -49,7 +49,8 @@ class LeafHandle:
         shape: shape of the array, or of the key data for a PRNG key; () for everything else.
         dtype: dtype of the array, numpy scalar or key data; None for Python values.
         nbytes: size of the value in memory, in bytes; 0 if the format does not store it.
-        name: stored name, in the format's own terms.
+        stored_name: `name`, or None for the key path joined with slashes: of many leaves with long paths, those would
+            take more memory than the file.
         reader: open checkpoint that reads `locator`.
         locator: private to the backend.
         in_gda_folder: saved from several processes into the folder beside the msgpack file (Flax's ``_gda``).
@@ -61,11 +62,16 @@ class LeafHandle:
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | None
     nbytes: int
-    name: str
+    stored_name: str | None
     reader: Reader = dataclasses.field(repr=False)
     locator: Any = dataclasses.field(repr=False)
     in_gda_folder: bool = False
     possible_kinds: frozenset[LeafKind] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """Return the stored name, in the format's own terms."""
+        return "/".join(self.path) if self.stored_name is None else self.stored_name
 
     @property
     def sharding(self) -> str | None:

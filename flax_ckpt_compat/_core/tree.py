@@ -18,7 +18,24 @@ import numpy as np
 from flax_ckpt_compat._core.errors import NameCollisionError
 
 Path = tuple[str, ...]
+# Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
+# real trees take up to ten times their file.
+_LEAST_PATH_BYTES, _PATH_BYTES_RATIO, _BYTES_PER_NAME = 64 * 2**20, 64, 9
 Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
+
+
+class PathLengths:
+    """Bounds the memory of all key paths: a few names near the root can make them far longer than the file."""
+
+    def __init__(self, size: int):
+        """Begin with no leaves of a file of ``size`` bytes."""
+        self._left = max(_LEAST_PATH_BYTES, _PATH_BYTES_RATIO * size)
+
+    def add(self, path: Path, count: int) -> None:
+        """Add the children of a container; raise ValueError if the paths are too long."""
+        self._left -= count * (sum(map(len, path)) + _BYTES_PER_NAME * len(path))
+        if self._left < 0:
+            raise ValueError(f"key paths far longer than the file, for {count} values below {show_path(path)[:100]}")
 
 
 class Container(enum.Enum):

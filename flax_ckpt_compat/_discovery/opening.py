@@ -113,7 +113,7 @@ class JsonReader(Reader):
             return Branch(children, Container.LIST)
         if value is None:
             return None
-        return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, "/".join(path), self, value)
+        return LeafHandle(path, _JSON_KINDS[type(value)], (), None, 0, None, self, value)
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles; there are no arrays, so no slices."""

@@ -203,7 +203,7 @@ class _Selection:
 def _at(path: Path, leaf: Any) -> Any:
     """Return a leaf with its path in the whole checkpoint instead of in its item."""
     is_elsewhere = isinstance(leaf, LeafHandle) and leaf.path != path
-    return dataclasses.replace(leaf, path=path) if is_elsewhere else leaf
+    return dataclasses.replace(leaf, path=path, stored_name=leaf.name) if is_elsewhere else leaf
 
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:

@@ -92,7 +92,9 @@ def from_checkpoint(
 
 def _named_after(leaf: Any, located: str) -> Any:
     """Return a leaf handle whose path, which plans and messages show, begins with its checkpoint."""
-    return dataclasses.replace(leaf, path=(located, *leaf.path)) if isinstance(leaf, LeafHandle) else leaf
+    if not isinstance(leaf, LeafHandle):
+        return leaf
+    return dataclasses.replace(leaf, path=(located, *leaf.path), stored_name=leaf.name)
 
 
 def from_names(mapping: Mapping[str, Replacement]) -> Rule:

@@ -11,6 +11,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, listing
+from flax_ckpt_compat._core.local.contained import open_regular
 from flax_ckpt_compat._core.local.temporaries import GONE
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
@@ -71,7 +72,7 @@ class LocalStorage:
         return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             file.seek(start)
             if stop is not None:  # Python allocates all bytes that are asked for
                 stop = min(stop, max(os.fstat(file.fileno()).st_size, start + _SMALL_READ))

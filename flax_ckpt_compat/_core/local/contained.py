@@ -1,0 +1,98 @@
+"""Open only regular files, and only those of the checkpoint.
+
+A pipe would block the reader for ever, also inside TensorStore, and a link may lead to any file of the user.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+
+# In the cache of Hugging Face's hub, each file of a download is a link to ``blobs`` beside ``snapshots``.
+_SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]*)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+
+
+def open_regular(path: str) -> int:
+    """Open a regular file for reading and return its descriptor; raise OSError for anything else."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise StorageError(f"{path}: expected a regular file, found {_kind(mode)}", path=path, errno=errno.EINVAL)
+
+
+class ContainedFiles:
+    """The files of one local checkpoint's directory, which may itself be a link; remembers what it checked."""
+
+    def __init__(self, path: str):
+        self._path = path
+        root = os.path.realpath(path)
+        snapshot = _SNAPSHOT.fullmatch(root)
+        self._roots = [root, *([f"{snapshot[1]}/blobs"] if snapshot else [])]
+        self._folders: set[str] = set()
+
+    def check(self, relative: str) -> int | None:
+        """Return the size of a regular file, with links followed; None for a directory and if nothing is there.
+
+        Raises:
+            CorruptCheckpointError: it is something else, or outside the checkpoint's directory.
+            StorageError: the file system refused.
+        """
+        file = f"{self._path}/{relative}"
+        try:
+            self._check_folders(relative)
+            status = os.lstat(file)
+            if stat.S_ISLNK(status.st_mode):
+                self._check_target(relative, file)
+                status = os.stat(file)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise self._tampered(relative, f"cannot be a file's path ({error.strerror})") from error
+            raise StorageError(f"{file}: {error.strerror}", path=file, errno=error.errno) from error
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size
+        if not stat.S_ISDIR(status.st_mode):
+            raise self._tampered(relative, f"is {_kind(status.st_mode)}, where a regular file was expected")
+        return None
+
+    def check_folder(self, folder: str) -> dict[str, int]:
+        """Check all files directly in a directory, and return their sizes by name."""
+        names = os.listdir(os.path.join(self._path, folder))
+        sizes = {name: self.check(f"{folder}/{name}" if folder else name) for name in names}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def _check_folders(self, relative: str) -> None:
+        folder = relative.rpartition("/")[0]
+        if folder and folder not in self._folders:
+            self._check_folders(folder)
+            full = f"{self._path}/{folder}"
+            if stat.S_ISLNK(os.lstat(full).st_mode):
+                self._check_target(folder, full)
+            self._folders.add(folder)
+
+    def _check_target(self, relative: str, path: str) -> None:
+        real = os.path.realpath(path)
+        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots):
+            raise self._tampered(
+                relative,
+                f"is a link to {real}, outside its directory. If you trust it, copy it with the files that its links "
+                f"lead to (cp -rL) and restore the copy",
+            )
+
+    def _tampered(self, relative: str, what: str) -> CorruptCheckpointError:
+        shown = relative if len(relative) <= 300 else f"{relative[:300]}…"
+        return CorruptCheckpointError(f"{self._path}: its file {shown!r} {what}", path=self._path)
+
+
+def _kind(mode: int) -> str:
+    return {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")

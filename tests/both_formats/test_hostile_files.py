@@ -1,0 +1,280 @@
+"""Pipes, links and sizes that lie: a reader neither hangs, nor leaves the checkpoint, nor exhausts memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import errors
+
+
+@pytest.fixture(autouse=True)
+def never_hangs() -> Iterator[None]:
+    """A reader that waits for a pipe is interrupted."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("the reader hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+TREE = {"a": np.arange(6000.0), "b": np.arange(3, dtype=np.int32), "s": "text"}
+
+
+def _write_orbax(path: Path, use_ocdbt: bool, use_zarr3: bool) -> None:
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    ocp.Checkpointer(handler).save(path, {**TREE, "a": jnp.asarray(TREE["a"])})
+
+
+def _write_gda(path: Path) -> None:
+    """Write as real Flax does: a file, and arrays with zstd beside it (format.md, measured)."""
+    import tensorstore as ts
+
+    metadata = {"chunks": [3000], "compressor": {"id": "zstd", "level": 1}, "dtype": "<f8", "shape": [6000]}
+    for name in ("a", "b"):
+        store = ts.open(
+            {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{path}_gda/{name}/"}, "metadata": metadata},
+            create=True,
+        ).result()
+        store.write(np.arange(6000.0)).result()
+    path.write_bytes(msgpack.packb({name: f"//GDAPlaceholder:{name}" for name in ("a", "b")}))
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "ocdbt": lambda path: _write_orbax(path, True, False),
+    "files": lambda path: _write_orbax(path, False, False),
+    "files of zarr 3": lambda path: _write_orbax(path, False, True),
+    "gda": _write_gda,
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint of each layout."""
+    folder = tmp_path_factory.mktemp("written")
+    for name, write in WRITERS.items():
+        write(folder / name)
+    return folder
+
+
+@pytest.fixture(params=WRITERS)
+def checkpoint(request: pytest.FixtureRequest, written: Path, tmp_path: Path) -> Path:
+    """A copy of one of them."""
+    for part in (request.param, f"{request.param}_gda"):
+        if (written / part).is_dir():
+            shutil.copytree(written / part, tmp_path / part)
+        elif (written / part).exists():
+            shutil.copy(written / part, tmp_path / part)
+    return tmp_path / request.param
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """All files below a checkpoint's folder, or its folder of arrays."""
+    folder = checkpoint if checkpoint.is_dir() else Path(f"{checkpoint}_gda")
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def read_all(checkpoint: Path) -> None:
+    """Restore, and read every leaf; anything but a named error fails."""
+    flax_ckpt_compat.restore(checkpoint)
+    with flax_ckpt_compat.open_checkpoint(checkpoint) as opened:
+        opened.read()
+
+
+def _pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def _socket(file: Path) -> None:
+    here = os.getcwd()
+    os.chdir(file.parent)  # a socket's path is at most 108 bytes long
+    try:
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(file.name)
+    finally:
+        os.chdir(here)
+
+
+def _device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [_pipe, _socket, _device])
+def test_no_file_may_be_a_pipe_a_socket_or_a_device(checkpoint: Path, make: Callable[[Path], None]) -> None:
+    """Each file in turn: the restore ends, with a named error unless it does not need the file."""
+    failed = []
+    for file in files_of(checkpoint):
+        content = file.read_bytes()
+        file.unlink()
+        make(file)
+        try:
+            read_all(checkpoint)
+        except errors.CheckpointError as error:
+            failed.append(file.name)
+            assert str(checkpoint) in str(error)
+        file.unlink()
+        file.write_bytes(content)
+    assert len(failed) >= 4
+    read_all(checkpoint)
+
+
+def test_links_may_not_lead_out_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """A link to a file elsewhere is refused, also if it holds the very bytes; the error says how to trust it."""
+    refused = []
+    for file in files_of(checkpoint):
+        moved = tmp_path / "elsewhere"
+        file.rename(moved)
+        file.symlink_to(moved)
+        try:
+            read_all(checkpoint)
+        except errors.CorruptCheckpointError as error:
+            refused.append(file.name)
+            assert "outside its directory" in str(error)
+            assert "cp -rL" in str(error)
+        file.unlink()
+        moved.rename(file)
+    assert len(refused) >= 4
+    needed = {"_METADATA", "manifest.ocdbt", ".zarray", "zarr.json", "0", "1"}
+    assert {file.name for file in files_of(checkpoint)} & needed <= {*refused}
+
+
+def test_folders_may_not_lead_out_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """The same for a folder of chunks."""
+    folder = next(file.parent for file in files_of(checkpoint) if file.parent.name in ("a", "d"))
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.CorruptCheckpointError, match="outside its directory"):
+        read_all(checkpoint)
+
+
+def test_links_of_the_user_work(checkpoint: Path, tmp_path: Path) -> None:
+    """A linked directory of checkpoints, a linked step, and links inside the checkpoint's own directory."""
+    expected = flax_ckpt_compat.restore(checkpoint)
+    inside = files_of(checkpoint)[-1]
+    inside.rename(inside.with_name("moved"))
+    inside.symlink_to("moved")
+    (tmp_path / "run").mkdir()
+    for part in ("", "_gda"):
+        if Path(f"{checkpoint}{part}").exists():
+            (tmp_path / "run" / f"checkpoint_7{part}").symlink_to(f"{checkpoint}{part}")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    np.testing.assert_equal(flax_ckpt_compat.restore(tmp_path / "link"), expected)
+
+
+def test_downloads_of_hugging_faces_hub_work(checkpoint: Path, tmp_path: Path) -> None:
+    """Its cache is a folder of links to files beside it, by their hash (huggingface_hub 0.20 to 1.0, its guide)."""
+    expected = flax_ckpt_compat.restore(checkpoint)
+    hub = tmp_path / "models--someone--some"
+    (hub / "blobs").mkdir(parents=True)
+    (hub / "snapshots").mkdir()
+    revision = hub / "snapshots" / ("0" * 40)
+    revision.mkdir()
+    for part in ("", "_gda"):
+        if Path(f"{checkpoint}{part}").exists():
+            Path(f"{checkpoint}{part}").rename(revision / f"ckpt{part}")
+    for number, file in enumerate(sorted(file for file in revision.rglob("*") if file.is_file())):
+        blob = hub / "blobs" / str(number)
+        file.rename(blob)
+        file.symlink_to(os.path.relpath(blob, file.parent))
+    np.testing.assert_equal(flax_ckpt_compat.restore(revision / "ckpt"), expected)
+
+
+LONG_PATHS = {
+    "long key": msgpack.packb({"k" * 1_000_000: {str(number): 1 for number in range(2000)}}),
+    "many arrays": msgpack.packb({
+        **{str(number): msgpack.ExtType(1, msgpack.packb([[1], "int8", b"1"])) for number in range(20)},
+        "k" * 1_000_000: {str(number): 1 for number in range(2000)},
+    }),
+    "deep": b"\x81\xa1a" * 400 + msgpack.packb([1] * 300_000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LONG_PATHS)
+def test_key_paths_far_longer_than_the_file_are_refused(case: str, tmp_path: Path) -> None:
+    """A megabyte of names takes no gigabyte of memory: 2.0 GB before for the long key, 1.0 GB for the deep one."""
+    (tmp_path / "c").write_bytes(LONG_PATHS[case])
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.CorruptCheckpointError, match="key paths far longer than the file"):
+            flax_ckpt_compat.open_checkpoint(tmp_path / "c")
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_lists_of_numbers_restore(tmp_path: Path) -> None:
+    """Paths of real trees are no such thing, however many their leaves."""
+    tree = {"config": {"data": {"ids": list(range(3000))}}, "n" * 500: {str(number): number for number in range(3000)}}
+    (tmp_path / "c").write_bytes(msgpack.packb(tree))
+    assert flax_ckpt_compat.restore(tmp_path / "c")["n" * 500] == tree["n" * 500]
+
+
+def _declare(path: Path, **changes: Any) -> None:
+    """Change the metadata of the array ``a``, and forget its chunks; old releases left out chunks of zeros."""
+    file = path / "a" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "fill_value": 0, **changes}))
+    (path / "a" / "0").unlink()
+    tree = json.loads((path / "_METADATA").read_text())
+    del tree["store_array_data_equal_to_fill_value"]
+    (path / "_METADATA").write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"shape": [2**40], "chunks": [2**40]}, "but the checkpoint has"),
+        ({"shape": [2**30], "chunks": [1]}, "chunks are missing"),
+    ],
+)
+def test_fill_values_do_not_make_few_bytes_many(
+    written: Path, tmp_path: Path, changes: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few kilobytes cannot ask for the full declared size; the leaf is named."""
+    monkeypatch.setattr("flax_ckpt_compat.orbax_backend.read_arrays._MAX_MISSING", 1000)
+    shutil.copytree(written / "files", tmp_path / "c")
+    _declare(tmp_path / "c", **changes)
+    with pytest.raises(errors.CorruptCheckpointError, match=told) as caught:
+        flax_ckpt_compat.restore(tmp_path / "c")
+    assert caught.value.leaf == "a"
+
+
+def test_arrays_of_only_the_fill_value_restore(written: Path, tmp_path: Path) -> None:
+    """Of a release that left out their chunks: 80 MB of zeros, of a checkpoint of 6 kB."""
+    shutil.copytree(written / "files", tmp_path / "c")
+    _declare(tmp_path / "c", shape=[10_000_000], chunks=[10_000_000])
+    found = flax_ckpt_compat.restore(tmp_path / "c")["a"]
+    assert (found.shape, np.count_nonzero(found)) == ((10_000_000,), 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": [2**40]}, {"shape": [2**40], "chunks": [2**39]}, {"chunks": [1]}, {"dimension_separator": "/"}],
+    ids=repr,
+)
+def test_arrays_of_several_processes_are_as_large_as_their_files(written: Path, tmp_path: Path, changes: Any) -> None:
+    """Before memory is asked for; the leaf is named."""
+    shutil.copy(written / "gda", tmp_path / "c")
+    shutil.copytree(written / "gda_gda", tmp_path / "c_gda")
+    file = tmp_path / "c_gda" / "b" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(errors.CorruptCheckpointError) as caught:
+        flax_ckpt_compat.restore(tmp_path / "c")
+    assert caught.value.leaf == "b"
