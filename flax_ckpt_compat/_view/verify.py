@@ -207,7 +207,9 @@ def _verify_files(path: str) -> VerifiedCheckpoint:
         for name, item in opened.items.items():
             found.add_item(name, item, (name,) if opened.is_mapping else ())
     format = found.formats.pop() if len(found.formats) == 1 else "orbax" if found.formats else ""
-    lists = tuple(found.leaves), tuple(found.damage), tuple(found.unexpected)
+    # A block of bytes that is damaged makes all leaves in it so, for the same reason.
+    damage = set(found.damage) - {leaf.why for leaf in found.leaves}
+    lists = tuple(found.leaves), tuple(sorted(damage)), tuple(found.unexpected)
     return VerifiedCheckpoint(path, format, *lists, readable=found.readable)
 
 
@@ -245,11 +247,11 @@ class _Findings:
         inspection = reader.inspect()
         self.unexpected += [os.path.join(name, one) for one in inspection.unexpected]
         self.damage += inspection.damaged
+        self.leaves += _verify_leaves(reader, prefix, inspection.contradictions)
         try:
             reader.verify_checksums()
         except CorruptCheckpointError as error:
             self.damage.append(str(error))
-        self.leaves += _verify_leaves(reader, prefix, inspection.contradictions)
 
 
 def _strange_names(opened: opening.Opened) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.escaping import format_size, printable
-from flax_ckpt_compat._core.folding import Row, shown
+from flax_ckpt_compat._core.folding import Row, one_line, shown
 
 Checkpoint = Any  # flax_ckpt_compat._view.verify.VerifiedCheckpoint, which imports this module
 _WORDS = {"ok": "ok", "unverified": "ok*", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
@@ -30,18 +30,17 @@ def title(checkpoint: Checkpoint) -> str:
 def details(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield what is wrong with a checkpoint, and what lies in it unexpectedly."""
     for state in ("damaged", "unreadable"):
-        leaves = [leaf for leaf in checkpoint.leaves if leaf.state == state]
-        yield from _folded([Row((leaf.path, _without_place(leaf, checkpoint))) for leaf in leaves], state)
-    yield from map(printable, checkpoint.damage)
-    yield from _folded([Row((name,)) for name in checkpoint.unexpected], "unexpected")
-
-
-def _folded(rows: Sequence[Row], word: str) -> Iterator[str]:
-    found, more = shown(rows)
-    for row in found:
-        yield printable(": ".join((f"{word}: {row.names[0]}{row.note}", *row.names[1:])))
-    if more:
-        yield f"{word}: {more} more"
+        rows = [Row((leaf.path, _without_place(leaf, checkpoint))) for leaf in checkpoint.leaves if leaf.state == state]
+        found, more = shown(rows)
+        by_reason: dict[str, list[str]] = {}
+        for row in found:
+            by_reason.setdefault(row.names[1], []).append(row.names[0] + row.note)
+        for why, names in by_reason.items():
+            yield printable(f"{state}: {', '.join(names)}: {why}", one_line=True)
+        yield from [f"{state}: {more} more"] * bool(more)
+    yield from (printable(text, one_line=True) for text in checkpoint.damage)
+    if checkpoint.unexpected:
+        yield f"unexpected: {one_line(checkpoint.unexpected)}"
 
 
 def _without_place(leaf: Any, checkpoint: Checkpoint) -> str:

@@ -51,10 +51,14 @@ def only(path: Path) -> VerifiedCheckpoint:
 
 
 def flip(file: Path, at: int, bit: int = 0) -> None:
-    """Flip one bit of a file."""
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1 << bit
-    file.write_bytes(content)
+    """Flip one bit of a file, and leave its time and attributes alone, as a failing disk does."""
+    status = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        (byte,) = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1 << bit]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def data_files(path: Path) -> list[Path]:
@@ -109,6 +113,24 @@ def test_a_flipped_bit_of_the_index(tmp_path: Path) -> None:
     assert report.checkpoints[0].state == "damaged"
     assert "manifest.ocdbt" in report.checkpoints[0].damage[0]
     assert "DAMAGED" in str(report)
+
+
+def test_recorded_checksums(tmp_path: Path) -> None:
+    """Of what we saved, every leaf is ok, and every flipped bit of the file is found."""
+    with use_flag(False):
+        path = Path(checkpoints.save_checkpoint(tmp_path, TREE, 1))
+    if not os.listxattr(path):
+        pytest.skip("this file system has no extended attributes")
+    report = verify(tmp_path)
+    assert (report.verified, {leaf.state for leaf in report.checkpoints[0].leaves}) == (True, {"ok"})
+    size = path.stat().st_size
+    for at in range(0, size, size // 30):
+        flip(path, at, at % 8)
+        assert only(tmp_path).state == "damaged"
+        flip(path, at, at % 8)
+    assert verify(tmp_path).verified
+    os.removexattr(path, os.listxattr(path)[0])
+    assert (only(tmp_path).state, verify(tmp_path).ok) == ("unverified", True)
 
 
 def test_missing_data_file(tmp_path: Path) -> None:
