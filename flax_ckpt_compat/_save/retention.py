@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from jax import monitoring
 
@@ -45,7 +45,7 @@ def _remove_others(request: SaveRequest) -> None:
         ordered = [name for name in listing.complete_steps(checkpoint_dir) if name not in others]
         if request.name not in ordered:
             return  # another writer removed it meanwhile, and cleans up itself
-        failures += _remove(checkpoint_dir, _to_remove(request, ordered))
+        failures += _remove(checkpoint_dir, request.name, _to_remove(request, ordered))
         if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
@@ -74,21 +74,31 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     return replaced + newer + old
 
 
-def _remove(checkpoint_dir: CheckpointDir, names: list[str]) -> list[StorageError]:
-    """Remove checkpoints and their arrays; return the failures."""
+def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str]) -> list[StorageError]:
+    """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
     storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
     # In a store each with its arrays, because what a crash left of several would stay.
     for group in [[name] for name in names] if storage.is_remote else [names]:
-        for name in group:
-            _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
+        begun = list[str]()
         # The main files first: without its arrays one would look like a checkpoint and not restore.
-        failed = storage.discard(map(checkpoint_dir.path, group))
-        removed = [name for name in group if checkpoint_dir.path(name) not in failed]
+        failed = storage.discard(_while_there(checkpoint_dir, saved, group, begun))
+        removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
         failed |= storage.discard(checkpoint_dir.path(name + steps.ARRAYS_POSTFIX) for name in removed)
         failures += failed.values()
         for name in removed:
             prefixes.forget(checkpoint_dir, name)
     return failures
+
+
+def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:
+    """Yield paths to remove, and note their names; two writers that evict each other's would leave nothing."""
+    for name in names:
+        # Not in a store: one more request for each.
+        if not paths.is_url(checkpoint_dir.directory) and not paths.lexists(checkpoint_dir.path(saved)):
+            return
+        _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
+        begun.append(name)
+        yield checkpoint_dir.path(name)
 
 
 def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> Iterable[StorageError]:

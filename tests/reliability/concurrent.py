@@ -41,7 +41,7 @@ def _rotate(system: System, folder: str, *, overwrite: bool = False, mine: int =
         except Exception as error:
             with open(f"{folder}/failures", "a", encoding="utf-8") as file:
                 file.write(f"blocked: the save: {text_of(error)}\n")
-        time.sleep(_PAUSE)
+        time.sleep(_PAUSE * (2 if mine else 1))  # the steps of two writers drift apart
 
 
 def _watch(system: System, folder: str, tally: Tally, extent: Extent, right: Callable[[int, int], bool]) -> None:

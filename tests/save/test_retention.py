@@ -18,6 +18,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._discovery import listing
 from tests.support.saves import names, tree, use_flag
 
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
@@ -318,6 +319,25 @@ def test_an_eviction_that_another_process_does_first_is_no_error(
     monkeypatch.setattr(atomic, "discard", too_late)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
     assert names(tmp_path) == ["checkpoint_3"]
+
+
+def test_two_writers_that_evict_each_others_leave_something(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the other one, as its ``overwrite`` or ``keep`` says, removes what was just saved, the rest stays."""
+    for step in (1, 2):
+        ours.save_checkpoint(tmp_path, tree(step), step, keep=2)
+    complete_steps = listing.complete_steps
+
+    def then_evicted(*arguments: Any, **options: Any) -> list[str]:
+        found = complete_steps(*arguments, **options)
+        saved = tmp_path / "checkpoint_3"
+        shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+        return found
+
+    monkeypatch.setattr(listing, "complete_steps", then_evicted)
+    ours.save_checkpoint(tmp_path, tree(3), 3, keep=1)
+    assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
 
 
 CHECKPOINTERS: dict[str, Any] = {
