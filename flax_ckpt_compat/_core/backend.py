@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from flax_ckpt_compat._core import grid, memory
+from flax_ckpt_compat._core import grid
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node, Path
+
+if TYPE_CHECKING:  # listings of checkpoints do without it
+    import numpy as np
 
 
 class Format(enum.Enum):
@@ -97,6 +98,8 @@ class ArraySlice:
 
     def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copy the slice out of the whole array."""
+        from flax_ckpt_compat._core import memory
+
         view = value[self.index]
         result = memory.empty(view.shape, view.dtype)
         result[...] = view

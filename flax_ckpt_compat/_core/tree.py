@@ -11,11 +11,12 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.errors import NameCollisionError
+
+if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
+    import numpy as np
 
 Path = tuple[str, ...]
 # Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
@@ -125,6 +126,8 @@ class HostCopy:
         """Return the values as one array, assembled on each access unless there is one shard."""
         if len(self.shards) == 1:
             return self.shards[0].data
+        import numpy as np
+
         assembled = np.empty(self.shape, self.dtype)
         for shard in self.shards:
             assembled[shard.index] = shard.data
@@ -156,6 +159,8 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read the array, for ``np.asarray``."""
+        import numpy as np
+
         return np.asarray(self.read(), dtype)
 
 
@@ -169,6 +174,8 @@ def shards_of(array: Any) -> Iterator[Shard]:
     if isinstance(array, HostCopy):
         yield from array.shards
         return
+    import numpy as np
+
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             yield Shard(normalize_index(shard.index, array.shape), np.asarray(shard.data, order="C"))

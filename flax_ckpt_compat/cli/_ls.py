@@ -8,30 +8,18 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
 _HEADINGS = ("step", "format", "size", "saved", "state", "name")
 _NO_TIME = "-"
-
-
-class _RefusedError(click.ClickException):
-    """The directory cannot be listed; exits with code 2."""
-
-    exit_code = 2
-
-    def __init__(self, error: CheckpointError):
-        super().__init__(f"{type(error).__name__}: {error}")
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"Error: {self.message}", file=file, err=file is None)
 
 
 class _Row(NamedTuple):
@@ -45,14 +33,11 @@ def show(directory: str, prefix: str, *, as_json: bool) -> None:
     """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`.
 
     Raises:
-        click.ClickException: the directory cannot be listed.
+        CheckpointError: the directory cannot be listed.
     """
-    try:
-        checkpoint_dir = listing.checkpoint_dir(directory, prefix)
-        rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
-        empty_reason = None if rows else _empty_reason(checkpoint_dir, prefix)
-    except CheckpointError as error:
-        raise _RefusedError(error) from None
+    checkpoint_dir = listing.checkpoint_dir(directory, prefix)
+    rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
+    empty_reason = None if rows else _empty_reason(checkpoint_dir, prefix)
     if as_json:
         click.echo(json.dumps([_as_json(row) for row in rows], indent=2))
     elif empty_reason is not None:

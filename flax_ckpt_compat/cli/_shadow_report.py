@@ -7,7 +7,6 @@ import sys
 
 import click
 
-from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._view.shadow_report import ShadowReport, shadow_report
 
@@ -16,11 +15,7 @@ _FORMATS = ("msgpack", "orbax")
 
 def show(directory: str, *, as_json: bool) -> None:
     """Print the report of a directory, and exit with the command's code."""
-    try:
-        report = shadow_report(directory)
-    except CheckpointError as error:
-        click.echo(f"Error: {type(error).__name__}: {error}", err=True)
-        sys.exit(2)
+    report = shadow_report(directory)
     click.echo(json.dumps(report.records, indent=2) if as_json else "\n".join(_lines(report)))
     sys.exit(0 if report.is_clean else 1)
 

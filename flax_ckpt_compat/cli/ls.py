@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import click
 
+from ._commands import Command, json_option, prefix_option
 
-@click.command()
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt ls runs/a
+flax-ckpt ls runs/a --prefix model_
+flax-ckpt ls gs://bucket/runs/a --json
+""",
+)
 @click.argument("directory")
-@click.option("--prefix", default="checkpoint_", show_default=True, help="What the names begin with, before the step.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON list: sizes in bytes, times in UTC.")
-def command(directory: str, prefix: str, as_json: bool) -> None:
+@prefix_option
+@json_option("a JSON list, with sizes in bytes and times in UTC")
+def command(directory: str, prefix: str, *, as_json: bool) -> None:
     """List the checkpoints in DIRECTORY: a path, or an s3:// or gs:// URL.
 
     Shows step, format, size, when it was saved, and whether it is complete or why not. Nothing is opened: what

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import click
 
+from ._commands import Command
 
-@click.command()
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt scan .
+flax-ckpt scan train.py eval.ipynb --verbose
+flax-ckpt scan src --sarif > scan.sarif
+flax-ckpt scan src --fix
+""",
+)
 @click.argument("code", nargs=-1, required=True, metavar="CODE...", type=click.Path(exists=True))
 @click.option("--json", "as_json", is_flag=True, help="JSON: one object a finding, with what each means.")
 @click.option("--sarif", "as_sarif", is_flag=True, help="SARIF 2.1.0, for code review tools.")
@@ -20,13 +30,6 @@ def command(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: boo
     CODE is Python files, notebooks, and folders of them. It is parsed, never run. Found are calls, imports,
     aliases and settings of the flag, and the code around them that expects a checkpoint to be one file:
     os.remove, shutil.copy, open, globs, uploads.
-
-    \b
-    Examples:
-      flax-ckpt scan .
-      flax-ckpt scan train.py eval.ipynb --verbose
-      flax-ckpt scan src --sarif > scan.sarif
-      flax-ckpt scan src --fix
 
     Exit code 0 if nothing has to change, 1 if something has, 2 if CODE cannot be read.
     """

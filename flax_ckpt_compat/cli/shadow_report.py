@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from ._commands import Command, json_option
 
-@click.command()
+
+@click.command(cls=Command, examples="flax-ckpt shadow-report runs/a")
 @click.argument("directory")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a save; seconds, and sizes in bytes.")
+@json_option("a JSON list with an object for each save, with seconds, and sizes in bytes,")
 def command(directory: str, *, as_json: bool) -> None:
     """Show what shadow mode found in DIRECTORY: differences between the formats, seconds and bytes of each.
 

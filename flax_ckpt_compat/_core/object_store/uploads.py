@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.thread_pools import in_parallel
+
+if TYPE_CHECKING:  # listings of checkpoints do without it
+    import numpy as np
 
 # S3's limit for one request; an object from a single request appears whole or not at all.
 MAX_OBJECT = 5 * 2**30
@@ -119,6 +120,8 @@ def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
     def request() -> Any:
         return client.bucket_store(url).write(key, data, if_equal=version)
 
+    import numpy as np
+
     return _write_conditionally(url, np.frombuffer(data, np.uint8), request, new=version == client.NO_OBJECT)
 
 
@@ -164,6 +167,8 @@ def _has_content(url: str, content: np.ndarray[Any, Any]) -> bool:
 
 
 def _memory_map(path: str) -> np.ndarray[Any, Any]:
+    import numpy as np
+
     return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.empty(0, np.uint8)
 
 
