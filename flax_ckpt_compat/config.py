@@ -25,7 +25,7 @@ setting                   values (default first)     meaning
 ``shadow``                false, true                each save also writes the other format, reads both back, compares
                                                      them and records the result beside the checkpoints
 ``compression``           none, crc32c, zstd, gzip,  codec of array data in Orbax-format checkpoints; with crc32c, which
-                          blosc                      does not compress, and zstd every reader checks each chunk
+                          blosc                      does not compress, and the others every reader checks each chunk
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
                                                      save; they wait for it twice as long, and look-ups four times as
                                                      long for this process's part of a background save

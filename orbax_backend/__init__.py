@@ -41,7 +41,7 @@ class OrbaxBackend:
     write_process_part = staticmethod(multiprocess.write)
     finish_multiprocess = staticmethod(multiprocess.end)
 
-    def open(self, path: str, *, verify: bool = False) -> Reader:  # noqa: ARG002
+    def open(self, path: str, *, verify: bool = False) -> Reader:
         """Open a directory of any Orbax release; read the structure, and small arrays inline in its database.
 
         Raises:
@@ -49,4 +49,4 @@ class OrbaxBackend:
             CorruptCheckpointError: it does not decode.
         """
         with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
-            return open_checkpoint(path, self._open_msgpack)
+            return open_checkpoint(path, self._open_msgpack, verify=verify)

@@ -24,7 +24,6 @@ _SHORT_RUN_BYTES = 4096
 _LONG_RUN_BYTES = 256 << 10
 # A request to a store takes about as long as reading 1 MiB, so small gaps between ranges are read with them.
 _GAP_BYTES = 64 << 10
-_CHECKED_BYTES = 1 << 20
 # CRC-32C of any bytes followed by their CRC-32C.
 _RESIDUE = 0x48674BC7
 
@@ -126,6 +125,7 @@ class Piece:
     Attributes:
         read: a read that needs it, for errors.
         extent: the range.
+        within: the range of the whole chunk.
         target: memory for the bytes, or None.
         shape, copies: without a target: shape of the array in the range, and the copies out of it.
         chunk: key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
@@ -133,6 +133,7 @@ class Piece:
 
     read: ArrayRead
     extent: ByteRange
+    within: ByteRange
     target: _Array | None
     shape: Shape = ()
     copies: Sequence[Copy] = ()
@@ -142,15 +143,18 @@ class Piece:
         """Return the memory to read into."""
         return memory.empty(self.shape, self.read.info.dtype) if self.target is None else self.target
 
-    def blocks(self, buffer: _Array) -> Iterator[memoryview]:
-        """Yield the memory for all bytes of the range; of a chunk with a checksum in blocks that fit a CPU's cache."""
-        whole = memory.as_bytes(buffer)
-        if self.chunk is None:
-            yield whole
-            return
-        for start in range(0, len(whole), _CHECKED_BYTES):
-            yield whole[start : start + _CHECKED_BYTES]
-        yield memoryview(bytearray(self.extent.length - len(whole)))
+    def blocks(self, data: memoryview) -> Iterator[memoryview]:
+        """Yield the parts of the range's bytes that lie in one block of the chunk; blocks fit a CPU's cache."""
+        end = checksums.BLOCK_BYTES - (self.extent.offset - self.within.offset) % checksums.BLOCK_BYTES
+        yield data[:end]
+        for start in range(end, len(data), checksums.BLOCK_BYTES):
+            yield data[start : start + checksums.BLOCK_BYTES]
+
+    def memory_blocks(self, buffer: _Array) -> Iterator[memoryview]:
+        """Yield the memory for the range's bytes by blocks, then, of a chunk with its checksum, memory for that."""
+        yield from self.blocks(memory.as_bytes(buffer))
+        if self.chunk is not None:
+            yield memoryview(bytearray(self.extent.length - buffer.nbytes))
 
 
 def scatter(chunk: _Array, copies: Sequence[Copy]) -> None:
@@ -176,7 +180,7 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
         ((value, _),) = read.chunks
         target = read.array.reshape(-1).view(np.uint8)
         if isinstance(value, ByteRange):
-            return list(_split(read, value, target))
+            return list(_split(read, value, value, target))
         target.data[:] = value
         return []
     wanted = by_chunk(group)
@@ -211,17 +215,17 @@ def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copie
     count, offsets = grid.runs(info.chunks, copy.source, copy.array.shape, copy.target)
     source_at, target_at = next(offsets)
     if others or source_at or count != needed:
-        return [Piece(read, value, None, info.chunks, copies, key)]
+        return [Piece(read, value, value, None, info.chunks, copies, key)]
     target = copy.array.reshape(-1).view(np.uint8)[target_at * size : (target_at + count) * size]
-    return [Piece(read, value, target, chunk=key)]
+    return [Piece(read, value, value, target, chunk=key)]
 
 
-def _split(read: ArrayRead, extent: ByteRange, target: _Array) -> Iterator[Piece]:
-    """Yield the pieces of a range, for several threads."""
+def _split(read: ArrayRead, within: ByteRange, extent: ByteRange, target: _Array) -> Iterator[Piece]:
+    """Yield the pieces of a range in a chunk, for several threads."""
     file, offset, length = extent
     for start in range(0, length, PIECE_BYTES):
         count = min(PIECE_BYTES, length - start)
-        yield Piece(read, ByteRange(file, offset + start, count), target[start : start + count])
+        yield Piece(read, ByteRange(file, offset + start, count), within, target[start : start + count])
 
 
 def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy]) -> list[Piece]:
@@ -242,7 +246,7 @@ def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy
         target = copy.array.reshape(-1).view(np.uint8)
         for source_at, target_at in offsets:
             extent = ByteRange(value.file, value.offset + source_at * size, length)
-            pieces += _split(read, extent, target[target_at * size : target_at * size + length])
+            pieces += _split(read, value, extent, target[target_at * size : target_at * size + length])
     return pieces + (_plan_bands(read, value, scattered) if scattered else [])
 
 
@@ -255,7 +259,7 @@ def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> l
         found = ByteRange(extent.file, extent.offset + grid.offset(chunk, band) * size, math.prod(shape) * size)
         inside = [_inside(copy, band) for copy in copies if grid.overlaps(copy.source, band)]
         if inside:
-            pieces.append(Piece(read, found, None, shape, inside))
+            pieces.append(Piece(read, found, extent, None, shape, inside))
     return pieces
 
 

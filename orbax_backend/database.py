@@ -25,11 +25,14 @@ from flax_ckpt_compat._core.tree import Shard
 
 from .encode import EncodedLeaf, all_of
 from .files import wait
+from .recording import Recorder
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
+# Values up to this size lie inline in the B-tree, whose nodes are compressed and have checksums anyway.
+_INLINE_BYTES = 1024
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
 _DATABASE = {
-    "max_inline_value_bytes": 1024,
+    "max_inline_value_bytes": _INLINE_BYTES,
     "max_decoded_node_bytes": 100_000_000,
     "manifest_kind": "single",
     "compression": {"id": "zstd", "level": 1},  # for nodes; the default level takes twice the time
@@ -40,8 +43,7 @@ _DATA_FILE_BYTES = 64 << 20
 _FILE_THREADS = 8
 # Below this one key-value write is cheaper than opening the zarr driver, which writes without a copy.
 _DRIVER_FROM_BYTES = 64 << 10
-# Values up to this size lie inline in the B-tree, whose nodes are compressed anyway.
-_COMPRESS_FROM_BYTES = 1025
+_COMPRESS_FROM_BYTES = _INLINE_BYTES + 1
 # Upper bound of one process's index, for the timeout of a store.
 _INDEX_BYTES = 256 << 20
 # What is read while it is written is committed in parts of this size, while the next part is read.
@@ -53,9 +55,15 @@ _WRITEBACK_FROM_BYTES = 8 << 20
 class Database:
     """A new OCDBT database."""
 
-    def __init__(self, path: str, url: str | None = None) -> None:
-        """Open the database in ``path`` and a transaction; ``url`` is a store's folder with databases to merge."""
-        self._path, self._url = path, url
+    def __init__(self, path: str, url: str | None = None, recorder: Recorder | None = None) -> None:
+        """Open the database in ``path`` and a transaction.
+
+        Args:
+            path: directory of the database.
+            url: a store's folder with databases to merge.
+            recorder: records the checksums of chunks that have none of their own.
+        """
+        self._path, self._url, self._recorder = path, url, recorder
         self._spec = {
             "driver": "ocdbt",
             "base": self._base(),
@@ -119,13 +127,22 @@ class Database:
             self._store[prefix + encoding.metadata_file] = text
         for shard in shards:
             cell = tuple(side.start // length for side, length in zip(shard.index, stored.write_shape, strict=True))
-            self._store[prefix + info.chunk_key(cell)] = _chunk(shard.data, encoding)
+            self._put_chunk(prefix + info.chunk_key(cell), shard.data, encoding)
 
     def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
         prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.shape, stored.dtype, encoding)
         self._store[prefix + encoding.metadata_file] = text
         if array.nbytes:
-            self._store[prefix + info.chunk_key((0,) * array.ndim)] = _chunk(array, encoding)
+            self._put_chunk(prefix + info.chunk_key((0,) * array.ndim), array, encoding)
+
+    def _put_chunk(self, key: str, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
+        """Add the bytes of a small chunk without compression."""
+        data = array.tobytes()
+        if encoding.checksums:
+            data += checksums.crc32c(data).to_bytes(CHECKSUM_NBYTES, "little")
+        elif self._recorder is not None and len(data) > _INLINE_BYTES:
+            self._recorder.add_bytes(key, data)
+        self._store[key] = data
 
     def _put_by_driver(
         self, name: str, stored: EncodedLeaf, shards: list[Shard], encoding: Encoding, is_primary: bool
@@ -142,6 +159,10 @@ class Database:
         }
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
         self._pending.append((opened, shards))
+        if self._recorder is not None and not encoding.checksums:
+            _, info = _metadata(stored.shape, stored.write_shape, stored.dtype, encoding)
+            for shard in shards:
+                self._recorder.add_shard(key_prefix(name), info, shard)
 
     def merge(self, names: Sequence[str]) -> None:
         """Add references to all values of finished databases in this directory."""
@@ -165,11 +186,17 @@ class Database:
         for copied in copies:
             copied.result()
         self._committed = self._transaction.commit_async()
+        if self._recorder is not None:
+            self._recorder.start()
 
     def finish_commit(self) -> None:
-        """Wait until what was committed is written and synced."""
-        if self._committed is not None:
-            wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY))
+        """Wait until what was committed is written and synced, and its checksums are known."""
+        try:
+            if self._committed is not None:
+                wait_with_writeback(self._committed, os.path.join(self._path, DATA_DIRECTORY))
+        finally:
+            if self._recorder is not None:
+                self._recorder.finish()
         self._committed, self._committing = None, 0
 
 
@@ -185,12 +212,6 @@ def _metadata(
     """Return the text of an array's metadata, and what it says."""
     text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
     return text, parse_array_metadata(text, zarr3=encoding.checksums)
-
-
-def _chunk(array: np.ndarray[Any, Any], encoding: Encoding) -> bytes:
-    """Return the stored bytes of a small chunk without compression."""
-    data = array.tobytes()
-    return data + checksums.crc32c(data).to_bytes(CHECKSUM_NBYTES, "little") if encoding.checksums else data
 
 
 def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
@@ -19,6 +19,8 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 # TensorStore retries by itself for this long, beside the time for the bytes.
 _TIMEOUT = 60.0  # seconds
 _SLOWEST_RATE = 2**20  # bytes/s
+# Raises if a file of the checkpoint, by name and content, is damaged.
+Check = Callable[[str, bytes], object]
 
 
 class ByteRange(NamedTuple):
@@ -92,14 +94,19 @@ def write_files(contents: Mapping[str, bytes]) -> None:
     in_parallel(lambda path: write_file(path, contents[path]), contents)
 
 
-def read_json(path: str, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the directory ``path``, None without a file; raise if it does not decode."""
+def read_json(path: str, name: str, check: Check | None = None) -> dict[str, Any] | None:
+    """Return the JSON object in a file of the directory ``path``, None without a file; raise if it does not decode.
+
+    ``check`` checks the file's content first.
+    """
     file = os.path.join(path, name)
     if not paths.isfile(file):
         return None
     CheckpointFiles(path).check(name)
     with translated(file, "read"):
         text = paths.read(file)
+    if check is not None:
+        check(name, text)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

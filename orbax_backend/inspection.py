@@ -13,6 +13,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
     ARRAY_METADATA_PREFIX,
     ARRAY_METADATAS,
+    CHECKSUMS,
     COMMIT_FILE,
     DATA_DIRECTORY,
     DATA_FILE_PATTERN,
@@ -36,7 +37,8 @@ from .zarr import ArrayInfo
 _FILES = {COMMIT_FILE, JAX_KEY_METADATA, MSGPACK_FILE, SHARDING, STEP_METADATA, STRINGS, TREE_METADATA, V1_MARKER}
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
 _DATABASE = re.compile(
-    rf"(?:.*/)?(?:{re.escape(MANIFEST)}|{DATA_DIRECTORY}/{DATA_FILE_PATTERN}|{re.escape(STRINGS)})", re.DOTALL
+    rf"(?:.*/)?(?:{'|'.join(map(re.escape, (MANIFEST, CHECKSUMS, STRINGS)))}|{DATA_DIRECTORY}/{DATA_FILE_PATTERN})",
+    re.DOTALL,
 )
 _ARRAY_METADATA = re.compile(rf"{ARRAY_METADATAS}/{ARRAY_METADATA_PREFIX}\d+")
 

@@ -32,6 +32,7 @@ from .database import Database, file_locator
 from .encode import EncodedLeaf
 from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
 from .key_index import Index, open_database
+from .recording import Recorder, file_of_database
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .writer import array_metadatas, commit, encoding_of, finish_arrays, start_arrays, sync_database, tree_files
@@ -71,16 +72,24 @@ def write(
     encoding, own = encoding_of(options.compression), _database_of(path, process.index, upload)
     make_directory(own)
     arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spans_processes]
-    database = start_arrays(own, arrays, encoding, is_primary)
+    recorder, files = Recorder() if options.checksums else None, dict[str, bytes]()
+    database = start_arrays(own, arrays, encoding, recorder, is_primary)
     try:
         # All processes would upload the same list.
         if metadata.has_jax_arrays(plan) and (is_primary or upload is None):
-            write_files(array_metadatas(path, plan, encoding, process.index))
+            files |= array_metadatas(path, plan, encoding, process.index)
+            write_files(files)
             sync_directory(os.path.join(path, ARRAY_METADATAS))
         if is_primary:
-            write_files(tree_files(path, plan, encoding))
+            found = tree_files(path, plan, encoding)
+            write_files(found)
+            files |= found
     finally:
         finish_arrays(own, database)
+    if recorder is not None:
+        # Those of process 0 go into the file of the whole checkpoint, which readers open first.
+        (plan.record if is_primary else recorder.record).add_files(path, files)
+        write_files(file_of_database(recorder.record, own, path))
     write_file(os.path.join(own, PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
@@ -99,7 +108,7 @@ def end(
         _merge(path, databases, upload)
         _check(path, plan, encoding_of(options.compression), upload)
     in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
-    commit(path, plan)
+    commit(path, plan, plan.record if options.checksums else None)
 
 
 def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums, grid, memory, paths
@@ -20,6 +21,7 @@ from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
+from .checksum_file import Checksums
 from .chunks import (
     PIECE_BYTES,
     ArrayRead,
@@ -34,6 +36,7 @@ from .chunks import (
 )
 from .files import ByteRange, sizes_of, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue
+from .verification import Verifier
 
 _log = logging.getLogger("flax_ckpt_compat")
 _THREADS = min(8, 2 * (os.cpu_count() or 1))
@@ -42,6 +45,7 @@ _THREADS_FROM_BYTES = PIECE_BYTES // 4
 # Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
 _MAX_RATIO = 1 << 16
 _CACHE_BYTES = 64 << 20
+_BYTE = np.dtype(np.uint8)
 _CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
 # Releases before 0.10.3 left out chunks of the fill value. Arrays with such may take this many bytes of memory, or as
 # much as zstd could expand the checkpoint to. More chunks, of one array and in all, would take minutes to look up.
@@ -51,8 +55,9 @@ _MAX_FILLED_BYTES, _MAX_MISSING, _MAX_MISSING_IN_ALL = 1 << 30, 1 << 17, 1 << 20
 class ArrayReader:
     """Reads arrays of one open checkpoint."""
 
-    def __init__(self, path: str, index: Index, fills_missing: bool) -> None:
-        self._path = path
+    def __init__(self, path: str, index: Index, fills_missing: bool, recorded: Checksums | None = None) -> None:
+        """Prepare to read; with ``recorded``, chunks are checked against these checksums unless they are mapped."""
+        self._path, self._recorded = path, recorded
         self._index = index
         self._fills_missing = fills_missing
         self._in_files = fills_missing and index.kvstore("")["driver"] != "ocdbt"
@@ -60,10 +65,11 @@ class ArrayReader:
 
     def read(self, reads: Sequence[ArrayRead], *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
+        verifier = None if self._recorded is None else Verifier(self._path, self._recorded)
         extents: list[tuple[ArrayRead, ByteRange]] = []
         missing = 0
         for read in reads:
-            missing += self._locate(read, extents)
+            missing += self._locate(read, extents, verifier)
             if missing > _MAX_MISSING_IN_ALL:
                 raise self._corrupt(read, f"{missing} chunks are missing of it and of other arrays")
         self._check_bounds(extents)
@@ -86,11 +92,33 @@ class ArrayReader:
                     raise self._damaged(error.read, error.chunk) from error
             else:
                 opened.append((group, self._open(group[0])))
-        self._read_pieces(pieces)
+        self._read_pieces(pieces, verifier)
         self._read_opened(opened)
+        if verifier is not None:
+            verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
-    def _locate(self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]]) -> int:
+    def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
+        """Read the chunks of a raw array in bounded memory, and check them against their checksums.
+
+        Returns:
+            Whether there are checksums of all chunks; if not, nothing was read.
+        """
+        verifier, extents = Verifier(self._path, recorded), list[tuple[ArrayRead, ByteRange]]()
+        self._locate(read, extents, verifier)
+        self._check_bounds(extents)
+        if not read.is_raw or not all(verifier.has(extent) for _, extent in extents):
+            return False
+        for _, extent in extents:
+            for start in range(0, extent.length, PIECE_BYTES):
+                count = min(PIECE_BYTES, extent.length - start)
+                part = ByteRange(extent.file, extent.offset + start, count)
+                self._read_pieces([Piece(read, part, extent, memory.empty((count,), _BYTE))], verifier)
+        return True
+
+    def _locate(
+        self, read: ArrayRead, extents: list[tuple[ArrayRead, ByteRange]], verifier: Verifier | None = None
+    ) -> int:
         """Locate all chunks; raise for a missing one unless its release left out chunks of the fill value.
 
         Return the number of missing ones."""
@@ -112,6 +140,8 @@ class ArrayReader:
                 raise self._corrupt(read, f"its data has {length} bytes, expected {info.chunk_nbytes} for {read}")
             if isinstance(value, ByteRange):
                 extents.append((read, value))
+                if verifier is not None:
+                    verifier.expect(read, key, value)
             read.chunks.append((value, box))
             stored += read.nbytes if length is None else length
         if not may_be_missing and read.nbytes > stored * _MAX_RATIO:
@@ -162,10 +192,10 @@ class ArrayReader:
         except (MemoryError, ValueError) as error:
             raise self._corrupt(read, f"there is no memory for {read}") from error
 
-    def _read_pieces(self, pieces: list[Piece]) -> None:
+    def _read_pieces(self, pieces: list[Piece], verifier: Verifier | None) -> None:
         pieces.sort(key=lambda piece: piece.extent)
         if paths.is_url(self._path):
-            in_parallel(self._read_run, group_neighbours(pieces))
+            in_parallel(functools.partial(self._read_run, verifier), group_neighbours(pieces))
             return
         files: dict[str, int] = {}
         try:
@@ -173,10 +203,10 @@ class ArrayReader:
                 if piece.extent.file not in files:
                     files[piece.extent.file] = self._open_file(piece)
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
-                in_parallel(functools.partial(self._read_piece, files), pieces, _THREADS)
+                in_parallel(functools.partial(self._read_piece, files, verifier), pieces, _THREADS)
                 return
             for piece in pieces:
-                self._read_piece(files, piece)
+                self._read_piece(files, verifier, piece)
         finally:
             for fd in files.values():
                 os.close(fd)
@@ -187,11 +217,11 @@ class ArrayReader:
         except OSError as error:
             raise self._unreadable(piece.read, piece.extent.file, error) from error
 
-    def _read_piece(self, files: dict[str, int], piece: Piece) -> None:
+    def _read_piece(self, files: dict[str, int], verifier: Verifier | None, piece: Piece) -> None:
         buffer, checksum = piece.buffer(), 0
         file, at, _ = piece.extent
-        for block in piece.blocks(buffer):
-            rest = block
+        for block in piece.memory_blocks(buffer):
+            rest, start = block, at - piece.within.offset
             while rest:
                 try:
                     count = os.preadv(files[file], [rest], at)
@@ -202,11 +232,13 @@ class ArrayReader:
                 rest, at = rest[count:], at + count
             if piece.chunk is not None:
                 checksum = checksums.crc32c(block, checksum)
+            elif verifier is not None:
+                verifier.add(piece.within, start, block)
         if piece.chunk is not None and not is_intact(checksum):
             raise self._damaged(piece.read, piece.chunk)
         scatter(buffer, piece.copies)
 
-    def _read_run(self, pieces: list[Piece]) -> None:
+    def _read_run(self, verifier: Verifier | None, pieces: list[Piece]) -> None:
         """Read neighbouring ranges of one object in one request."""
         file, start, _ = pieces[0].extent
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
@@ -221,6 +253,8 @@ class ArrayReader:
             found = data[at : at + piece.extent.length]
             if piece.chunk is not None and not is_intact(checksums.crc32c(found)):
                 raise self._damaged(piece.read, piece.chunk)
+            if verifier is not None:
+                verifier.add_blocks(piece, found)
             buffer = piece.buffer()
             memory.as_bytes(buffer)[:] = found[: buffer.nbytes]
             scatter(buffer, piece.copies)

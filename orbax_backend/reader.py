@@ -24,12 +24,14 @@ from flax_ckpt_compat._core.orbax_layout import (
     NP_ARRAY,
     SCALAR,
     STRING,
+    STRINGS,
     key_prefix,
 )
 from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, show_path
 
 from .aggregate import OpenMsgpack, open_aggregate
 from .build_tree import build_tree
+from .checksum_file import Checksums
 from .chunks import ArrayRead, checked_data
 from .decode import StoredLeaf, describe_leaf
 from .inspection import inspect
@@ -49,6 +51,7 @@ _UNANNOTATED = LeafType()
 _LEAVES_PER_BLOCK = 64
 # Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
 _KEY_WIDTHS = (2, 4)
+_CHECKED_BYTES = 32 << 20
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -61,14 +64,17 @@ class OrbaxReader(Reader):
     format = Format.ORBAX
     places_on_device, keeps_lists = True, False
 
-    def __init__(self, path: str, structure: Structure) -> None:
-        self.path = path
+    def __init__(self, path: str, structure: Structure, recorded: Checksums | None = None) -> None:
+        """Open the arrays; with ``recorded``, check them against these checksums."""
+        self.path, self._recorded = path, recorded
         self._structure = structure
         self._aggregate = structure.aggregate
         self._is_closed = False
         names = [entry.name for entry in structure.entries if not entry.skipped and entry.value_type != STRING]
         self._index: Index | None = open_index(path, names, structure.use_ocdbt) if names else None
-        self._arrays = ArrayReader(path, self._index, structure.fills_missing) if self._index is not None else None
+        self._arrays = (
+            ArrayReader(path, self._index, structure.fills_missing, recorded) if self._index is not None else None
+        )
         self._stored: dict[Any, StoredLeaf] = {}
         try:
             leaves = [self._leaf(entry) for entry in structure.entries]
@@ -130,6 +136,22 @@ class OrbaxReader(Reader):
         handles = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
         infos = {handle.name: handle.locator.info for handle in handles if isinstance(handle.locator, StoredLeaf)}
         return inspect(self.path, self._structure, self._index, infos)
+
+    def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
+        """See `flax_ckpt_compat._core.backend.Reader.verify_checksums`."""
+        recorded = self._recorded or Checksums(self.path)
+        if handle is None:
+            return recorded.check_files()
+        leaf = handle.locator
+        if not isinstance(leaf, StoredLeaf) or self._arrays is None:
+            return isinstance(leaf, str) and STRINGS in recorded.intact
+        if leaf.info.checked:
+            for box in self.boxes(handle, _CHECKED_BYTES):
+                self.read([ArraySlice(handle, box)])
+            return True
+        return recorded.record() is not None and self._arrays.verify(
+            ArrayRead(handle.name, leaf.info, handle.path, None), recorded
+        )
 
     def sharding_of(self, name: str) -> str | None:
         """See `flax_ckpt_compat._core.backend.Reader.sharding_of`."""
@@ -288,11 +310,15 @@ class OrbaxReader(Reader):
         )
 
 
-def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None) -> OrbaxReader:
-    """Open a directory and read its structure; ``open_msgpack`` opens the msgpack file of old releases."""
+def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verify: bool = False) -> OrbaxReader:
+    """Open a directory and read its structure; see `Backend.open`.
+
+    ``open_msgpack`` opens the msgpack file of old releases."""
     aggregate = open_aggregate(path, open_msgpack)
+    recorded = Checksums(path) if verify else None
     try:
-        return OrbaxReader(path, read_structure(path, aggregate))
+        structure = read_structure(path, aggregate, None if recorded is None else recorded.check_file)
+        return OrbaxReader(path, structure, recorded)
     except BaseException:
         if aggregate is not None:
             aggregate.reader.close()

@@ -11,6 +11,7 @@ from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafErr
 from flax_ckpt_compat._core.orbax_layout import EMPTY_CONTAINERS, NONE, STRING, key_prefix, leaf_name, pointer_tokens
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
+from .checksum_file import Record
 from .encode import EncodedLeaf, Encoder, encode_text_as_bytes
 from .type_annotations import TypeAnnotations
 
@@ -45,12 +46,14 @@ class SavePlan:
         strings: content of ``_strings.json``.
         annotations: types that Orbax's format does not keep.
         started_ns: start of the save, in ns since 1970.
+        record: checksums of the JSON files that this process has written.
     """
 
     entries: list[Entry] = dataclasses.field(default_factory=list)
     strings: dict[str, Any] = dataclasses.field(default_factory=dict)
     annotations: TypeAnnotations = dataclasses.field(default_factory=TypeAnnotations)
     started_ns: int = dataclasses.field(default_factory=time.time_ns)
+    record: Record = dataclasses.field(default_factory=Record)
 
 
 def make_plan(tree: Node, multiprocess: bool = False) -> SavePlan:

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import SHARDING
 from flax_ckpt_compat._core.tree import normalize_index
 
-from .files import read_json
+from .files import Check, read_json
 
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -113,10 +113,10 @@ def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
     )
 
 
-def read_shardings(path: str, names: Collection[str]) -> dict[str, str]:
+def read_shardings(path: str, names: Collection[str], check: Check | None = None) -> dict[str, str]:
     """Return stored name → JSON text of the sharding; the file has base64 of names, until 0.4.1 names (measured)."""
     try:
-        stored = read_json(path, SHARDING) or {}
+        stored = read_json(path, SHARDING, check) or {}
     except CorruptCheckpointError as error:
         _log.warning("%s; restoring without saved shardings", error)
         return {}

@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
+    CHECKSUMS,
     DATA_DIRECTORY,
     DATA_FILE_PATTERN,
     DICT_KEY,
@@ -36,7 +37,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .aggregate import Aggregate, Kinds
-from .files import corrupt, read_ahead, read_json, stays_inside
+from .files import Check, corrupt, read_ahead, read_json, stays_inside
 from .items import holds_array_folder, is_single_array, is_typed_key
 from .key_index import holds_array, process_databases
 from .shardings import read_shardings
@@ -84,6 +85,7 @@ class Structure:
         is_single_array: whether it is an item of one array, without a tree.
         is_typed_key: whether that array is the data of a typed PRNG key.
         aggregate: msgpack file of old releases, or None.
+        check: checks a file's content before it is decoded, or None.
     """
 
     path: str
@@ -97,13 +99,14 @@ class Structure:
     is_single_array: bool
     is_typed_key: bool
     aggregate: Aggregate | None
+    check: Check | None = None
     _shardings: dict[str, str] | None = None
 
     @property
     def shardings(self) -> dict[str, str]:
         """Return name → JSON text of the sharding; read the file at first use."""
         if self._shardings is None:
-            self._shardings = read_shardings(self.path, {entry.name for entry in self.entries})
+            self._shardings = read_shardings(self.path, {entry.name for entry in self.entries}, self.check)
         return self._shardings
 
     def text(self, entry: LeafEntry) -> str:
@@ -123,10 +126,10 @@ class Structure:
         )
 
 
-def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
+def read_structure(path: str, aggregate: Aggregate | None, check: Check | None = None) -> Structure:
     """Read the JSON files of a directory; without ``_METADATA``, its msgpack file has the structure."""
-    read_ahead(path, (TREE_METADATA, STRINGS))
-    metadata = read_json(path, TREE_METADATA)
+    read_ahead(path, (TREE_METADATA, STRINGS, *([] if check is None else [CHECKSUMS])))
+    metadata = read_json(path, TREE_METADATA, check)
     file = os.path.join(path, TREE_METADATA)
     use_ocdbt = (metadata or {}).get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
@@ -142,11 +145,12 @@ def read_structure(path: str, aggregate: Aggregate | None) -> Structure:
         zarr3=(metadata or {}).get("use_zarr3") is True,
         fills_missing=(metadata or {}).get("store_array_data_equal_to_fill_value") is not True,
         annotations=annotations,
-        strings=_read_strings(path, entries),
+        strings=_read_strings(path, entries, check),
         key_impls={} if annotations is not None else _read_key_impls(path, entries),
         is_single_array=has_array and (metadata is None or is_single_array(path, metadata, use_ocdbt)),
         is_typed_key=has_array and is_typed_key(path),
         aggregate=aggregate,
+        check=check,
     )
 
 
@@ -234,12 +238,12 @@ def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None
     return impls
 
 
-def _read_strings(path: str, entries: list[LeafEntry]) -> dict[str, Any] | None:
+def _read_strings(path: str, entries: list[LeafEntry], check: Check | None) -> dict[str, Any] | None:
     """Return all texts of the checkpoint, or None.
 
     Orbax 0.3.5 wrote the file to a directory with the name of the first text (measured).
     """
-    strings = read_json(path, STRINGS)
+    strings = read_json(path, STRINGS, check)
     if strings is not None:
         return strings
     for entry in entries:

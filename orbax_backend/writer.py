@@ -5,6 +5,7 @@
     _strings.json                leaves of type str
     manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (database.py, zarr.py)
     _CHECKPOINT_METADATA         when the save was
+    flax_ckpt_compat.checksums   of the arrays and of the files above (checksum_file.py)
     commit_success.txt           written last
 
 `_core/orbax_layout.py` has the names.
@@ -34,18 +35,24 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray
 
 from . import metadata
+from .checksum_file import Record
 from .database import Database
 from .encode import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
+from .recording import Recorder, file_of_database
 from .save_plan import SavePlan
 from .zarr import Encoding
 
+_COMMITTED = b"Checkpoint commit was successful"
 _ENCODINGS = {
     None: Encoding(),
     "crc32c": Encoding(checksums=True),
     "zstd": Encoding({"name": "zstd", "configuration": {"level": 1}}, checksums=True),  # the level of Orbax 0.12.8
-    "gzip": Encoding({"id": "gzip", "level": 1}),
-    "blosc": Encoding({"id": "blosc", "blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": -1}),
+    "gzip": Encoding({"name": "gzip", "configuration": {"level": 1}}, checksums=True),
+    "blosc": Encoding(
+        {"name": "blosc", "configuration": {"blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "shuffle"}},
+        checksums=True,
+    ),
 }
 
 
@@ -58,17 +65,21 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """
     encoding, lists_arrays = encoding_of(options.compression), metadata.has_jax_arrays(plan)
     make_directory(path)
-    database = start_arrays(path, metadata.arrays(plan), encoding)
+    recorder = Recorder() if options.checksums else None
+    database = start_arrays(path, metadata.arrays(plan), encoding, recorder)
     try:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
         listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
-        write_files({**listed, **tree_files(path, plan, encoding)})
+        files = {**listed, **tree_files(path, plan, encoding)}
+        write_files(files)
+        if recorder is not None:
+            recorder.record.add_files(path, files)
         if lists_arrays:
             sync_directory(os.path.join(path, ARRAY_METADATAS))
     finally:
         finish_arrays(path, database)  # TensorStore has been writing in its own threads
-    commit(path, plan)
+    commit(path, plan, None if recorder is None else recorder.record)
 
 
 def encoding_of(compression: str | None) -> Encoding:
@@ -96,7 +107,11 @@ def tree_files(path: str, plan: SavePlan, encoding: Encoding) -> dict[str, bytes
 
 
 def start_arrays(
-    path: str, arrays: list[tuple[str, EncodedLeaf]], encoding: Encoding, is_primary: bool = True
+    path: str,
+    arrays: list[tuple[str, EncodedLeaf]],
+    encoding: Encoding,
+    recorder: Recorder | None,
+    is_primary: bool = True,
 ) -> Database | None:
     """Start to write arrays to a new database in ``path``; return None without arrays.
 
@@ -107,7 +122,7 @@ def start_arrays(
         return None
     _start_transfers(arrays)
     with translated(path, "written", TENSORSTORE_ERRORS):
-        database = Database(path)
+        database = Database(path, recorder=recorder)
         reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
         with pause_gc(enabled=not reads):
             for name, stored in arrays:
@@ -133,13 +148,16 @@ def sync_database(path: str) -> None:
         sync_directory(files)
 
 
-def commit(path: str, plan: SavePlan) -> None:
-    """Write the step metadata and the commit file."""
-    step = json.dumps(metadata.step_metadata(plan.started_ns))
-    write_file(os.path.join(path, STEP_METADATA), step.encode())
+def commit(path: str, plan: SavePlan, record: Record | None) -> None:
+    """Write the step metadata, the checksums and the commit file."""
+    files = {os.path.join(path, STEP_METADATA): json.dumps(metadata.step_metadata(plan.started_ns)).encode()}
+    if record is not None:
+        record.add_files(path, {**files, os.path.join(path, COMMIT_FILE): _COMMITTED})
+        files |= file_of_database(record, path, path)
+    write_files(files)
     sync_directory(path)
     # Last: it marks the checkpoint as complete.
-    write_file(os.path.join(path, COMMIT_FILE), b"Checkpoint commit was successful")
+    write_file(os.path.join(path, COMMIT_FILE), _COMMITTED)
     sync_directory(path)
 
 

@@ -74,6 +74,7 @@ class ArrayInfo:
         separator: separator of the indices in chunk keys.
         prefix: prefix of chunk keys.
         checksum_nbytes: bytes of the CRC-32C behind each raw chunk, or 0.
+        checked: whether a codec checks all bytes of each chunk.
     """
 
     shape: tuple[int, ...]
@@ -85,6 +86,7 @@ class ArrayInfo:
     separator: str
     prefix: str
     checksum_nbytes: int = 0
+    checked: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -235,6 +237,7 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
         separator=_separator((encoding.get("configuration") or {}).get("separator", "/" if default else ".")),
         prefix="c" if default else "",
         checksum_nbytes=CHECKSUM_NBYTES if has_checksum else 0,
+        checked=codecs[-1]["name"] == _CHECKSUM["name"],
     )
 
 

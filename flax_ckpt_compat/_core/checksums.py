@@ -6,6 +6,7 @@ Both polynomials find every flipped byte. CRC-32 needs no package, so that what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ ALGORITHM = "crc32"  # name in what is written
 # Blocks are summed on several threads, and can be verified without the rest.
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 4
+_POLYNOMIAL = 0xEDB88320
 
 
 def _find_crc32c() -> Callable[..., int] | None:
@@ -109,3 +111,33 @@ def check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None 
 
 def _numbers(sums: bytes) -> list[int]:
     return [int.from_bytes(sums[at : at + SUM_BYTES], "little") for at in range(0, len(sums), SUM_BYTES)]
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32 of two byte strings, one after the other, from those of each and the length of the second."""
+    return _multiply(_power_of_x(8 * nbytes), first) ^ second
+
+
+@functools.lru_cache(maxsize=1024)
+def _power_of_x(exponent: int) -> int:
+    """Return a power of x modulo CRC-32's polynomial; its bits are in reversed order, as in checksums."""
+    power = 1 << 31
+    for bit in range(exponent.bit_length()):
+        if exponent >> bit & 1:
+            power = _multiply(_square(bit), power)
+    return power
+
+
+@functools.cache
+def _square(times: int) -> int:
+    """Return x, squared so many times, modulo the polynomial."""
+    return 1 << 30 if not times else _multiply(_square(times - 1), _square(times - 1))
+
+
+def _multiply(one: int, other: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product

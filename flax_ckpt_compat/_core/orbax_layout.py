@@ -42,6 +42,7 @@ STEP_METADATA = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 COMMIT_FILE = "commit_success.txt"
 TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains this as unfinished
+CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
 PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
 BEGUN, NEXT = "_begun", "_next"  # in a store: a running save, and what it publishes at once; see `visible_objects`

@@ -21,7 +21,7 @@ from flax_ckpt_compat.errors import InvalidCheckpointError
 _ORBAX_NAMES = {
     layout.STEP_METADATA, layout.TREE_METADATA, layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS,
     layout.MSGPACK_FILE, layout.COMMIT_FILE, layout.DATA_DIRECTORY, layout.DESCRIPTOR, layout.JAX_KEY,
-    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, *layout.JSON_FILES,
+    layout.MANIFEST, layout.NUMPY_KEY, layout.V1_MARKER, layout.CHECKSUMS, *layout.JSON_FILES,
 }  # fmt: skip
 # How often to check a checkpoint that other writers keep replacing.
 _ATTEMPTS = 100

@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
 from flax_ckpt_compat._core.tree import KeyData
 from tests.orbax_backend import shared_jobs as jobs
 from tests.support.orbax_trees import load
@@ -128,7 +129,7 @@ def test_each_process_writes_its_own_shards(tmp_path: Path) -> None:
     assert min(own) > jobs.values()["large"].nbytes // 2
     assert sum(f.stat().st_size for f in (path / "d").iterdir()) < 10_000
     assert sorted(os.listdir(path / "array_metadatas")) == ["process_0", "process_1"]
-    assert sorted(os.listdir(path / "ocdbt.process_1")) == ["d", "manifest.ocdbt"]
+    assert sorted(os.listdir(path / "ocdbt.process_1")) == ["d", CHECKSUMS, "manifest.ocdbt"]
 
 
 @pytest.mark.parametrize("seed", range(12))

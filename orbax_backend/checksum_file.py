@@ -1,0 +1,157 @@
+"""The file of checksums beside a database: those of its chunks, and of the JSON files; one a process.
+
+    bytes     msgpack of {version, algorithm, block_bytes, data_files, chunks, files}, then their CRC-32
+    chunks    key → checksums of the blocks of the stored chunk
+    files     path relative to the checkpoint → [size, checksums of its blocks]
+
+Chunks in the nodes of the database have none, nor those with a codec: both hold checksums of their own. Chunks in
+other files than ``data_files`` were written later by somebody else, and files of another size were edited: unverified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import msgpack  # type: ignore[import-untyped]
+
+from flax_ckpt_compat._core import checksums, paths
+from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
+from flax_ckpt_compat._core.storage_errors import translated
+
+from .files import ByteRange, refuse_escape
+from .key_index import StoredValue, process_databases
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """The content of one file of checksums; see the module."""
+
+    data_files: frozenset[str] = frozenset()
+    chunks: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    files: dict[str, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
+
+    def add_files(self, path: str, contents: Mapping[str, bytes]) -> None:
+        """Add files of the checkpoint at ``path``: full path → content."""
+        for file, data in contents.items():
+            self.files[os.path.relpath(file, path)] = len(data), checksums.of_blocks(data)
+
+    def encode(self) -> bytes:
+        """Return the content of the file."""
+        content = {
+            "version": _VERSION,
+            "algorithm": checksums.ALGORITHM,
+            "block_bytes": checksums.BLOCK_BYTES,
+            "data_files": sorted(self.data_files),
+            "chunks": self.chunks,
+            "files": self.files,
+        }
+        data: bytes = msgpack.packb(content)
+        return data + checksums.of_blocks(data)
+
+
+def _decode(data: bytes) -> Record | None:
+    """Return the content of the file, None of a later version; raise ValueError if it is damaged."""
+    body, end = data[: -checksums.SUM_BYTES], data[-checksums.SUM_BYTES :]
+    if not body or checksums.crc32(body).to_bytes(checksums.SUM_BYTES, "little") != end:
+        raise ValueError("it does not have its own checksum")
+    found = msgpack.unpackb(body)
+    ours = {"version": _VERSION, "algorithm": checksums.ALGORITHM, "block_bytes": checksums.BLOCK_BYTES}
+    if any(found[name] != value for name, value in ours.items()):
+        return None
+    files = {str(name): (int(size), sums) for name, (size, sums) in found["files"].items()}
+    if not all(type(sums) is bytes for sums in [*found["chunks"].values(), *(sums for _, sums in files.values())]):
+        raise TypeError("checksums are bytes")
+    return Record(frozenset(found["data_files"]), dict(found["chunks"]), files)
+
+
+class Checksums:
+    """The recorded checksums of an open checkpoint; each file of them is read on first use.
+
+    Attributes:
+        path: directory of the checkpoint.
+        intact: files that were checked.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.intact = path, set[str]()
+        self._records: dict[str, Record | None] = {}
+
+    def record(self, folder: str = "") -> Record | None:
+        """Return what is recorded beside a database, in a folder with its slash; None for nothing."""
+        if folder not in self._records:
+            self._records[folder] = self._read(os.path.join(self.path, folder + CHECKSUMS))
+        return self._records[folder]
+
+    def of_chunk(self, key: str, value: StoredValue | None) -> bytes | None:
+        """Return the checksums of a chunk by its key and place; None if none are recorded."""
+        # Stores are not asked for the file of each process if there is none of the whole checkpoint.
+        if not isinstance(value, ByteRange) or self.record() is None:
+            return None
+        folder, slash, name = value.file.rpartition(f"{DATA_DIRECTORY}/")
+        record = self.record(folder) if slash else None
+        return record.chunks.get(key) if record is not None and name in record.data_files else None
+
+    def check_files(self) -> bool:
+        """Check all files that have checksums; return whether there are any, and all could be checked.
+
+        Raises:
+            ChecksumError: see `check_file`.
+        """
+        folders = ["", *(f"{name}/" for name in process_databases(self.path))]
+        names = [(name, folder) for folder in folders for name in getattr(self.record(folder), "files", ())]
+        return bool(names) and min([self._check_stored(*one) for one in names])  # not all(), which ends early
+
+    def _check_stored(self, name: str, folder: str) -> bool:
+        refuse_escape(name, self.path)
+        file = os.path.join(self.path, name)
+        if not paths.isfile(file):
+            return False
+        with translated(file, "read"):
+            data = paths.read(file)
+        return self.check_file(name, data, folder)
+
+    def check_file(self, name: str, data: bytes, folder: str = "") -> bool:
+        """Check the content of a file, by its path in the checkpoint; return whether that was possible.
+
+        Raises:
+            ChecksumError: it has the recorded size, the database is the recorded one, and its checksum differs.
+        """
+        record = self.record(folder)
+        if record is None or name not in record.files:
+            return False
+        size, expected = record.files[name]
+        found = checksums.of_blocks(data)
+        if size != len(data) or (found != expected and not self._is_same_database(record)):
+            return False
+        checksums.check(os.path.join(self.path, name), "the file", expected, found)
+        self.intact.add(name)
+        return True
+
+    def _is_same_database(self, record: Record) -> bool:
+        """Return whether nobody has written to the database, and perhaps the other files, since the save."""
+        manifests = [name for name in record.files if os.path.basename(name) == MANIFEST]
+        return all(self._is_same(name, record) for name in manifests)
+
+    def _is_same(self, name: str, record: Record) -> bool:
+        with translated(self.path, "read"):
+            data = paths.read(os.path.join(self.path, name))
+        return record.files[name] == (len(data), checksums.of_blocks(data))
+
+    def _read(self, file: str) -> Record | None:
+        if not paths.isfile(file):
+            return None
+        with translated(file, "read"):
+            data = paths.read(file)
+        try:
+            return _decode(data)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException) as error:
+            raise ChecksumError(
+                f"{file}: the checksums of the checkpoint do not decode: {error}; restore the file from a copy. The "
+                f"checkpoint itself may be whole: without this file, or with checksums='off', it is read unverified",
+                path=file,
+            ) from error

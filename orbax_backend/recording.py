@@ -1,0 +1,89 @@
+"""Record the checksums of a save while TensorStore writes the same bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import checksums, grid, memory
+from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
+from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
+from flax_ckpt_compat._core.tree import Shard
+
+from .checksum_file import Record
+from .zarr import ArrayInfo
+
+_THREADS = min(8, os.cpu_count() or 1)
+# A multiple of the block's size; large enough for threads to pay.
+_PIECE_BYTES = 16 * checksums.BLOCK_BYTES
+
+
+class Recorder:
+    """Computes the checksums of what one process writes.
+
+    Attributes:
+        record: the result, whose chunks are complete once `finish` has returned.
+    """
+
+    def __init__(self) -> None:
+        self.record = Record()
+        self._pending: list[tuple[str, np.ndarray[Any, Any]]] = []
+        self._pool: Pool | None = None
+        self._computed: Any = None
+
+    def add_bytes(self, key: str, data: bytes) -> None:
+        """Add a small chunk."""
+        self.record.chunks[key] = checksums.of_blocks(data)
+
+    def add_shard(self, prefix: str, info: ArrayInfo, shard: Shard) -> None:
+        """Add the chunks of a shard, whose memory must not change until `finish` has returned."""
+        for cell, box in grid.cells(shard.index, info.chunks):
+            if grid.overlap(box, shard.index) == box:  # else zarr pads it, or other shards hold the rest
+                self._pending.append((prefix + info.chunk_key(cell), shard.data[grid.relative_to(box, shard.index)]))
+
+    def start(self) -> None:
+        """Start to compute the checksums of the large chunks so far, on other threads; `finish` comes next."""
+        pending, self._pending = self._pending, []
+        if pending:
+            self._pool = Pool(1, thread_name_prefix="flax-ckpt-sums")
+            self._computed = self._pool.submit(self._compute, pending)
+
+    def finish(self) -> None:
+        """Wait until those that were started are computed, and drop their memory."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            with pool:
+                self._computed.result()
+        self._computed = None
+
+    def _compute(self, pending: list[tuple[str, np.ndarray[Any, Any]]]) -> None:
+        pieces, found = [], dict[tuple[str, int], bytes]()
+        for key, chunk in pending:
+            data = memory.as_bytes(np.ascontiguousarray(chunk))
+            pieces += [(key, at, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
+
+        def add(piece: tuple[str, int, memoryview]) -> None:
+            key, at, data = piece
+            found[key, at] = checksums.of_blocks(data)
+
+        in_parallel(add, pieces, _THREADS)
+        for key, at, _ in pieces:
+            self.record.chunks[key] = self.record.chunks.get(key, b"") + found[key, at]
+
+
+def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:
+    """Complete a record with what lies in the folder of a finished database; return full path → content of its file.
+
+    Args:
+        record: checksums of its chunks.
+        folder: the database's directory.
+        path: directory of the checkpoint.
+    """
+    data, manifest = os.path.join(folder, DATA_DIRECTORY), os.path.join(folder, MANIFEST)
+    record.data_files = frozenset(os.listdir(data) if os.path.isdir(data) else ())
+    if os.path.exists(manifest):
+        with open(manifest, "rb") as file:
+            record.add_files(path, {manifest: file.read()})
+    return {os.path.join(folder, CHECKSUMS): record.encode()}

@@ -1,0 +1,108 @@
+"""Check raw chunks against their recorded checksums while they are read, in pieces of any size and order."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES
+
+from .checksum_file import Checksums
+from .chunks import ArrayRead, Piece
+from .files import ByteRange
+from .key_index import StoredValue
+
+
+class _Expected(NamedTuple):
+    """The recorded checksums of one chunk.
+
+    Attributes:
+        read: a read that needs it, for errors.
+        key: its key.
+        sums: checksums of its blocks.
+    """
+
+    read: ArrayRead
+    key: str
+    sums: bytes
+
+
+class _Segment(NamedTuple):
+    """A part of a block: its checksum, and its first and last byte in the block."""
+
+    start: int
+    stop: int
+    sum: int
+
+
+class Verifier:
+    """Checks the chunks of one batch of reads."""
+
+    def __init__(self, path: str, recorded: Checksums) -> None:
+        self._path, self._recorded = path, recorded
+        self._expected: dict[ByteRange, _Expected] = {}
+        # By chunk and number of the block.
+        self._segments: dict[tuple[ByteRange, int], list[_Segment]] = {}
+        self._lock = threading.Lock()
+
+    def expect(self, read: ArrayRead, key: str, value: StoredValue) -> None:
+        """Note that a read needs a chunk, before it is read."""
+        sums = self._recorded.of_chunk(key, value)
+        if sums is not None and isinstance(value, ByteRange):
+            self._expected[value] = _Expected(read, key, sums)
+
+    def has(self, chunk: ByteRange) -> bool:
+        """Return whether there are checksums of an expected chunk."""
+        return chunk in self._expected
+
+    def add(self, chunk: ByteRange, start: int, data: memoryview) -> None:
+        """Check or note stored bytes of a raw chunk that lie in one block.
+
+        Args:
+            chunk: range of the whole chunk.
+            start: offset of the bytes in it.
+            data: the bytes.
+
+        Raises:
+            ChecksumError: they are the whole block, and not what was saved.
+        """
+        expected = self._expected.get(chunk)
+        if expected is None:
+            return
+        number, offset = divmod(start, BLOCK_BYTES)
+        found = checksums.crc32(data)
+        if len(data) == min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES):
+            self._check(expected, number, found)
+            return
+        with self._lock:
+            segments = self._segments.setdefault((chunk, number), [])
+            segments.append(_Segment(offset, offset + len(data), found))
+
+    def add_blocks(self, piece: Piece, data: memoryview) -> None:
+        """Add all bytes of a piece; see `add`."""
+        at = piece.extent.offset - piece.within.offset
+        for block in piece.blocks(data):
+            self.add(piece.within, at, block)
+            at += len(block)
+
+    def finish(self) -> None:
+        """Check the blocks that were read in several parts, unless bytes were not read, or more than once.
+
+        Raises:
+            ChecksumError: likewise.
+        """
+        for (chunk, number), segments in self._segments.items():
+            length, end, found = min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES), 0, 0
+            for start, stop, part in sorted(segments):
+                if start == end:
+                    found, end = checksums.combine(found, part, stop - start), stop
+            if end == length:
+                self._check(self._expected[chunk], number, found)
+
+    def _check(self, expected: _Expected, number: int, found: int) -> None:
+        at = SUM_BYTES * number
+        if expected.sums[at : at + SUM_BYTES] != found.to_bytes(SUM_BYTES, "little"):
+            sums = expected.sums[:at] + found.to_bytes(SUM_BYTES, "little") + expected.sums[at + SUM_BYTES :]
+            leaf = expected.read.keystr
+            checksums.check(self._path, f"the chunk {expected.key!r} of the leaf {leaf!r}", expected.sums, sums, leaf)

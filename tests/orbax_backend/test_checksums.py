@@ -1,0 +1,323 @@
+"""The file of checksums: what it holds, what it finds, and that it never blames a checkpoint that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+import flax_ckpt_compat as fcc
+from flax_ckpt_compat import config
+from flax_ckpt_compat._core.backend import ArraySlice
+from flax_ckpt_compat._core.checksums import ALGORITHM
+from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
+from flax_ckpt_compat._core.orbax_layout import CHECKSUMS
+from tests.orbax_backend import shared_jobs as jobs
+from tests.support.orbax_trees import BACKEND
+from tests.support.team import team_of
+
+MIB = 1 << 20
+RNG = np.random.default_rng(0)
+LARGE = RNG.standard_normal((3, 100_000)).astype(np.float32)  # two blocks
+TREE = {"large": LARGE, "mid": np.arange(300.0), "small": jnp.ones(7), "text": "s", "list": [1, None]}
+
+
+def saved(path: Path, tree: Any = None, **settings: Any) -> Path:
+    """A save in Orbax's format."""
+    with config.override(**settings):
+        fcc.save(path, TREE if tree is None else tree, format="orbax")
+    return path
+
+
+def content(path: Path) -> dict[str, Any]:
+    """The file of checksums, read as the guide describes it."""
+    data = path.read_bytes()
+    assert zlib.crc32(data[:-4]).to_bytes(4, "little") == data[-4:]
+    return msgpack.unpackb(data[:-4])
+
+
+def rewrite(file: Path, change: Any) -> None:
+    """Changes the content of a file of checksums, with a right checksum at its end."""
+    found = content(file)
+    change(found)
+    data = msgpack.packb(found)
+    file.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+
+
+def flip(file: Path, at: int, bit: int = 3) -> None:
+    """Flips one bit."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1 << bit]))
+
+
+def find(path: Path, array: np.ndarray[Any, Any]) -> tuple[Path, int]:
+    """The file below a directory with the bytes of an array, and their offset."""
+    needle = array.tobytes()[:64]
+    found = [file for file in path.rglob("*") if file.is_file() and needle in file.read_bytes()]
+    return found[0], found[0].read_bytes().index(needle)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two trees have the same values."""
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), one, other))
+    )
+
+
+def test_the_file_is_as_the_guide_says(tmp_path: Path) -> None:
+    """Each large chunk has zlib's CRC-32 of every MiB; each other file its own; small chunks lie in checked nodes."""
+    path = saved(tmp_path / "c")
+    found = content(path / CHECKSUMS)
+    assert (found["version"], found["algorithm"], found["block_bytes"]) == (1, "crc32", MIB)
+    data = LARGE.tobytes()
+    expected = {
+        "large/0.0": b"".join(zlib.crc32(part).to_bytes(4, "little") for part in (data[:MIB], data[MIB:])),
+        "mid/0": zlib.crc32(TREE["mid"].tobytes()).to_bytes(4, "little"),
+    }
+    assert found["chunks"] == expected
+    assert sorted(found["data_files"]) == sorted(os.listdir(path / "d"))
+    others = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and file.parent.name != "d"}
+    assert set(found["files"]) == others - {CHECKSUMS}
+    for name, (size, sums) in found["files"].items():
+        text = (path / name).read_bytes()
+        assert (size, sums) == (len(text), zlib.crc32(text).to_bytes(4, "little"))
+
+
+def test_real_readers_ignore_it(tmp_path: Path) -> None:
+    """PyTreeCheckpointer, StandardCheckpointer and a manager restore it, with nothing else in the directory."""
+    path = saved(tmp_path / "root" / "3" / "default", {"a": LARGE, "b": "s"})
+    assert (path / CHECKSUMS).exists()
+    with ocp.PyTreeCheckpointer() as pytree, ocp.StandardCheckpointer() as standard:
+        for checkpointer in (pytree, standard):
+            restored = checkpointer.restore(path)
+            assert np.array_equal(restored["a"], LARGE)
+            assert restored["b"] == "s"
+    with ocp.CheckpointManager(tmp_path / "root") as manager:
+        assert manager.all_steps() == [3]
+        assert np.array_equal(manager.restore(3, args=ocp.args.StandardRestore())["a"], LARGE)
+
+
+def flips(path: Path, step: int) -> Iterator[tuple[Path, int]]:
+    """Every file of a checkpoint, and the offset of every so many bytes, flipped for the while."""
+    for number, file in enumerate(sorted(path.rglob("*"))):
+        for at in range(number % step, file.stat().st_size, step) if file.is_file() else ():
+            flip(file, at, at % 8)
+            yield file, at
+            flip(file, at, at % 8)
+
+
+LAYOUTS = [None, "crc32c", "zstd", "gzip", "blosc"]
+
+
+@pytest.mark.parametrize("compression", LAYOUTS)
+@pytest.mark.parametrize("step", [131, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_flip_is_found(tmp_path: Path, compression: str | None, step: int) -> None:
+    """verify() finds every flipped byte of every file, and restores return what was saved or raise."""
+    tree = {"a": jnp.arange(1200.0).reshape(40, 30), "zeros": np.zeros(300), "small": np.ones(3), "text": "s"}
+    path = saved(tmp_path / "c", tree, compression=compression)
+    count = 0
+    for file, at in flips(path, step):
+        count += 1
+        with contextlib.suppress(CheckpointError):
+            assert equal(fcc.restore(path), tree), (file, at)
+        assert not fcc.verify(path).ok, (file, at)
+    assert count > 20
+    assert fcc.verify(path).verified
+
+
+def test_flips_of_other_processes_are_found(tmp_path: Path) -> None:
+    """The checksums of each process lie beside its database, with those of the files that it wrote."""
+    path = tmp_path / "c"
+    team_of(2).call(jobs.save_ours, str(path), None, False, (2, 2))
+    assert fcc.verify(path).ok
+    for process in (0, 1):
+        own = path / f"ocdbt.process_{process}"
+        assert content(own / CHECKSUMS)["chunks"]
+        largest = max((own / "d").iterdir(), key=lambda file: file.stat().st_size)
+        for file in (largest, own / CHECKSUMS):
+            flip(file, file.stat().st_size // 2)
+            with pytest.raises(ChecksumError):
+                fcc.restore(path)
+            flip(file, file.stat().st_size // 2)
+        listed = path / "array_metadatas" / f"process_{process}"
+        flip(listed, 20)
+        assert any(listed.name in one for one in fcc.verify(path).checkpoints[0].damage)
+        flip(listed, 20)
+    assert fcc.verify(path).ok
+
+
+def test_errors_name_leaf_and_remedy(tmp_path: Path) -> None:
+    """The error has the leaf, the chunk, both checksums and what to do; checksums="off" reads the damaged bytes."""
+    path = saved(tmp_path / "c")
+    file, at = find(path, LARGE)
+    flip(file, at + MIB + 5)
+    with pytest.raises(
+        ChecksumError, match=r"chunk 'large/0.0' of the leaf 'large'.*block 1.*checksums='off'"
+    ) as caught:
+        fcc.restore(path)
+    assert caught.value.leaf == "large"
+    for mode in ("write", "off"):
+        with config.override(checksums=mode):
+            assert not np.array_equal(fcc.restore(path)["large"], LARGE)
+    with fcc.open_checkpoint(path) as opened:
+        assert np.array_equal(opened.read("mid")["mid"], TREE["mid"])  # the other leaves are whole
+
+
+def test_settings(tmp_path: Path) -> None:
+    """``off`` writes no file; ``write`` and ``verify`` do; anything else is refused."""
+    assert not (saved(tmp_path / "off", checksums="off") / CHECKSUMS).exists()
+    assert (saved(tmp_path / "write", checksums="write") / CHECKSUMS).exists()
+    assert not fcc.verify(tmp_path / "off").verified
+    with pytest.raises(SettingError, match="checksums"):
+        config.update(checksums="crc32")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_slices_that_cover_a_chunk_are_verified(tmp_path: Path, axis: int) -> None:
+    """A chunk that is read in several slices of one call, as for several devices, is verified like a whole one."""
+    array = RNG.standard_normal((1024, 700)).astype(np.float32)
+    path = saved(tmp_path / "c", {"a": array})
+    file, at = find(path, array)
+    halves = [slice(0, array.shape[axis] // 2), slice(array.shape[axis] // 2, array.shape[axis])]
+    reader = BACKEND.open(str(path), verify=True)
+    handle = reader.tree.children["a"]
+    slices = [
+        ArraySlice(handle, tuple(half if n == axis else slice(0, array.shape[n]) for n in (0, 1))) for half in halves
+    ]
+    assert np.array_equal(np.concatenate(reader.read(slices), axis), array)
+    for offset in range(0, array.nbytes, array.nbytes // 7):
+        flip(file, at + offset)
+        with pytest.raises(ChecksumError):
+            reader.read(slices)
+        flip(file, at + offset)
+    if axis == 0:  # of columns, whole rows are read
+        flip(file, at + array.nbytes - 1)
+        assert np.array_equal(reader.read(slices[:1])[0], array[slices[0].index])  # the damage is not in it
+
+
+def test_mapped_arrays_are_verified_when_asked(tmp_path: Path) -> None:
+    """A mapping reads nothing, so nothing is verified until verify() is called."""
+    path = saved(tmp_path / "c")
+    file, at = find(path, LARGE)
+    flip(file, at + 9)
+    assert not np.array_equal(fcc.restore(path, mapped=True)["large"], LARGE)
+    assert not fcc.verify(path).ok
+
+
+def rewritten(path: Path, key: str, value: bytes) -> None:
+    """A key of the database, written by TensorStore."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/"}).result()
+    store[key] = value
+
+
+def test_what_others_write_is_no_damage(tmp_path: Path) -> None:
+    """Values that another tool wrote later have no checksums, and the other leaves keep theirs."""
+    path = saved(tmp_path / "c")
+    changed = LARGE[::-1].copy()
+    rewritten(path, "large/0.0", changed.tobytes())
+    assert np.array_equal(fcc.restore(path)["large"], changed)
+    assert fcc.verify(path).ok
+    metadata = path / "_METADATA"
+    metadata.write_text(metadata.read_text().replace('"s', '"S', 0))
+    file, at = find(path, TREE["mid"])
+    flip(file, at)
+    with pytest.raises(ChecksumError, match="mid"):
+        fcc.restore(path)
+
+
+def test_edited_json_is_no_damage(tmp_path: Path) -> None:
+    """A file with another size was edited; one with the same size and a database of its own was overwritten."""
+    path = saved(tmp_path / "c")
+    sharding, metadata = path / "_sharding", path / "_METADATA"
+    sharding.write_text(sharding.read_text().replace("cpu:0", "cpu:10"))
+    metadata.write_text(metadata.read_text() + "\n")
+    assert equal(fcc.restore(path)["list"], TREE["list"])
+    other = saved(tmp_path / "other", {**TREE, "text": "t"})
+    for file in other.rglob("*"):  # a copy over it that leaves out our file
+        if file.is_file() and file.name != CHECKSUMS:
+            shutil.copy(file, path / file.relative_to(other))
+    assert fcc.restore(path)["text"] == "t"
+    sharding.unlink()
+    assert fcc.restore(path)["text"] == "t"
+
+
+def test_real_orbax_overwrites(tmp_path: Path) -> None:
+    """Real Orbax replaces the directory with all that is in it."""
+    path = saved(tmp_path / "c")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, {"large": LARGE + 1}, force=True)
+    assert not (path / CHECKSUMS).exists()
+    assert np.array_equal(fcc.restore(path)["large"], LARGE + 1)
+
+
+def test_a_later_version_is_unverified(tmp_path: Path) -> None:
+    """What this release does not know, it does not judge."""
+    path = saved(tmp_path / "c")
+    rewrite(path / CHECKSUMS, lambda found: found.update(version=2, chunks={"large/0.0": b"1234"}))
+    assert np.array_equal(fcc.restore(path)["large"], LARGE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunks": None},
+        {"chunks": {"large/0.0": 5}},
+        {"files": {"_METADATA": b""}},
+        {"files": {"_METADATA": [5, None]}},
+        {"data_files": 3},
+        {"files": {"../outside": [1, b"1234"]}},
+    ],
+)
+def test_hostile_files_of_checksums(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Whatever it holds, reading and verifying say so, and read nothing outside of the directory."""
+    path = saved(tmp_path / "c")
+    (tmp_path / "outside").write_text("x")
+    rewrite(path / CHECKSUMS, lambda found: found.update(change))
+    with contextlib.suppress(CorruptCheckpointError):
+        assert np.array_equal(fcc.restore(path)["large"], LARGE)
+    assert not fcc.verify(path).ok
+
+
+def test_cut_files_of_checksums(tmp_path: Path) -> None:
+    """An empty or cut file is damage; without the file the checkpoint is unverified."""
+    path = saved(tmp_path / "c")
+    whole = (path / CHECKSUMS).read_bytes()
+    for length in (0, 3, 4, len(whole) // 2, len(whole) - 1):
+        (path / CHECKSUMS).write_bytes(whole[:length])
+        with pytest.raises(ChecksumError, match="do not decode"):
+            fcc.restore(path)
+    (path / CHECKSUMS).unlink()
+    assert np.array_equal(fcc.restore(path)["large"], LARGE)
+    assert fcc.verify(path).ok
+    assert not fcc.verify(path).verified
+
+
+def test_bits_that_numpy_does_not_show(tmp_path: Path) -> None:
+    """Bytes are summed as they are: NaN payloads, other byte orders, sub-byte types, bools that are not 0 or 1."""
+    raw = RNG.integers(0, 256, 1 << 18, np.uint8)
+    names = [">f4", "bfloat16", "int4", "float8_e4m3fn", "complex64", "bool", "<M8[s]"]
+    tree = {name: raw.view(jnp.dtype(name) if name[0] not in "<>" else name) for name in names}
+    path = saved(tmp_path / "c", tree)
+    restored = fcc.restore(path)
+    assert all(np.array_equal(restored[name].view(np.uint8), raw) for name in names)
+    assert fcc.verify(path).ok
+
+
+def test_algorithm_has_a_name() -> None:
+    """It is recorded, should another one follow."""
+    assert ALGORITHM == "crc32"
