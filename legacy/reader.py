@@ -20,8 +20,9 @@ from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
 
 from . import gda_read
 from .parse import parse
-from .source import File, Source, open_source
+from .source import File, Source, StoredObject, open_source
 from .spans import Span, pack, read_run, runs_of
+from .summed_objects import read_object
 from .summed_reads import UNIT, open_sums
 from .unpack import unpack
 from .window import Window
@@ -47,7 +48,7 @@ class MsgpackReader(Reader):
         self._source = open_source(path)
         try:
             with translated(path, "read"):
-                self._sums = open_sums(self._source) if verify else None
+                self._verify, self._sums = verify, open_sums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
             with memory.pause_gc(enabled=self._source.is_local):
@@ -111,10 +112,12 @@ class MsgpackReader(Reader):
     def _read_spans(self, spans: list[Span], values: list[Any]) -> None:
         source, sums, nbytes = self._source, self._sums, sum([span.nbytes for span in spans])
         with translated(self.path, "read"):
-            if sums is not None and spans and not sums.is_verified:
+            if self._verify and spans and not (sums is not None and sums.is_verified):
                 whole = sum({span.offset: span.nbytes for span in spans}.values()) >= self._array_nbytes
-                if whole or nbytes >= UNIT:
+                if sums is not None and (whole or nbytes >= UNIT):
                     sums.read(spans, values, whole=whole)
+                    return
+                if isinstance(source, StoredObject) and whole and read_object(source, spans, values):
                     return
             runs = runs_of(source, spans)
             if source.is_local and nbytes <= 2 * _PIECE:
@@ -122,6 +125,10 @@ class MsgpackReader(Reader):
                     read_run(source, values, run)
             else:
                 in_parallel(functools.partial(read_run, source, values), runs, source.threads)
+
+    @functools.cached_property
+    def _object_is_verified(self) -> bool:
+        return isinstance(self._source, StoredObject) and read_object(self._source, [], [])
 
     @functools.cached_property
     def _array_nbytes(self) -> int:
@@ -135,6 +142,8 @@ class MsgpackReader(Reader):
             return False
         with translated(self.path, "read"):
             self._sums = self._sums or open_sums(self._source)
+            if isinstance(self._source, StoredObject):
+                return self._object_is_verified
             if self._sums is None:
                 return False
             for offset, nbytes in [(0, self._source.size)] if handle is None else _ranges(handle, self._source.size):

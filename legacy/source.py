@@ -145,10 +145,30 @@ class StoredObject:
     def read_into(self, target: memoryview, offset: int) -> int:
         """Fill memory and return the number of bytes; fewer only at the end."""
         at = 0
-        for part in self._cached(offset, len(target)) or [memoryview(self._object.read(offset, offset + len(target)))]:
+        for part in self._cached(offset, len(target)) or [memoryview(self.read_again(len(target), offset))]:
             target[at : at + len(part)] = part
             at += len(part)
         return at
+
+    def cached(self, length: int, offset: int) -> bytes | None:
+        """Return bytes if all of them are cached."""
+        parts = self._cached(offset, length)
+        return None if parts is None else b"".join(parts)
+
+    def read_again(self, length: int, offset: int) -> bytes:
+        """Read bytes, also cached ones, and do not cache them; fewer only at the end."""
+        return self._object.read(offset, offset + length)
+
+    def contradicts(self, data: memoryview, offset: int) -> bool:
+        """Return whether cached bytes differ from these, which were read later."""
+        for start, buffer in zip(self._offsets, self._buffers, strict=True):
+            first, last = max(start, offset), min(start + len(buffer), offset + len(data))
+            if (
+                first < last
+                and memoryview(buffer)[first - start : last - start] != data[first - offset : last - offset]
+            ):
+                return True
+        return False
 
     def close(self) -> None:
         """Drop the cache."""

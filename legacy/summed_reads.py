@@ -30,7 +30,7 @@ _ALMOST = UNIT // 16 * 15
 # Below this, threads cost more than they gain.
 _THREADS_FROM_BYTES = 4 * 2**20
 
-_Part = tuple[int, int, Span]  # start and stop in the file
+Part = tuple[int, int, Span]  # start and stop in the file
 
 
 def open_sums(source: Source) -> SummedFile | None:
@@ -71,7 +71,7 @@ class SummedFile:
 
         Units of which almost all is wanted are read as a whole, and others as far as they are wanted.
         """
-        parts = _parts_by_unit(spans, values)
+        parts = parts_by_unit(spans, values, UNIT)
         if whole:
             parts |= {unit: [] for unit, found in enumerate(self._units) if found is None and unit not in parts}
             summed = set(parts)
@@ -79,7 +79,7 @@ class SummedFile:
             summed = {unit for unit, found in parts.items() if sum(stop - at for at, stop, _ in found) >= _ALMOST}
         self._read_units(parts, values, summed)
 
-    def _read_units(self, parts: dict[int, list[_Part]], values: list[Any], summed: set[int]) -> None:
+    def _read_units(self, parts: dict[int, list[Part]], values: list[Any], summed: set[int]) -> None:
         def read(unit: int) -> None:
             self._read_unit(unit, parts[unit], values, summed=unit in summed)
 
@@ -90,7 +90,7 @@ class SummedFile:
             in_parallel(read, sorted(parts), self._source.threads)
         self._verify(summed, parts)
 
-    def _read_unit(self, unit: int, parts: list[_Part], values: list[Any], *, summed: bool) -> None:
+    def _read_unit(self, unit: int, parts: list[Part], values: list[Any], *, summed: bool) -> None:
         first, last = unit * UNIT, min((unit + 1) * UNIT, self._sums.size)
         if not summed:
             first, last = parts[0][0], max(stop for _, stop, _ in parts)
@@ -105,9 +105,9 @@ class SummedFile:
             data = _new_bytes(part[1] - part[0])
             self._fill([data], part[0], [part])
             copied.append((part, data))
-        _copy(copied, values)
+        copy_parts(copied, values)
 
-    def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[_Part]) -> None:
+    def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[Part]) -> None:
         """Read consecutive bytes into pieces of memory."""
         rest = list(pieces)
         while rest:
@@ -121,7 +121,7 @@ class SummedFile:
             if count:
                 rest[0] = rest[0][count:]
 
-    def _verify(self, units: Iterable[int], parts: dict[int, list[_Part]]) -> None:
+    def _verify(self, units: Iterable[int], parts: dict[int, list[Part]]) -> None:
         """Compare the checksums of blocks whose units are all known with the recorded ones."""
         for block in sorted({unit // self._sums.units_per_block for unit in units}):
             found = [self._units[unit] for unit in self._sums.units_of(block)]
@@ -131,7 +131,7 @@ class SummedFile:
                     raise self._damaged(block, parts)
                 self._verified[block] = True
 
-    def _damaged(self, block: int, parts: dict[int, list[_Part]]) -> ChecksumError:
+    def _damaged(self, block: int, parts: dict[int, list[Part]]) -> ChecksumError:
         path, units = self._source.path, self._sums.units_of(block)
         if file_sums.recorded(self._source.fileno()) != self._sums:
             return self._changed()
@@ -153,17 +153,17 @@ class SummedFile:
         )
 
 
-def _parts_by_unit(spans: Iterable[Span], values: list[Any]) -> dict[int, list[_Part]]:
-    """Cut spans where units end; small arrays that are cut, or empty, get memory of their own."""
-    parts: dict[int, list[_Part]] = {}
+def parts_by_unit(spans: Iterable[Span], values: list[Any], size: int) -> dict[int, list[Part]]:
+    """Cut spans where units of this size end; small arrays that are cut, or empty, get memory of their own."""
+    parts: dict[int, list[Part]] = {}
     for span in sorted(spans, key=offset_of):
-        units = range(span.offset // UNIT, -(-(span.offset + span.nbytes) // UNIT)) if span.nbytes else range(0)
+        units = range(span.offset // size, -(-(span.offset + span.nbytes) // size)) if span.nbytes else range(0)
         if len(units) != 1 and span.target is None:
             assert span.handle.dtype is not None
             values[span.number] = memory.empty(span.handle.shape, span.handle.dtype)
             span = span._replace(target=memory.as_bytes(values[span.number]))
         for unit in units:
-            start, stop = max(span.offset, unit * UNIT), min(span.offset + span.nbytes, (unit + 1) * UNIT)
+            start, stop = max(span.offset, unit * size), min(span.offset + span.nbytes, (unit + 1) * size)
             parts.setdefault(unit, []).append((start, stop, span))
     return parts
 
@@ -173,16 +173,16 @@ def _new_bytes(length: int) -> memoryview:
 
 
 def _lay_out(
-    parts: Iterable[_Part], first: int, last: int
-) -> tuple[list[memoryview], list[tuple[_Part, memoryview]], list[_Part]]:
+    parts: Iterable[Part], first: int, last: int
+) -> tuple[list[memoryview], list[tuple[Part, memoryview]], list[Part]]:
     """Return memory for all bytes of a range, that of arrays and what is between; parts to copy from it; and the rest.
 
     The rest are parts that overlap others.
     """
     pieces: list[memoryview] = []
-    copied: list[tuple[_Part, memoryview]] = []
-    overlapping: list[_Part] = []
-    waiting: list[_Part] = []  # for the memory of the gap that they are in
+    copied: list[tuple[Part, memoryview]] = []
+    overlapping: list[Part] = []
+    waiting: list[Part] = []  # for the memory of the gap that they are in
     at = end = first
 
     def close_gap(stop: int) -> None:
@@ -207,7 +207,8 @@ def _lay_out(
     return [piece for piece in pieces if piece], copied, overlapping
 
 
-def _copy(copied: Iterable[tuple[_Part, memoryview]], values: list[Any]) -> None:
+def copy_parts(copied: Iterable[tuple[Part, memoryview]], values: list[Any]) -> None:
+    """Copy parts of spans to the memory of their leaves."""
     small = []
     for (start, stop, span), data in copied:
         if span.target is None:

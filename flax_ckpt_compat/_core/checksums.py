@@ -44,6 +44,32 @@ def _find_crc32c() -> Callable[..., int] | None:
 crc32c: Any = _find_crc32c()
 
 
+def combined_crc32c(first: int, second: int, length: int) -> int:
+    """Return the CRC-32C of bytes, given that of their first part, and that and the length of their second part."""
+    return _multiplied(_power(length), first) ^ second
+
+
+@functools.lru_cache(maxsize=4)
+def _power(length: int) -> int:
+    """Return x to the power of so many bytes; the highest coefficient is in the lowest bit."""
+    power, square = 1 << 31, 1 << 23  # x**0 and x**8
+    while length:
+        if length & 1:
+            power = _multiplied(power, square)
+        square, length = _multiplied(square, square), length >> 1
+    return power
+
+
+def _multiplied(a: int, b: int) -> int:
+    """Multiply polynomials over GF(2) modulo that of CRC-32C."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ 0x82F63B78 if b & 1 else b >> 1
+    return product
+
+
 class BlockSums:
     """The checksums of a stream of bytes, block by block."""
 

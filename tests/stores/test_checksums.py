@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import restore, save
-from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import retrying
+from flax_ckpt_compat import config, restore, save
+from flax_ckpt_compat._core.errors import ChecksumError, StorageError
+from flax_ckpt_compat._core.object_store import gs, retrying
+from tests.support.gs import GsBucket
 from tests.support.s3 import Answer, Bucket, Proxy
 from tests.support.trees import fingerprint
 
@@ -48,6 +49,68 @@ def flipping_uploads(proxy: Proxy, times: int) -> Iterator[list[str]]:
         yield done
     finally:
         del proxy.forward
+
+
+@contextmanager
+def flipping_bodies(proxy: Proxy, method: str, times: int) -> Iterator[list[str]]:
+    """A proxy that changes this many large bodies: of uploads (POST), or of downloads (GET)."""
+    before, done = proxy.forward, list[str]()
+
+    def forward(asked: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        if asked == method == "POST" and len(body) > 100_000 and len(done) < times:
+            done.append(path)
+            body = flipped(body)
+        status, answered, content = before(asked, path, headers, body)
+        if asked == method == "GET" and len(content) > 100_000 and len(done) < times:
+            done.append(path)
+            content = flipped(content)
+        return status, answered, content
+
+    proxy.forward = forward  # type: ignore[method-assign]
+    try:
+        yield done
+    finally:
+        del proxy.forward
+
+
+def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket) -> None:
+    """The store tells the CRC-32C of what arrived."""
+    with (
+        flipping_bodies(gs_bucket.proxy, "POST", times=1),
+        pytest.raises(StorageError, match=r"was changed on its way.*overwrite=True"),
+    ):
+        save(f"{gs_bucket.url}/c", TREE, format="msgpack")
+    save(f"{gs_bucket.url}/c", TREE, format="msgpack", overwrite=True)
+    assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
+
+
+def test_gs_changed_downloads_are_read_again(gs_bucket: GsBucket) -> None:
+    """A whole restore is compared with the CRC-32C of the store; what changes again is an error."""
+    tree = {"a": np.arange(3.0e6), **TREE, "n": 3}  # more than one request
+    save(f"{gs_bucket.url}/c", tree, format="msgpack")
+    with flipping_bodies(gs_bucket.proxy, "GET", times=1) as changed:
+        assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(tree)
+    assert changed
+    with flipping_bodies(gs_bucket.proxy, "GET", times=99):
+        with pytest.raises(ChecksumError, match=r"the store tells .*changed on their way"):
+            restore(f"{gs_bucket.url}/c", None)
+        with config.override(checksums="off"):
+            assert restore(f"{gs_bucket.url}/c", None)["n"] == 3
+
+
+def test_gs_without_a_checksum_is_unverified(gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the JSON API tells nothing, or no package computes CRC-32C, saves and restores work."""
+    with gs_bucket.proxy.failing(lambda _, path: "403" if "fields=crc32c" in path else ""):
+        save(f"{gs_bucket.url}/c", TREE, format="msgpack")
+        assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
+    asked = len([one for one in gs_bucket.proxy.log if "fields=crc32c" in one.path])
+    with gs_bucket.proxy.failing(lambda _, path: "refuse" if "fields=crc32c" in path else ""):
+        for _ in range(3):
+            assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
+    assert len([one for one in gs_bucket.proxy.log if "fields=crc32c" in one.path]) == asked + 1
+    del gs._cache["unreachable"]
+    monkeypatch.setattr("flax_ckpt_compat._core.checksums.crc32c", None)
+    assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])

@@ -267,6 +267,12 @@ def _request(url: str, span: slice | None) -> Any:
     return found
 
 
+def stored_crc32c(url: str) -> int | None:
+    """Return the CRC-32C of an object as its store tells it; None if it does not."""
+    key = visible_objects.resolve_key(key_of(url))
+    return scheme_of(url).stored_crc32c(f"{url.removesuffix(key_of(url))}{key}")
+
+
 class Object:
     """One version of an object, of ``size`` bytes, read in parts."""
 

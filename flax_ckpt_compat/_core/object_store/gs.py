@@ -9,6 +9,7 @@ token where it can be known.
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import logging
@@ -34,6 +35,7 @@ _PAGE = 1000
 _log = logging.getLogger("flax_ckpt_compat")
 _TRIALS = 4
 _TIMEOUT = 30.0  # s
+_CHECK_TIMEOUT = 10.0  # s
 _TRANSIENT_CODES = (408, 429)
 _SERVER_FAILED = 500
 _DENIED = (401, 403)
@@ -44,7 +46,7 @@ _MARGIN = 60.0  # s before expiry at which a token is renewed
 _NO_TOKEN_FOR = 300.0  # s that a failure is cached for
 
 _lock = threading.Lock()
-_cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token
+_cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token; also "unreachable", the JSON API
 
 
 class GS(StoreScheme):
@@ -71,6 +73,24 @@ class GS(StoreScheme):
             if self._nothing_left(url, start, stop):
                 return found
         raise store_error(url, "listed", "the store lists no names, though objects exist", "")
+
+    def stored_crc32c(self, url: str) -> int | None:
+        """See `StoreScheme.stored_crc32c`; None also where the JSON API cannot be asked."""
+        _, bucket, key = split(url)
+        at = f"{urllib.parse.quote(bucket, safe='')}/o/{urllib.parse.quote(key, safe='')}"
+        request = _api_request(f"{_server()}/storage/v1/b/{at}?fields=crc32c,contentEncoding", token())
+        try:  # once: it is only a check, and nobody should wait for it
+            if time.monotonic() < _cache.get("unreachable", (0.0, None))[0]:
+                return None
+            status, content = _send(request, _CHECK_TIMEOUT)
+            # What is stored compressed is sent uncompressed.
+            if status == 200 and not content.get("contentEncoding"):
+                return int.from_bytes(base64.b64decode(content["crc32c"], validate=True))
+        except _UnreachableError:
+            _cache["unreachable"] = time.monotonic() + _NO_TOKEN_FOR, None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.debug("%s: the store does not tell its CRC-32C: %s", url, error)
+        return None
 
     def _nothing_left(self, url: str, start: bytes, stop: bytes) -> bool:
         """Return whether the range has no keys; raise if the bucket is missing or may not be listed."""
@@ -103,17 +123,24 @@ def _request_api(url: str, start: bytes, stop: bytes, token: str | None) -> tupl
     query = {"maxResults": "1", "fields": "items(name),nextPageToken", "startOffset": start}
     if stop:
         query["endOffset"] = stop
-    server = (os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com").rstrip("/")
-    endpoint = f"{server}/storage/v1/b/{bucket}/o"
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    endpoint = f"{_server()}/storage/v1/b/{bucket}/o"
     page = ""
     while True:
         encoded_query = urllib.parse.urlencode(query | ({"pageToken": page} if page else {}))
-        request = urllib.request.Request(f"{endpoint}?{encoded_query}", headers=headers)  # noqa: S310  (the store's own)
+        request = _api_request(f"{endpoint}?{encoded_query}", token)
         status, content = retry(url, "listed", functools.partial(_start, request))
         page = content.get("nextPageToken", "")
         if status != 200 or content.get("items") or not page:  # an empty page need not be the last one
             return status, content
+
+
+def _server() -> str:
+    return (os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com").rstrip("/")
+
+
+def _api_request(endpoint: str, token: str | None) -> urllib.request.Request:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return urllib.request.Request(endpoint, headers=headers)  # noqa: S310  (the store's own)
 
 
 class _TransientError(OSError):

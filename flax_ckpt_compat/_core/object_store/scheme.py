@@ -30,6 +30,10 @@ class StoreScheme:
         """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket."""
         return self.list_once(url, start, stop)
 
+    def stored_crc32c(self, url: str) -> int | None:  # noqa: ARG002  (stores that tell none inherit it)
+        """Return the CRC-32C of an object as the store tells it; None if it does not."""
+        return None
+
     def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
         """List keys by TensorStore; see `list_keys`."""
         import tensorstore as ts

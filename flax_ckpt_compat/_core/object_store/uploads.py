@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, retrying
@@ -89,8 +90,26 @@ def upload_file(path: str, url: str, *, new: bool = False) -> bool:
     content = _memory_map(path)
     if not new:
         retry(url, "written", lambda: _start_write(url, content), nbytes)
-        return True
-    return _write_conditionally(url, content, lambda: _start_new(url, content), new=True)
+    elif not _write_conditionally(url, content, lambda: _start_new(url, content), new=True):
+        return False
+    _check_arrived(url, content)
+    return True
+
+
+def _check_arrived(url: str, content: np.ndarray[Any, Any]) -> None:
+    """Raise StorageError if the store, where it tells the CRC-32C of an object, tells another one than ours."""
+    stored = client.stored_crc32c(url) if checksums.crc32c is not None else None
+    if stored is None:
+        return
+    found = 0
+    for start in range(0, content.nbytes, _COMPARE_BYTES):
+        found = checksums.crc32c(content[start : start + _COMPARE_BYTES], found)
+    if found != stored:
+        raise StorageError(
+            f"{url}: what was uploaded has the CRC-32C {found:08x}, and the store tells {stored:08x}: it was changed "
+            "on its way, or another process wrote it at the same time; save it again with overwrite=True",
+            path=url,
+        )
 
 
 def check_sizes(path: str, url: str) -> None:

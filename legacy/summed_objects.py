@@ -1,0 +1,70 @@
+"""Read a whole object of a store that tells the CRC-32C of its objects, and compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax_ckpt_compat._core import checksums
+from flax_ckpt_compat._core.errors import ChecksumError
+from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.thread_pools import in_parallel
+
+from .source import StoredObject
+from .spans import Span, truncated
+from .summed_reads import copy_parts, parts_by_unit
+
+_UNIT = 16 * 2**20  # bytes of a request
+
+
+def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) -> bool:
+    """Read spans with all that is between them; return False, without reading, if the store tells no CRC-32C.
+
+    Raises:
+        ChecksumError: the bytes are not those of the store, also when they are read again.
+    """
+    expected = client.stored_crc32c(source.path) if checksums.crc32c is not None else None
+    if expected is None:
+        return False
+    for again in (False, True):
+        found = _read(source, spans, values, again=again)
+        if found == expected:
+            return True
+    raise ChecksumError(
+        f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, and the store tells {expected:08x}; they "
+        "are changed on their way, or the store is damaged. Check the proxy before the store, or restore an older "
+        "step. To read it as it is, set checksums='off'",
+        path=source.path,
+    )
+
+
+def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, again: bool) -> int:
+    """Read everything and return its CRC-32C; ``again`` reads also what opening has read."""
+    parts, starts = parts_by_unit(spans, values, _UNIT), range(0, source.size, _UNIT)
+    sums: dict[int, int] = {}
+
+    def read(start: int) -> None:
+        length, wanted = min(_UNIT, source.size - start), parts.get(start // _UNIT, [])
+        cached = None if again else source.cached(length, start)
+        data = source.read_again(length, start) if cached is None else cached
+        if len(data) < length:
+            raise truncated(source, next(span for _, _, span in wanted)) if wanted else _changed(source)
+        view = memoryview(data)
+        if cached is None and source.contradicts(view, start):
+            raise _changed(source)
+        sums[start] = checksums.crc32c(data)
+        copy_parts([(part, view[part[0] - start : part[1] - start]) for part in wanted], values)
+
+    in_parallel(read, starts, source.threads)
+    found = 0
+    for start in starts:
+        found = checksums.combined_crc32c(found, sums[start], min(_UNIT, source.size - start))
+    return found
+
+
+def _changed(source: StoredObject) -> ChecksumError:
+    return ChecksumError(
+        f"{source.path}: the bytes that arrived when it was opened and later differ, so some were changed on their "
+        "way; restore it again",
+        path=source.path,
+    )
