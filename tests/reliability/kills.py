@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import forks, shim
 from tests.reliability.extent import Extent
 from tests.reliability.judge import judge, leftovers
@@ -50,7 +51,8 @@ def _hit(system: System, scenario: Scenario, folder: str, at: int, action: Actio
     try:
         save.run(system, f"{folder}/run", number)
     except Exception as reason:
-        raised = f"{type(reason).__name__}: {reason}"
+        kind = "" if isinstance(reason, CheckpointError) or not system.is_ours else "raw: "
+        raised = f"{kind}{type(reason).__name__}: {reason}"
     calls = shim.disarm()
     return calls, raised
 
@@ -71,6 +73,7 @@ def at_calls(system: System, scenario: Scenario, names: Sequence[str], tally: Ta
                 )
                 acknowledged = hit.value is not None and not hit.value[1]
                 wrong = "hung: the save" if hit.hung else hit.error
+                wrong = hit.value[1] if hit.value and hit.value[1].startswith("raw: ") else wrong
                 wrong = wrong or judged(system, f"{folder}/run", states[-2:], acknowledged=acknowledged)
             tally.add(system, wrong, f"{scenario.name}, {name} at call {at} of {calls}")
 
