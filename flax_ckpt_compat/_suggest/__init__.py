@@ -85,7 +85,7 @@ def suggest(stored: Node, target: Node) -> Suggestion | None:
         # Fewer leaves found is no better way, however sure.
         if state.matched < max(found[0].matched, 1):
             break
-        state = proposals.finished(pairing, state, stored)
+        state = proposals.finished(pairing, state)
         remaining = pairing.missing(state.tree)
         against = doubts(stored, target, state.tree, state.steps, remaining)
         told = tuple(printable(doubt, one_line=True) for doubt in against)

@@ -73,12 +73,9 @@ def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule]
     own = {new: old for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     found = list(dict.fromkeys(step.doubt for step in steps if step.doubt))
     found += moved_layers.doubts(own, outcome.stored, idle, fresh)
-    for judge in (_same_size(fresh, idle), _resized(outcome, fresh, idle), _copies(outcome, fresh)):
+    for judge in (_same_size(fresh, idle), _resized(outcome, fresh), _copies(outcome, fresh)):
         found += judge
-    found += _foreign(outcome, fresh, idle)
-    for other in (_other_role, _apart, _dropped):
-        found += other(outcome)
-    return found
+    return [*found, *_foreign(outcome, fresh, idle), *_apart(outcome), *_dropped(outcome)]
 
 
 def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
@@ -135,21 +132,12 @@ def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]
             return
 
 
-def _resized(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
+def _resized(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
     """Yield a doubt if the checkpoint has a new leaf in another size; heads belong to the task."""
-    others: dict[str, list[tuple[int, ...]]] = {}
-    for path, (shape, _) in idle.items():
-        if len(shape) > 1 and path not in fresh:
-            others.setdefault(bare(path)[-1], []).append(shape)
     for path, (shape, _) in fresh.items():
-        there = outcome.stored.get(path, ((), ""))[0]
-        if not shape or _is_new_head(path, there, shape, outcome):
-            continue
-        if path in outcome.stored and there != shape:
+        there = outcome.stored.get(path, (shape, ""))[0]
+        if shape and there != shape and not _is_new_head(path, there, shape, outcome):
             yield f"{show_path(path)} has another size than the stored one; rules.pad or rules.cut may be meant"
-            return
-        if len(shape) > 1 and any(len(_axes(one, shape)) == 1 for one in others.get(bare(path)[-1], ())):
-            yield f"{show_path(path)} differs from a stored leaf that is not used on one axis alone"
             return
 
 
@@ -163,11 +151,7 @@ def _is_new_head(path: Path, stored: tuple[int, ...], target: tuple[int, ...], o
     """Return whether a leaf is of a model's last layer, by its name or linen's number, with other outputs alone."""
     *layer, leaf = bare(path)
     outputs = {len(target) - 1} | ({0} if leaf in ("weight", "w") else set())
-    if (
-        not layer
-        or words(layer[-1]) & _VOCABULARIES
-        or (stored and not outputs.issuperset(_axes(stored, target) or [-1]))
-    ):
+    if not layer or words(layer[-1]) & _VOCABULARIES or not outputs.issuperset(_axes(stored, target) or [-1]):
         return False
     if words(layer[-1]) & _HEADS:
         return True
@@ -195,46 +179,13 @@ def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
                     return
 
 
-def _spots(outcome: Outcome) -> Iterator[tuple[Path, Path, Spot, Spot]]:
-    for new, old in outcome.pairs.items():
-        ours, theirs = outcome.has.spot(new), outcome.had.spot(old)
-        if ours.field or theirs.field:
-            yield new, old, ours, theirs
-
-
-def _origins(outcome: Outcome) -> dict[Path, set[Path]]:
-    """Map key paths of parameters, less their first names, to the stored parameters that they would come from."""
-    found: dict[Path, set[Path]] = {}
-    for new, old in outcome.pairs.items():
-        if not outcome.has.is_optimizer(new):
-            path = bare(new)
-            for start in range(min(3, len(path))):
-                found.setdefault(path[start:], set()).add(bare(old))
-    return found
-
-
-def _other_role(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if a moment would come from something else, or from another parameter's."""
-    origins = _origins(outcome)
-    for new, old, ours, theirs in _spots(outcome):
-        told = f"{show_path(new)} would come from {show_path(old)}"
-        if {"step"} <= {bare(new)[-1], bare(old)[-1]} <= {"step", "count"}:
-            continue
-        if ours.field != theirs.field:
-            yield f"{told}, which is something else"
-            return
-        wanted = origins.get(ours.suffix, {ours.suffix})
-        if ours.suffix and not any(source[-len(theirs.suffix) :] == theirs.suffix for source in wanted):
-            yield f"{told}, which belongs to another parameter"
-            return
-
-
 def _apart(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if several moments of one name for one parameter are stored, and nothing tells which is which."""
     taken: dict[tuple[str, Path], list[tuple[Path, Path]]] = {}
-    for new, old, _, theirs in _spots(outcome):
-        if theirs.field in MOMENTS or theirs.field == "count":
-            taken.setdefault((theirs.field, theirs.suffix), []).append((old, new))
+    for new, old in outcome.pairs.items():
+        field, _, suffix = outcome.had.spot(old)
+        if field in MOMENTS or field == "count":
+            taken.setdefault((field, suffix), []).append((old, new))
     tops = {(old[0], new[0]) for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}
     for group in taken.values():
         for number, (old, new) in enumerate(group):
@@ -257,17 +208,17 @@ def _apart(outcome: Outcome) -> Iterator[str]:
 
 def _dropped(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if moments begin anew although they are stored, or counts although the moments are restored."""
-    spots = ((outcome.had.spot(path), seen) for path, seen in outcome.unused.items())
-    idle = {(spot.field, spot.suffix, seen) for spot, seen in spots}
+    idle = {_kind_of_moment(outcome.had.spot(path), seen) for path, seen in outcome.unused.items()}
     restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
-    origins = _origins(outcome)
     for path, seen in outcome.kept.items():
         spot = outcome.has.spot(path)
         if restored and spot.field in _COUNTS:
             yield f"{show_path(path)} would begin anew, and with it a schedule that goes by it"
             return
-        sources = origins.get(spot.suffix, {spot.suffix}) if spot.suffix else {()}
-        tails = {source[start:] for source in sources for start in range(len(source) + 1)}
-        if (spot.field in MOMENTS or spot.field == "count") and any((spot.field, tail, seen) in idle for tail in tails):
+        if (spot.field in MOMENTS or spot.field == "count") and _kind_of_moment(spot, seen) in idle:
             yield f"{show_path(path)} would begin anew although the checkpoint has {spot.field} of it"
             return
+
+
+def _kind_of_moment(spot: Spot, seen: Look) -> tuple[str, Path, Look]:
+    return spot.field, spot.suffix[-1:], seen

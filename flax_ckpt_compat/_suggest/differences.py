@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import layouts
 from flax_ckpt_compat._suggest.layouts import ProposedRule, Row, either, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, Memo, fits, flatten, look
-from flax_ckpt_compat._suggest.names import akin, numbered, pair_up
+from flax_ckpt_compat._suggest.names import akin, pair_up
 
 _MAX_PAIRS = 900
 
@@ -70,11 +70,7 @@ def torn(stored: Node, target: Node, memo: Memo, *, at_root: bool) -> bool:
     modules = [any(isinstance(child, Branch) for child in node.children.values()) for node in (stored, target)]
     if at_root and all(modules):
         return False  # collections keep their names, whatever becomes of the model
-    if not any(modules):
-        names = stored.children.keys() & target.children.keys()
-        if not all(fits(look(stored.children[name]), look(target.children[name])) for name in names):
-            return True
-    return not one & other or layouts.is_list(stored) != layouts.is_list(target)
+    return not one & other
 
 
 class Gap:
@@ -141,13 +137,12 @@ class Gap:
                 if not axes:
                     continue
                 name = _nearest(row.stem, list(axes))
-                level = "/".join((name, *_inner(others[name], row.nodes[0])))
                 if stacking:
                     self._take(row.siblings, [name])
-                    yield layouts.stacked(row, level, *axes[name])
+                    yield layouts.stacked(row, name, *axes[name])
                 else:
                     self._take([name], row.siblings)
-                    yield layouts.unstacked(level, row, *axes[name])
+                    yield layouts.unstacked(name, row, *axes[name])
         for old in list(self.gone):
             ours = self.memo.contents(self.gone[old])
             moved = {name: layouts.moved_axis(ours, self.memo.contents(child)) for name, child in self.new.items()}
@@ -196,20 +191,8 @@ class Gap:
 
     def _renames(self) -> Iterator[Change]:
         """Yield the children that have other names."""
-        sizes = Counter(found[0] for name in self.ours if (found := numbered(name)))
-        groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for old, new in self._aligned():
-            left, right = numbered(old), numbered(new)
-            in_row = left and right and left[1] == right[1] and left[0]
-            groups.setdefault((left[0], right[0]) if in_row and left and right else (old, new), []).append((old, new))
-        for (stem, to), members in groups.items():
-            if len(members) > 1 and sizes[stem] == len(members):
-                news = [new for _, new in members]
-                row = {rf"{literal(stem)}(\d+)": rf"{plain(to)}\1"}
-                yield Change(self.path, tuple(old for old, _ in members), tuple(news), row, self._reason(*members[0]))
-                continue
-            for old, new in members:
-                yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
+            yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
@@ -247,14 +230,3 @@ class Gap:
 def _nearest(name: str, names: list[str]) -> str:
     """Return the name that is most like another."""
     return next((one for one in names if one == name), next((one for one in names if akin(one, name)), names[0]))
-
-
-def _inner(whole: Node, layer: Node) -> Path:
-    """Return the names between a stack and what a layer holds."""
-    level: Path = ()
-    while isinstance(whole, Branch) and whole.children.keys() != layer.children.keys():
-        if len(whole.children) != 1:
-            return ()
-        ((name, whole),) = whole.children.items()
-        level += (name,)
-    return level if isinstance(whole, Branch) else ()

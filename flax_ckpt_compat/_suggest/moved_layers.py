@@ -54,7 +54,7 @@ def doubts(
     found = [Moved(old, new, frozenset(leaves)) for (old, new), leaves in layers.items()]
     moved = sorted((one for one in found if one.old != one.new), key=lambda one: not one.is_leaf)
     unused, kept = _layers(idle), _layers(fresh)
-    yield from _names(moved, [*unused, *kept])
+    yield from _names(moved)
     yield from _swappable(moved)
     yield from _replaceable(moved, unused, kept)
     yield from _numbers(found, moved, unused, kept)
@@ -67,7 +67,7 @@ def _layers(looks: dict[Path, Look]) -> Layers:
     return {path: frozenset(leaves) for path, leaves in found.items()}
 
 
-def _names(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
+def _names(moved: Sequence[Moved]) -> Iterator[str]:
     """Yield a doubt for layers whose names say different things, and for single ones of which too little is alike."""
     groups: dict[tuple[Path, Path], list[Moved]] = {}
     changes: dict[tuple[Path, Path], dict[tuple[Path, Path], Moved]] = {}
@@ -85,16 +85,9 @@ def _names(moved: Sequence[Moved], others: Sequence[Path]) -> Iterator[str]:
     for (old, new), (one, *more) in groups.items():
         if one.is_leaf or len({_inside(other.old) for other in more} - {_inside(one.old)}):
             continue
-        if not old or not new:
-            # A layer that went into or out of another, which has more that is new, or of which the rest is gone.
-            beside = any(path[: len(end) - 1] == end[:-1] for path in others for end in (one.old, one.new))
-            alike = not beside
-        else:
-            whole = core(one.old, one.new)
-            oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
-            alike = akin("_".join(old), "_".join(new)) or oblong  # square layers are too common to tell
-            alike = alike and (len(old) == len(new) or len(whole[0]) == len(whole[1]))
-        if not alike:
+        # Square layers are too common to tell.
+        oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
+        if old and new and not oblong and not akin("_".join(old), "_".join(new)):
             yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
             return
 
@@ -128,21 +121,17 @@ def _same_start(one: Path, other: Path) -> int:
 def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
     """Yield a doubt for two moved layers of one shape that nothing tells apart."""
     groups: dict[Leaves, dict[tuple[Path, Path], Moved]] = {}
-    wholes: dict[tuple[Path, Path], set[tuple[Path, Leaves]]] = {}
     for one in moved:
         # One of each change: layers inside of one that is renamed go with it.
-        change = core(one.old, one.new)
-        groups.setdefault(one.leaves, {}).setdefault(change, one)
-        wholes.setdefault(change, set()).add((one.old[_same_start(one.old, one.new) + len(change[0]) :], one.leaves))
+        groups.setdefault(one.leaves, {}).setdefault(core(one.old, one.new), one)
     for group in groups.values():
         by_old = {"\0".join((*one.old, "\1", *one.new)): change for change, one in group.items()}
         ordered = [by_old[key] for key in natural(by_old)]
         reach = len(ordered) if len(ordered) <= _PAIRWISE else _WINDOW
         for number, change in enumerate(ordered):
             for other in ordered[number + 1 : number + 1 + reach]:
-                # Parts of subtrees that differ elsewhere go where those go.
                 one, two = group[change], group[other]
-                if wholes[change] == wholes[other] and not told_apart(one[:2], two[:2]):
+                if not told_apart(one[:2], two[:2]):
                     yield f"nothing says which of {show_path(one.old)} and {show_path(two.old)} goes where"
                     return
 
@@ -161,12 +150,7 @@ def told_apart(one: tuple[Path, Path], other: tuple[Path, Path], *, nested: bool
     for step in (1, -1):
         olds, news = (_parting(left[::step], right[::step]) for left, right in zip(one, other, strict=True))
         votes += [_by_number(olds, news), _by_word(olds, news)]
-    straight, crossed = (
-        [_same_start(one[0][::step], new[::step]) + _same_start(other[0][::step], rest[::step]) for step in (1, -1)]
-        for new, rest in ((one[1], other[1]), (other[1], one[1]))
-    )
-    shares_more = straight != crossed and all(left >= right for left, right in zip(straight, crossed, strict=True))
-    return -1 not in votes and (1 in votes or shares_more or (nested and not any(votes)))
+    return -1 not in votes and (1 in votes or (nested and not any(votes)))
 
 
 def _parting(one: Path, other: Path) -> tuple[str, str]:
@@ -193,10 +177,7 @@ def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
     common = (words(olds[0]) & words(olds[1])) | (words(news[0]) & words(news[1]))
     if olds == news[::-1] or any(akin(old, new, common) for old, new in zip(olds, news[::-1], strict=True)):
         return -1
-    straight = [akin(old, new, common) for old, new in zip(olds, news, strict=True)]
-    # One of the two is enough only where it is the very same name.
-    exact = any(old == new and numbered(old) is None for old, new in zip(olds, news, strict=True))
-    return 1 if all(straight) or (any(straight) and exact) else 0
+    return int(all(akin(old, new, common) for old, new in zip(olds, news, strict=True)))
 
 
 def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:

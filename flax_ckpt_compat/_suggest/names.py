@@ -96,7 +96,7 @@ def _begin_alike(one: str, other: str) -> bool:
 
 
 def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair old names with new ones: those akin only to each other, equal numbers, then natural order."""
+    """Pair old names with new ones: those akin only to each other, then natural order."""
     pairs = []
     left, right = natural(olds), natural(news)
     common = frozenset().union(*(frozenset.intersection(*map(words, side)) for side in (left, right) if len(side) > 1))
@@ -106,15 +106,6 @@ def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
             pairs.append((old, near[0]))
             left.remove(old)
             right.remove(near[0])
-    stems = {found[0] for name in right if (found := numbered(name))}
-    # Equal numbers before equal places, so that a row with a gap keeps its numbers.
-    for old in list(left) if len(stems) == 1 and len(left) != len(right) else ():
-        found = numbered(old)
-        new = next((name for name in right if found and numbered(name) == (min(stems), found[1])), None)
-        if new is not None:
-            pairs.append((old, new))
-            left.remove(old)
-            right.remove(new)
     return pairs + list(zip(left, right, strict=False))
 
 
@@ -127,14 +118,10 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
         classes = [f"{min(found & _NORMS)} norm"]
         found -= _NORMS
     found = frozenset(_SYNONYMS.get(word, word) for word in found - _CLASSES.keys() - _SAY_NOTHING)
-    by_flax = BY_FLAX.fullmatch(name) is not None
-    if by_flax:
+    if BY_FLAX.fullmatch(name):
         found -= _OF_CLASSES
     if numbered(name):
         found = frozenset(word for word in found if len(word) > 1 or word in _LETTERS)
-    is_counted = by_flax or (classes[:1] in (["dense"], ["conv"]) and numbered(name))  # Dense_0, fc1, conv2
-    if not found and classes and not is_counted:
-        found = frozenset(classes[0].split()[-1:])  # attn and mlp are names as encoder is
     return (classes[0] if classes else ""), found
 
 

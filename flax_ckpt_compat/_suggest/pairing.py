@@ -14,7 +14,7 @@ from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, renam
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Memo, Roles, fits, flatten
 from flax_ckpt_compat._suggest.names import numbered, unnumbered
 
-_ROUNDS = 12
+_ROUNDS = 8
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,11 +10,10 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, node_at, topmost
-from flax_ckpt_compat._suggest.confidence import unused
 from flax_ckpt_compat._suggest.layouts import ProposedRule, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, flatten, leaves_at, look
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
-from flax_ckpt_compat._trees.leaf_sources import handles_of, is_array
+from flax_ckpt_compat._trees.leaf_sources import is_array
 
 _MAX_COLLECTIONS = 20
 _MAX_KEPT = 40
@@ -58,9 +57,6 @@ def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[Prop
             for names in [*groups, variables] if len(variables) > 1 else groups:
                 moves = {name: rules.move(literal(name), plain(new)) for name in names}
                 add(names, child, *(ProposedRule(move, f"{new} looks like {name}") for name, move in moves.items()))
-    if not stored.children.keys() & target.children.keys():
-        for new, child in target.children.items():
-            add(list(stored.children), child, ProposedRule(rules.wrap(new), f"{new} looks like the whole"))
     return [steps for _, steps in sorted(found, key=lambda one: -one[0])]
 
 
@@ -70,7 +66,7 @@ def _ends(node: Node) -> Counter[tuple[str, Look]]:
     return Counter((path[-1] if path else "", seen) for path, seen in leaves if seen != EMPTY)
 
 
-def finished(pairing: Pairing, state: State, stored: Node) -> State:
+def finished(pairing: Pairing, state: State) -> State:
     """Return the state after the steps for optimizers and for new leaves."""
     roles = Roles(state.tree)
     for at in sorted(pairing.roles.roots):
@@ -80,7 +76,7 @@ def finished(pairing: Pairing, state: State, stored: Node) -> State:
         for stored_at in sorted(roles.roots, key=lambda root: (root != at, root)):
             extra = {} if stored_at == at else {"stored_at": literal("/".join(stored_at))}
             tried = pairing.tried(state, [ProposedRule(rules.optimizer_state(text, **extra), f"both hold {fields}")])
-            if tried and not pairing.missing(tried.tree, at) and _takes_moments(node_at(tried.tree, at)):
+            if tried and not pairing.missing(tried.tree, at):
                 state = tried if tried.matched >= state.matched else state
                 break
         else:
@@ -89,7 +85,7 @@ def finished(pairing: Pairing, state: State, stored: Node) -> State:
             if fields in had:
                 reason = f"both hold {fields}, but in other places or for other parameters"
             state = pairing.tried(state, [ProposedRule(rules.from_target(text), reason, is_note=True)]) or state
-    return _kept(pairing, _typed_keys(pairing, state), stored)
+    return _kept(pairing, _typed_keys(pairing, state))
 
 
 def _typed_keys(pairing: Pairing, state: State) -> State:
@@ -104,27 +100,19 @@ def _typed_keys(pairing: Pairing, state: State) -> State:
     return pairing.tried(state, steps) or state
 
 
-def _takes_moments(node: Node) -> bool:
-    return any(handles_of(leaf) and MOMENTS & set(path) for path, leaf in leaves_at(node))
-
-
 def _fields(node: Node) -> str:
     """Return the names under which an optimizer keeps its arrays."""
     found = [name for path, leaf in leaves_at(node) for name in path if name in MOMENTS or name == "count"]
     return ", ".join(dict.fromkeys(found)) or "no moments"
 
 
-def _kept(pairing: Pairing, state: State, stored: Node) -> State:
-    lacking, roles = set(pairing.missing(state.tree)), Roles(stored)
+def _kept(pairing: Pairing, state: State) -> State:
+    lacking = set(pairing.missing(state.tree))
     if sum(bool(pairing.goal[path][0]) and not pairing.roles.is_optimizer(path) for path in lacking) > state.matched:
         return state  # this is another model
-    idle = unused(stored, state.tree, pairing.goal)
-    rivals = {seen for path, seen in idle.items() if len(seen[0]) > 1 and not roles.is_optimizer(path)}
     groups: dict[tuple[str, bool], list[str]] = {}
     for path in topmost(pairing.target, lacking):
         there, wanted = node_at(state.tree, path), node_at(pairing.target, path)
-        if rivals & set(flatten(wanted).values()):
-            continue
         if there is None:
             reason = "nothing stored belongs there"
         elif isinstance(there, Branch) or isinstance(wanted, Branch):

@@ -180,8 +180,9 @@ def test_names_before_linen() -> None:
         (train(Attention()), train(Attention(("q_proj", "k_proj", "v_proj", "o_proj")))),
         ({"params": {f"h_{n}": D for n in range(12)}}, {"params": {"h": {str(n): D for n in range(12)}}}),
         ({"params": PARAMS, "ema_params": PARAMS}, {"params": PARAMS, "ema": PARAMS}),
+        ({"params": {"up": D, "down": D}}, {"params": {"a_up": D, "b_down": D}}),
     ],
-    ids=["twins by name", "two optimizers", "attention", "list", "average"],
+    ids=["twins by name", "two optimizers", "attention", "list", "average", "other order"],
 )
 def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
     """Where names tell leaves of equal shape apart, each is taken from its own."""
@@ -190,10 +191,13 @@ def test_equal_shapes_with_telling_names(old: Any, new: Any) -> None:
         assert source is not None
         assert source.split("/")[-1] == path.split("/")[-1]
         assert {"mu", "nu", "count"} & set(source.split("/")) == {"mu", "nu", "count"} & set(path.split("/"))
+    if "a_up" in new.get("params", ()):
+        assert proposed(old, new)[1]["params/a_up/kernel"] == "params/up/kernel"
     if "h" in new.get("params", ()):
         assert proposed(old, new)[1]["params/h/10/kernel"] == "params/h_10/kernel"
 
 
+OBLONG = dense(8, 4)
 SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
 
 
@@ -202,6 +206,8 @@ SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
     [
         (SQUARES, {"params": {"mixer": D, "gate": D, "head": dense(8, 3)}}),
         (SQUARES, {"params": {"enc": D, "Dense_0": D, "Dense_1": dense(8, 3)}}),
+        ({"params": {"Dense_0": D, "out": dense(8, 3)}}, {"params": {"enc": D, "Dense_0": D, "out": dense(8, 3)}}),
+        ({"params": {"Dense_0": OBLONG, "Dense_1": OBLONG}}, {"params": {"mixer": OBLONG, "gate": OBLONG}}),
         (SQUARES, {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": D, "Dense_3": dense(8, 3)}}),
         ({"params": {"encoder_0": D, "decoder_1": D}}, {"params": {"decoder_0": D, "encoder_1": D, "x": array(1)}}),
         ({"params": {"enc_0": D, "dec_1": D}}, {"params": {"encoder_1": D, "decoder_0": D}}),
@@ -228,7 +234,8 @@ SQUARES = {"params": {"Dense_0": D, "Dense_1": D, "Dense_2": dense(8, 3)}}
         ),
         ({"params": {"out": dense(8, 4), "scale": array(8)}}, {"params": {"out": dense(8, 4), "mean": array(8)}}),
     ],
-    ids=["no evidence", "named first", "inserted", "crossed numbers", "crossed order", "square leaf", "which average",
+    ids=["no evidence", "named first", "first is new", "equal ones", "inserted", "crossed numbers", "crossed order",
+         "square leaf", "which average",
          "which of two", "new average", "twins", "attention", "fused", "split", "deeper", "vocabulary", "gamma or beta",
          "which axis", "counts", "taken from its own place", "vectors"],
 )  # fmt: skip
