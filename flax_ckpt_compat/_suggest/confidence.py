@@ -34,37 +34,19 @@ _COUNTS = frozenset(("count", "gradient_step", "step"))
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """Effect of a proposal.
+    """Effect of a proposal."""
 
-    Attributes:
-        pairs: target path → path of the stored leaf it gets, or of the first one it is made of.
-        kept: target path → look of the leaves that stay as the target has them.
-        unused: stored path → look of the leaves that nothing is made of.
-        stored: stored path → look.
-        goal: target path → look.
-        had: roles in the checkpoint.
-        has: roles in the target.
-    """
-
-    pairs: dict[Path, Path]
-    kept: dict[Path, Look]
-    unused: dict[Path, Look]
+    pairs: dict[Path, Path]  # target path → path of the stored leaf it gets, or of the first one it is made of
+    kept: dict[Path, Look]  # the target's leaves that stay as they are
+    unused: dict[Path, Look]  # the stored leaves that nothing is made of
     stored: dict[Path, Look]
-    goal: dict[Path, Look]
-    had: Roles
-    has: Roles
+    goal: dict[Path, Look]  # the target's leaves
+    had: Roles  # in the checkpoint
+    has: Roles  # in the target
 
 
 def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]) -> list[str]:
-    """Return the doubts about a proposal, a sentence each; none if it is certain.
-
-    Args:
-        stored: the checkpoint's tree.
-        target: the target's tree.
-        tree: the checkpoint's tree after the steps.
-        steps: the proposal.
-        lacking: target leaves that it does not find.
-    """
+    """Return the doubts about the steps that made ``tree`` of the stored one and still lack leaves; none if certain."""
     if lacking:
         return [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
     outcome = _outcome(stored, target, tree)
@@ -183,7 +165,7 @@ def _apart(outcome: Outcome) -> Iterator[str]:
     """Yield a doubt if several moments of one name for one parameter are stored, and nothing tells which is which."""
     taken: dict[tuple[str, Path], list[tuple[Path, Path]]] = {}
     for new, old in outcome.pairs.items():
-        field, _, suffix = outcome.had.spot(old)
+        field, suffix = outcome.had.spot(old)
         if field in MOMENTS or field == "count":
             taken.setdefault((field, suffix), []).append((old, new))
     tops = {(old[0], new[0]) for new, old in outcome.pairs.items() if not outcome.has.is_optimizer(new)}

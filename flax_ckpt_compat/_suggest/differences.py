@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import layouts
@@ -19,45 +20,24 @@ _MAX_PAIRS = 900
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """Children that have other names in the target.
+    """Children that have other names in the target."""
 
-    Attributes:
-        path: of their branch, in both trees.
-        old: their names.
-        new: the names that they get.
-        patterns: patterns for them → replacements.
-        reason: evidence for it.
-    """
-
-    path: Path
+    path: Path  # of their branch, in both trees
     old: tuple[str, ...]
     new: tuple[str, ...]
-    patterns: dict[str, str]
+    patterns: dict[str, str]  # for the old names → replacements
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A level more or less between a branch and all of its children.
+    """A level more or less between a collection and its children; moments of the optimizer have it, too."""
 
-    Attributes:
-        path: of the branch.
-        name: of the level; perhaps several.
-        is_new: the target has it, not the checkpoint.
-        held: names of the children.
-        alone: the branch has no other children.
-    """
-
-    path: Path
-    name: str
-    is_new: bool
-    held: tuple[str, ...]
-    alone: bool
-
-    @property
-    def reason(self) -> str:
-        """Return the evidence for it."""
-        return f"{self.name} holds what {'/'.join(self.path) or 'the whole tree'} holds: {', '.join(self.held[:4])}"
+    top: str
+    name: str  # perhaps several, joined
+    is_new: bool  # the target has it, not the checkpoint
+    held: tuple[str, ...]  # what is below the collection in the checkpoint
+    reason: str
 
 
 def torn(stored: Node, target: Node, memo: Memo, *, at_root: bool) -> bool:
@@ -151,7 +131,7 @@ class Gap:
                 self._take([old], [new])
                 yield layouts.restacked(old, new, moved[new])  # type: ignore[arg-type]
 
-    def _levels(self) -> Iterator[Level | Change]:
+    def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield a level that was added or taken away, and count its children as paired."""
         for children, others, is_new in ((self.gone, self.new, True), (self.new, self.gone, False)):
             for name, whole in list(others.items()) if len(children) > 1 or self.path else ():
@@ -170,14 +150,25 @@ class Gap:
                 only = len(children) == 1 and children.keys() == inner.children.keys()
                 if not held or "/" in "".join(names) or (same and not only):
                     continue
-                level = Level(self.path, "/".join(names), is_new, tuple(held), not self.common)
-                if is_new and self.common:
-                    few = {f"({either(held)})": rf"{plain(level.name)}/\1"}
-                    yield Change(self.path, level.held, (names[0],), few, level.reason)
-                else:
-                    yield level
+                yield self._level("/".join(names), held, is_new=is_new)
                 self._take(*((list(children), names[:1]) if is_new else (names[:1], list(children))))
                 return
+
+    def _level(self, name: str, held: list[str], *, is_new: bool) -> list[ProposedRule] | Level | Change:
+        """Return the step for a level, a change of names where it is below a collection or holds some children only."""
+        reason = f"{name} holds what {'/'.join(self.path) or 'the whole tree'} holds: {', '.join(held[:4])}"
+        top = name.split("/")[0]
+        if is_new and self.common:
+            return Change(self.path, tuple(held), (top,), {f"({either(held)})": rf"{plain(name)}/\1"}, reason)
+        if not self.path:
+            away = rules.unwrap(literal(name)) if self.common else rules.move(literal(name), "")
+            return [ProposedRule(rules.wrap(name) if is_new else away, reason)]
+        *above, last = self.path
+        if not above:
+            return Level(last, name, is_new, tuple(held if is_new else [top]), reason)
+        less, more = last, f"{last}/{name}"
+        pattern = {literal(less): plain(more)} if is_new else {literal(more): plain(less)}
+        return Change(tuple(above), (last,), (last,), pattern, reason)
 
     def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
         """Return the children that are in another branch, by their names or, where half of them are, by contents."""

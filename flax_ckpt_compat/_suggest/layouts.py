@@ -34,19 +34,12 @@ class ProposedRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """Siblings numbered without a gap.
+    """Siblings numbered without a gap."""
 
-    Attributes:
-        stem: text before the numbers; the name of a list.
-        is_list: one branch holds them, by numbers alone.
-        first: the lowest number.
-        nodes: in the order of the numbers.
-    """
-
-    stem: str
-    is_list: bool
+    stem: str  # before the numbers; the name of a list
+    is_list: bool  # one branch holds them, by numbers alone
     first: int
-    nodes: list[Node]
+    nodes: list[Node]  # in the order of the numbers
 
     @property
     def names(self) -> list[str]:

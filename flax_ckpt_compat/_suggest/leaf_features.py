@@ -88,17 +88,10 @@ def flatten(tree: Node, path: Path = ()) -> dict[Path, Look]:
 
 
 class Spot(NamedTuple):
-    """Role of a leaf.
+    """Role of a leaf."""
 
-    Attributes:
-        field: the optimizer's name for it (``mu``, ``count``, …); empty for parameters, statistics and the rest.
-        prefix: key path of the optimizer's node.
-        suffix: key path of the parameter that it belongs to, or of the leaf itself.
-    """
-
-    field: str
-    prefix: Path
-    suffix: Path
+    field: str  # the optimizer's name for it (``mu``, ``count``, …); empty for parameters, statistics and the rest
+    suffix: Path  # of the parameter that it belongs to, or of the leaf itself
 
 
 def bare(path: Path) -> Path:
@@ -121,14 +114,14 @@ class Roles:
     def spot(self, path: Path) -> Spot:
         """Return the role of the leaf at a key path."""
         if not self.is_optimizer(path):
-            return Spot("", (), path)
+            return Spot("", path)
         if path[-1] in _OLD_FIELDS:
             suffix = path[path.index("param_states") + 1 : -1] if "param_states" in path else path
-            return Spot(_OLD_FIELDS[path[-1]], path[:2], suffix)
+            return Spot(_OLD_FIELDS[path[-1]], suffix)
         for number, name in enumerate(path):
             if name in MOMENTS and number:
-                return Spot(name, path[:number], bare(path[number + 1 :]))
-        return Spot(bare(path)[-1], bare(path)[:-1], ())
+                return Spot(name, bare(path[number + 1 :]))
+        return Spot(bare(path)[-1], ())
 
 
 def _optimizer_roots(tree: Node, path: Path) -> Iterator[Path]:

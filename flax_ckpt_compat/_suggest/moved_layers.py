@@ -17,17 +17,11 @@ Layers = dict[Path, Leaves]
 
 
 class Moved(NamedTuple):
-    """A layer, or a single leaf that gets another name.
-
-    Attributes:
-        old: its key path in the checkpoint.
-        new: its key path in the target.
-        leaves: its names and looks; of a single leaf the look alone.
-    """
+    """A layer, or a single leaf that gets another name."""
 
     old: Path
     new: Path
-    leaves: Leaves
+    leaves: Leaves  # of a single leaf the look alone
 
     @property
     def is_leaf(self) -> bool:
@@ -38,14 +32,7 @@ class Moved(NamedTuple):
 def doubts(
     pairs: dict[Path, Path], stored: dict[Path, Look], idle: dict[Path, Look], fresh: dict[Path, Look]
 ) -> Iterator[str]:
-    """Yield the doubts about the sources of parameters, statistics and other leaves.
-
-    Args:
-        pairs: target path → stored path, without optimizers, as all of these.
-        stored: stored path → look.
-        idle: stored path → look of the leaves that are not used.
-        fresh: target path → look of the leaves that the target keeps.
-    """
+    """Yield the doubts about the sources (target path → stored path) of all leaves but those of optimizers."""
     layers: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
     for new, old in pairs.items():
         ours, theirs = bare(new), bare(old)
@@ -137,13 +124,7 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
 
 
 def told_apart(one: tuple[Path, Path], other: tuple[Path, Path], *, nested: bool = False) -> bool:
-    """Return whether names say that the old path of one became its new path, and not that of the other.
-
-    Args:
-        one: an old path and a new one.
-        other: another old path and new one.
-        nested: whether to hold them apart if nothing speaks for either.
-    """
+    """Return whether names say which of two old paths became which of two new ones; if ``nested``, silence will do."""
     if one[0] == other[0] or one[1] == other[1]:
         return True
     votes = []

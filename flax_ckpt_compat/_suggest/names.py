@@ -77,7 +77,7 @@ def words(name: str) -> frozenset[str]:
 def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
     """Return whether a word of one name begins with a word of the other; ``common`` words do not count."""
     common = common | _GENERIC
-    if any(_begin_alike(left, right) for left in words(one) - common for right in words(other) - common):
+    if any(_alike(left, right) for left in words(one) - common for right in words(other) - common):
         return True
     return _initials(one) in words(other) or _initials(other) in words(one)
 
@@ -87,12 +87,6 @@ def _initials(name: str) -> str:
     """Return ``bn`` for ``BatchNorm_0``; nothing for single words."""
     found = _WORDS.findall(name)
     return "".join(word[0].lower() for word in found) if len(found) > 1 else "-"
-
-
-def _begin_alike(one: str, other: str) -> bool:
-    short, long = sorted((one, other), key=len)
-    # A single letter says something only where the field knows it: query, key, value, out.
-    return long.startswith(short) and (len(short) > 1 or short == long or short in "qkvo")
 
 
 def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
@@ -126,14 +120,7 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
 
 
 def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False) -> bool:
-    """Return whether the names of a layer allow it to be the same one.
-
-    Args:
-        old: the names in which the checkpoint differs from the target.
-        new: the target's for them.
-        leaf: whether the last names are those of a leaf.
-        in_row: whether all layers of a row get other numbers.
-    """
+    """Return whether names that differ allow a layer (or leaf, or a layer of a row that shifts) to be the same one."""
     if leaf and old and new and (old[-1] == new[-1] or any({old[-1], new[-1]} <= alias for alias in _ALIASES)):
         old, new = old[:-1], new[:-1]
     if old[:2] == ("optimizer", "target"):  # where flax.optim had the parameters
@@ -160,8 +147,9 @@ def _same_words(old: frozenset[str], new: frozenset[str]) -> bool:
 
 
 def _alike(one: str, other: str) -> bool:
+    """Return whether two words are one: a letter that the field knows, the beginning of the other."""
     short, long = sorted((_LETTERS.get(one, one), _LETTERS.get(other, other)), key=len)
-    return short == long or (len(short) > 2 and long.startswith(short))
+    return short == long or (len(short) > 1 and long.startswith(short))
 
 
 def _other_number(old: Path, new: Path) -> bool:

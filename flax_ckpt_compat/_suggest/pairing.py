@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
@@ -19,17 +18,11 @@ _ROUNDS = 8
 
 @dataclasses.dataclass(slots=True)
 class State:
-    """A checkpoint's tree after some steps.
+    """A checkpoint's tree after some steps."""
 
-    Attributes:
-        tree: of handles and what the rules made of them.
-        steps: so far.
-        matched: number of the target's leaves that are found with their shape.
-    """
-
-    tree: Node
+    tree: Node  # of handles and what the rules made of them
     steps: tuple[ProposedRule, ...]
-    matched: int
+    matched: int  # number of the target's leaves that are found with their shape
 
 
 class Pairing:
@@ -112,7 +105,7 @@ class Pairing:
         yield from _renamed(rows, places, own)
         yield from layouts.values()
         for group in levels.values():
-            yield from _leveled(group, places, own)
+            yield _leveled(group, places, own)
         yield from _renamed(changes, places, own)
 
     def _branches(
@@ -128,34 +121,14 @@ class Pairing:
                 yield from self._branches(child, other, own, (*path, name))
 
 
-def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> Iterator[list[ProposedRule]]:
-    """Yield the steps for one level that several branches have more or less; moments go with the parameters."""
-    tops: set[str] = set()
-    for level in levels:
-        if len(level.path) == 1:
-            held = level.held if level.is_new else [level.name.split("/")[0]]
-            above = set.union(*(places.get(name, set()) for name in held))
-            tops |= {level.path[0]} | {at[-1] for at in above if at and at[-1] in MOMENTS and own.is_optimizer(at)}
-        elif not level.path and level.is_new:
-            yield [ProposedRule(rules.wrap(level.name), level.reason)]
-        elif not level.path:
-            yield [
-                ProposedRule(
-                    rules.move(literal(level.name), "") if level.alone else rules.unwrap(literal(level.name)),
-                    level.reason,
-                )
-            ]
-        else:
-            name = level.path[-1]
-            pattern = {literal(name): plain(f"{name}/{level.name}")}
-            if not level.is_new:
-                pattern = {literal(f"{name}/{level.name}"): plain(name)}
-            yield from _renamed([Change(level.path[:-1], (name,), (name,), pattern, level.reason)], places, own)
-    if tops:
-        pattern = {f"({either(tops)})": rf"\1/{plain(level.name)}"}
-        if not level.is_new:
-            pattern = {f"({either(tops)})/{literal(level.name)}": r"\1"}
-        yield [rename(pattern, level.reason)]
+def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> list[ProposedRule]:
+    """Return the step for one level that several collections have more or less; moments go with the parameters."""
+    name, is_new = levels[0].name, levels[0].is_new
+    above = {at for level in levels for held in level.held for at in places.get(held, ())}
+    moments = {at[-1] for at in above if at and at[-1] in MOMENTS and own.is_optimizer(at)}
+    tops = either(moments | {level.top for level in levels})
+    pattern = {f"({tops})": rf"\1/{plain(name)}"} if is_new else {f"({tops})/{literal(name)}": r"\1"}
+    return [rename(pattern, levels[0].reason)]
 
 
 def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[ProposedRule]]:
