@@ -57,24 +57,22 @@ def _layers(looks: dict[Path, Look]) -> Layers:
 def _names(moved: Sequence[Moved]) -> Iterator[str]:
     """Yield a doubt for layers whose names say different things, and for single ones of which too little is alike."""
     groups: dict[tuple[Path, Path], list[Moved]] = {}
-    changes: dict[tuple[Path, Path], dict[tuple[Path, Path], Moved]] = {}
     for one in moved:
         old, new = core(_inside(one.old), _inside(one.new))
-        kind = unnumbered(old), unnumbered(new)
-        groups.setdefault(kind, []).append(one)
-        changes.setdefault(kind, {}).setdefault((old, new), one)
-    for members in changes.values():
-        in_row = _is_shifted(list(members))
-        for change, one in members.items():
+        groups.setdefault((unnumbered(old), unnumbered(new)), []).append(one)
+    for (old, new), members in groups.items():
+        changes = {core(_inside(one.old), _inside(one.new)): one for one in reversed(members)}
+        in_row = _is_shifted(list(changes))
+        for change, one in changes.items():
             if not may_be_one(*change, leaf=one.is_leaf, in_row=in_row):
                 yield f"{show_path(one.new)} would come from {show_path(one.old)}, a name that says something else"
                 return
-    for (old, new), (one, *more) in groups.items():
-        if one.is_leaf or len({_inside(other.old) for other in more} - {_inside(one.old)}):
+        one = members[0]
+        if one.is_leaf or not old or not new or len({_inside(other.old) for other in members}) > 1:
             continue
         # Square layers are too common to tell.
         oblong = any(shape[-1] != shape[-2] for _, (shape, _) in one.leaves if len(shape) > 1)
-        if old and new and not oblong and not akin("_".join(old), "_".join(new)):
+        if not oblong and not akin("_".join(old), "_".join(new)):
             yield f"only their shapes say that {show_path(one.new)} is {show_path(one.old)}"
             return
 
@@ -202,15 +200,12 @@ def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh
         if any(rows.get(key, frozenset()) & leaves for key in _rows(path, other, kept=False)):
             yield f"the numbers of others beside {show_path(path)} may have shifted, as it comes or goes"
             return
-    by_flax = {(one.new[:-1], one.leaves) for one in found if one.old[-1:] == one.new[-1:] and _is_flax(one.new)}
+    same = (one for one in found if one.new and one.old[-1:] == one.new[-1:] and BY_FLAX.fullmatch(one.new[-1]))
+    by_flax = {(one.new[:-1], one.leaves) for one in same}
     for path, leaves in fresh.items():
         if (path[:-1], leaves) in by_flax:
             yield f"{show_path(path)} may be what Flax gave a number before"
             return
-
-
-def _is_flax(path: Path) -> bool:
-    return bool(path) and BY_FLAX.fullmatch(path[-1]) is not None
 
 
 def _rows(path: Path, other: Path, *, kept: bool) -> Iterator[Row]:

@@ -66,7 +66,7 @@ class Pairing:
 
     def paired(self, state: State) -> State:
         """Return the state after the steps that the contents of both trees ask for."""
-        best, done = state, set[str]()
+        done = set[str]()
         for _ in range(_ROUNDS):
             before = state
             for group in self._groups(state):
@@ -77,9 +77,7 @@ class Pairing:
                     state = after
             if state is before:
                 break
-            if state.matched > best.matched:
-                best = state
-        return best
+        return state
 
     def _groups(self, state: State) -> Iterator[list[ProposedRule]]:
         """Yield the steps of one round; those of one list make sense together alone."""
@@ -117,7 +115,7 @@ class Pairing:
             other = target.children.get(name)
             if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):
                 continue
-            if not torn(child, other, self.memo, at_root=not path) and self.memo.named(child) != self.memo.named(other):
+            if not torn(child, other, self.memo, at_root=not path):
                 yield from self._branches(child, other, own, (*path, name))
 
 
