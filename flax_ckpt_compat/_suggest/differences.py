@@ -101,7 +101,7 @@ class Gap:
                 renamed_list = one.is_list and other.is_list and left != right
                 if not renamed_list and (len(one.nodes) == len(other.nodes) or one.first == other.first):
                     self._take(one.siblings, other.siblings)
-                    reason = f"both are rows of {len(one.nodes)} equal layers"
+                    reason = f"both are {len(one.nodes)} equal layers"
                     yield Change(
                         self.path, tuple(one.siblings), tuple(other.siblings), layouts.renamed(one, other), reason
                     )

@@ -69,16 +69,7 @@ def has_no_value(leaf: Node) -> bool:
 
 
 def axis_slice(leaf: Array, axis: int, start: int, stop: int, how: str, *, squeeze: bool = False) -> Derived:
-    """Return a slice of an array along one axis; of a stored array, only the slice is read.
-
-    Args:
-        leaf: the array.
-        axis: counted from the front.
-        start: first index.
-        stop: index after the last, within the array.
-        how: the operation, for messages.
-        squeeze: remove the axis, which has length one.
-    """
+    """Return a slice along one axis, which goes with ``squeeze``; of a stored array, only the slice is read."""
     index = tuple(slice(start, stop) if n == axis else slice(0, size) for n, size in enumerate(leaf.shape or ()))
     part = slice_leaf(leaf, index)
     shape = tuple(side.stop - side.start for n, side in enumerate(index) if not (squeeze and n == axis))
@@ -96,18 +87,7 @@ def join_trees(
     join: Callable[[list[Array], Path], Derived],
     rule_name: str,
 ) -> Node:
-    """Join several similar trees into one.
-
-    Args:
-        nodes: the trees.
-        paths: their key paths.
-        describe_one: describes a node at a path in words, on which all trees must agree.
-        join: joins one array of each tree into a leaf; takes the path of the first.
-        rule_name: the rule, for messages.
-
-    Raises:
-        TransformError: the trees differ (names the odd one), or a leaf is no array.
-    """
+    """Join several similar trees, of whose nodes ``describe_one`` says the same; ``join`` takes an array of each."""
     texts = [describe_one(node, path) for node, path in zip(nodes, paths, strict=True)]
     usual, count = collections.Counter(texts).most_common(1)[0]
     if count < len(texts):

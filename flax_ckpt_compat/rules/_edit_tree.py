@@ -22,16 +22,7 @@ from flax_ckpt_compat.rules._rule import Apply
 
 
 def remap(stored: Node, new_paths: Callable[[Path], Iterable[Path]], rule_name: str) -> Node:
-    """Give every leaf new key paths; containers whose children keep their names keep their type.
-
-    Args:
-        stored: the tree.
-        new_paths: maps a leaf's key path to the new ones; to none to drop the leaf.
-        rule_name: the rule, for the message.
-
-    Raises:
-        NameCollisionError: two leaves get the same name, or one the name of a subtree.
-    """
+    """Give every leaf new key paths, or none to drop it; containers whose children keep their names keep their type."""
     leaves: dict[Path, Node] = {}
     origins: dict[Path, Path] = {}
     for old, leaf in iter_leaves(stored):
@@ -58,18 +49,7 @@ def prefix_in(path: Path, places: Collection[Path]) -> Path | None:
 
 
 def put(stored: Node, path: Path, node: Node, rule_name: str, *, depth: int = 0) -> Node:
-    """Return a tree with a node replaced.
-
-    Args:
-        stored: the tree, or its subtree at the first ``depth`` names of the path.
-        path: key path of the node.
-        node: the new node.
-        rule_name: the rule, for the message.
-        depth: number of names of the path that lead to ``stored``.
-
-    Raises:
-        TransformError: a leaf is above the path.
-    """
+    """Return a tree with a node replaced; ``stored`` is its subtree below the first ``depth`` names of the path."""
     if depth == len(path):
         return node
     if stored is not None and not isinstance(stored, Branch):
@@ -130,16 +110,7 @@ def _take_containers(tree: Node, stored: Node, origins: dict[Path, Path]) -> Non
 
 
 def each_branch(change: Callable[[Branch, Path], Branch | None], rule_name: str, *, near: str) -> Apply:
-    """Return the `apply` of a rule that changes every matching branch, inner ones first.
-
-    Args:
-        change: returns the new branch, or None if the branch does not match.
-        rule_name: the rule, for the message.
-        near: the name searched for, for the message.
-
-    Raises:
-        TransformError: when applied: no branch matches.
-    """
+    """Return the `apply` of a rule that changes every branch for which ``change`` returns one, inner ones first."""
 
     def apply(stored: Node, _: Node) -> Node:
         found = False
@@ -167,18 +138,7 @@ def each_branch(change: Callable[[Branch, Path], Branch | None], rule_name: str,
 def replaced(
     branch: Branch, path: Path, old: Sequence[Path], new: Sequence[tuple[Path, Node]], rule_name: str
 ) -> Branch:
-    """Return a copy of a branch with nodes below it replaced, at the position of the first old one.
-
-    Args:
-        branch: the branch, not modified.
-        path: its key path, for the message.
-        old: paths below the branch.
-        new: (path below the branch, node) each.
-        rule_name: the rule, for the message.
-
-    Raises:
-        NameCollisionError: a new path is taken.
-    """
+    """Return a branch with nodes below it replaced by (path below it, node) each, where the first old one was."""
     result = Branch({})
     for name, child in branch.children.items():
         inside = [at for at in old if at[0] == name]

@@ -18,19 +18,12 @@ _NNX_VALUE = "value"  # the last name of every leaf of an nnx.State
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """A node with named fields that holds values of its own, such as Adam's count, mu and nu.
+    """A node with named fields that holds values of its own, such as Adam's count, mu and nu."""
 
-    Attributes:
-        path: key path from the root of the optimizer's state.
-        node: the node.
-        leaves: key path from the node → leaf, without leaves of inner states.
-        labels: names in the path that the user gave; for the target's states only.
-        is_in_order: all numbers in the path are indices of lists and tuples; for the target's states only.
-    """
-
-    path: Path
+    path: Path  # from the root of the optimizer's state
     node: Branch
-    leaves: dict[Path, Any]
+    leaves: dict[Path, Any]  # by key path from the node, without those of inner states
+    # For the target's states only: names in the path that the user gave; all numbers in it are indices.
     labels: frozenset[str] = frozenset()
     is_in_order: bool = False
     _common_paths: dict[State, list[Path]] = dataclasses.field(default_factory=dict)

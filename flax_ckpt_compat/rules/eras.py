@@ -81,20 +81,12 @@ def pre_optax(_rule_name: str) -> Apply:
 
 @dataclasses.dataclass(frozen=True)
 class _Old:
-    """A checkpoint of flax.optim, and the new paths of its leaves.
-
-    Attributes:
-        stored: the checkpoint's tree.
-        target: the target's tree.
-        start: path of the node with ``target`` and ``state``.
-        is_nested: its ``target`` is the dict of all collections, including ``params``, unlike the target's.
-        rule_name: the rule, for messages.
-    """
+    """A checkpoint of flax.optim, and the new paths of its leaves."""
 
     stored: Branch
     target: Node
-    start: Path
-    is_nested: bool
+    start: Path  # of the node with ``target`` and ``state``
+    is_nested: bool  # its ``target`` is the dict of all collections, including ``params``, unlike the target's
     rule_name: str
 
     @classmethod

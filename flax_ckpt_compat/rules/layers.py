@@ -176,14 +176,7 @@ def _divide(
     part: Callable[[Array, Path, int, int], Derived],
     rule_name: str,
 ) -> Apply:
-    """Return the `apply` of a rule that divides every matching node.
-
-    Args:
-        pattern: of the nodes.
-        names: returns the names of a node's parts.
-        part: takes an array of the node, its path, the number of the part and the number of parts.
-        rule_name: the rule, for messages.
-    """
+    """Return the `apply` of a rule that divides matching nodes; ``part`` takes array, path, number and count."""
     compiled = _patterns.whole_names(pattern, rule_name)
 
     def piece(node: Node, start: Path, number: int, count: int) -> Node:

@@ -19,25 +19,15 @@ _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Take:
-    """Outcome: take a stored leaf.
+    """Outcome: take a stored leaf."""
 
-    Attributes:
-        source: the stored leaf's key path joined with ``/``, or a tuple if the transform gave a tuple.
-        transform: the transform, with a value_fn to apply if it has one; None if no transform matched.
-    """
-
-    source: str | Path
-    transform: Any = None
+    source: str | Path  # key path joined with ``/``, or a tuple if the transform gave a tuple
+    transform: Any = None  # with a value_fn to apply if it has one; None if no transform matched
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Outcome: call the transform's multi_value_fn.
-
-    Attributes:
-        transform: the transform.
-        key: its key.
-    """
+    """Outcome: call the multi_value_fn of the transform with a key."""
 
     transform: Any
     key: str
@@ -45,13 +35,9 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Keep:
-    """Outcome: keep the target's value.
+    """Outcome: keep the target's value."""
 
-    Attributes:
-        known: False if neither a transform nor the checkpoint has the leaf.
-    """
-
-    known: bool
+    known: bool  # False if neither a transform nor the checkpoint has the leaf
 
 
 class AbsentSourceError(TransformError):
