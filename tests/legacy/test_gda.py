@@ -108,3 +108,17 @@ def test_relative_path(tmp_path, monkeypatch):
 def test_bare_reference_is_a_leaf(tmp_path):
     """A checkpoint that is one array has no branch at its root."""
     assert not isinstance(BACKEND.open(str(_copy(_LEAF, tmp_path))).tree, Branch)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_an_array_that_is_replaced_after_the_file_was_opened(change, tmp_path):
+    """What was announced is what comes back: another dtype or shape in the folder is an error, not a conversion."""
+    path = _copy(_TREE, tmp_path)
+    reader = BACKEND.open(str(path))
+    handle = next(leaf for _, leaf in iter_leaves(reader.tree) if leaf.in_gda_folder and leaf.dtype == np.float32)
+    file = Path(handle.locator.folder, ".zarray")
+    fields = json.loads(file.read_text())
+    fields[change] = "<f8" if change == "dtype" else [length + 1 for length in fields["shape"]]
+    file.write_text(json.dumps(fields))
+    with pytest.raises(CorruptCheckpointError, match=r"it is now .*, it was float32"):
+        reader.read([handle])

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save import coordination
 from tests.multiprocess.jobs import large, mesh, names, put, restore_small, small, use
 
 
@@ -113,3 +114,35 @@ def save_beside_another_job(folder: str, orbax: bool, job: str, jobs: int) -> tu
     finally:
         backend.finish_multiprocess = own
     return error, restore_small(folder)
+
+
+def save_while_another_hangs(folder: str, orbax: bool, stage: str, wait: float) -> str:
+    """Process 1 fails before a barrier that process 3 does not reach until process 0 has given up.
+
+    Args:
+        stage: the barrier: ``begin`` or ``commit``.
+        wait: the setting ``coordination_timeout``; once one has failed, the others wait for half a second.
+    """
+    use(orbax)
+    backend: Any = backend_for(Format.ORBAX if orbax else Format.MSGPACK)
+    method = "prepare" if stage == "begin" else "write_process_part"
+    own, index, given_up = getattr(backend, method), jax.process_index(), Path(folder, "given_up")
+
+    def fail_or_hang(*args: Any, **options: Any) -> Any:
+        if index == 1:
+            raise OSError("the disk broke")
+        deadline = time.monotonic() + 20
+        while index == 3 and not given_up.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return own(*args, **options)
+
+    setattr(backend, method, fail_or_hang)
+    grace, coordination._GRACE_SECONDS = coordination._GRACE_SECONDS, 0.5
+    try:
+        with config.override(coordination_timeout=wait):
+            return checkpoints.save_checkpoint_multiprocess(folder, small(1), 1)
+    finally:
+        if index == 0:
+            given_up.touch()
+        setattr(backend, method, own)
+        coordination._GRACE_SECONDS = grace

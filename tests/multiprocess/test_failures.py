@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flax_ckpt_compat import checkpoints
 from tests.multiprocess import jobs, rule_jobs
 from tests.support.team import team_of
 
@@ -71,3 +72,13 @@ def test_a_full_disk_in_the_middle(orbax: bool, tmp_path: Path, full: int) -> No
     assert team.call(jobs.restore_small, str(tmp_path)) == [1, 1]
     team.call(rule_jobs.save_full_disk, str(tmp_path), orbax, -1, 2)
     team.call(jobs.restore_large, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", ["begin", "commit"])
+def test_one_fails_while_another_hangs(orbax: bool, tmp_path: Path, stage: str) -> None:
+    """Nobody waits as long for a process that hangs once another has failed: the save fails anyway."""
+    outcomes = team_of(4).run(rule_jobs.save_while_another_hangs, str(tmp_path), orbax, stage, 12.0, timeout=60)
+    for index in (0, 1, 2):
+        assert "the disk broke" in outcomes[index].error
+        assert outcomes[index].seconds < 0.5 + SLACK
+    assert not checkpoints.available_steps(tmp_path)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,3 +65,21 @@ def test_one_leaf_in_two_dtypes(flag: bool, tmp_path: Path) -> None:
         copies = {"b": transforms.Transform(original_key="a")}
         restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=copies)
     assert {name: value.dtype for name, value in restored.items()} == {"a": np.float16, "b": np.int32}
+
+
+def test_x64_is_switched_within_a_process(flag: bool, tmp_path: Path) -> None:
+    """Each restore goes by what jax holds when it is called: 64 bits come to a device, or whole as numpy."""
+    values = np.array([1 + 2**-40, 2.0])
+    checkpoints.save_checkpoint(tmp_path, {"w": values}, 1)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    before = jax.config.jax_enable_x64
+    try:
+        for on in (False, True, False, True):
+            jax.config.update("jax_enable_x64", on)
+            target = {"w": jax.ShapeDtypeStruct((2,), np.float64, sharding=sharding)}
+            restored = checkpoints.restore_checkpoint(tmp_path, target)["w"]
+            assert isinstance(restored, jax.Array if on else np.ndarray)
+            assert restored.dtype == np.float64
+            assert np.asarray(restored).tobytes() == values.tobytes()
+    finally:
+        jax.config.update("jax_enable_x64", before)

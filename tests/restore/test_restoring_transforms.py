@@ -22,8 +22,8 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, config, transforms
-from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat import checkpoints, config, rules, transforms
+from flax_ckpt_compat._core.errors import ShapeMismatchError, TransformError
 from tests.support.peers import version
 from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair
@@ -443,3 +443,28 @@ def test_without_a_target(saved: str, caplog: pytest.LogCaptureFixture) -> None:
     """Transforms say nothing without a target, as in Flax; that is told."""
     restored = checkpoints.restore_checkpoint(saved, None, orbax_transforms={"b": transforms.Transform("a")})
     assert sorted(restored) == ["a", "n", "s", "z"] and "without a target" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rule", [transforms.Transform(original_key="a/b"), transforms.Transform(original_key=("a", "b"))]
+)
+def test_the_shape_policy_holds_for_chosen_leaves(rule: Any, saved: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A leaf that original_key chooses has to have the target's shape like any other: error, warning, or as stored."""
+    target, given = {"new": np.zeros(7)}, {"new": rule}
+    with pytest.raises(ShapeMismatchError, match="new"):
+        flax_ckpt_compat.restore(saved, target, transforms=given, shape_mismatch="error", kind_mismatch="ignore")
+    assert not caplog.records
+    for policy, told in (("warn", 1), ("ignore", 0)):
+        caplog.clear()
+        found = flax_ckpt_compat.restore(saved, target, transforms=given, shape_mismatch=policy, kind_mismatch="ignore")
+        assert found["new"].tolist() == [1, 1, 1]
+        assert len([one for one in caplog.records if "(7,)" in one.message and "(3,)" in one.message]) == told
+
+
+@pytest.mark.parametrize("target", [None, {"new": {1: 0, 2: {10: 0}}, "other": 0}])
+def test_int_keys_below_a_renamed_name(flag: bool, tmp_path: Path, target: Any) -> None:
+    """They stay ints, with a target and without one, for which Flax's msgpack files have text."""
+    path = flax_ckpt_compat.save(tmp_path / "saved", {"old": {1: 5, 2: {10: 6}}, "other": 7})
+    restored = flax_ckpt_compat.restore(path, target, transforms=[rules.rename("old", "new")])
+    names = {1: 5, 2: {10: 6}} if flag or target else {"1": 5, "2": {"10": 6}}
+    assert restored == {"new": names, "other": 7}
