@@ -9,6 +9,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._save.shadow import FOLDER
 
@@ -80,3 +81,27 @@ def _check(record: dict[str, Any]) -> None:
         record["differences"] + 0, list(record["different_leaves"])
         tuple(record[key][name] + 0.0 for key in ("write_seconds", "read_seconds", "bytes") for name in _FORMATS)
     str(record["name"])
+
+
+def lines(report: ShadowReport) -> list[str]:
+    """Return the report as lines of text."""
+    compared, differ = report.compared, [record for record in report.records if record.get("differences")]
+    failed = [record for record in report.records if "error" in record]
+    lines = [f"{len(compared)} saves compared, {len(differ)} differ, {len(failed)} could not be compared", ""]
+    if compared:
+        rows: list[tuple[str, ...]] = [("format", "write", "read", "size")]
+        for format in _FORMATS:
+            seconds = [
+                f"{report.total(key, format) / len(compared):.3f} s" for key in ("write_seconds", "read_seconds")
+            ]
+            rows.append((format, *seconds, format_size(int(report.total("bytes", format) / len(compared)))))
+        lines += ["Mean of a save:", *aligned(rows, right={1, 2, 3}), ""]
+    for record in differ:
+        lines += [
+            f"{printable(record['name'])} differs:",
+            *(f"  {printable(leaf)}" for leaf in record["different_leaves"]),
+        ]
+    lines += [f"{printable(record['name'])}: {printable(record['error'])}" for record in failed]
+    if report.is_clean:
+        lines.append("Both formats hold the same values, bit for bit. To flip: FLAX_USE_ORBAX_CHECKPOINTING=true")
+    return lines

@@ -13,6 +13,7 @@ _COMMANDS = {
     "convert": "flax_ckpt_compat.cli.convert",
     "demo": "flax_ckpt_compat.cli.demo",
     "diff": "flax_ckpt_compat.cli.diff",
+    "doctor": "flax_ckpt_compat.cli.doctor",
     "ls": "flax_ckpt_compat.cli.ls",
     "plan": "flax_ckpt_compat.cli.plan",
     "run": "flax_ckpt_compat.cli.run",

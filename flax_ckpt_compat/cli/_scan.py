@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import sys
 import tempfile
@@ -19,19 +18,23 @@ from flax_ckpt_compat._scan.kinds import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
 
+from ._commands import FOUND, FailedError, print_json
+
 
 def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> None:
     """Scan, print, fix if asked, and exit with the command's code."""
     report = scan(code)
     if as_json or as_sarif:
-        click.echo(json.dumps(to_sarif(report, __version__) if as_sarif else to_json(report), indent=2))
+        print_json(to_sarif(report, __version__) if as_sarif else to_json(report))
     elif do_fix:
         _fix(report, yes=yes)
         report = scan(code)
     if not (as_json or as_sarif):
         print_report(report, Console(soft_wrap=not sys.stdout.isatty()), verbose=verbose)
-    needs_change = any(found.about.action == CHANGE for found in report.findings)
-    sys.exit(2 if report.unreadable and not report.findings else int(needs_change))
+    if report.unreadable and not report.findings:
+        sys.exit(FailedError.exit_code)
+    if any(found.about.action == CHANGE for found in report.findings):
+        sys.exit(FOUND)
 
 
 def _fix(report: ScanReport, *, yes: bool) -> None:
@@ -39,7 +42,7 @@ def _fix(report: ScanReport, *, yes: bool) -> None:
     try:
         from flax_ckpt_compat._scan.fix import fix
     except ImportError as error:
-        raise click.ClickException("--fix needs libcst: pip install libcst") from error
+        raise FailedError("--fix needs libcst: pip install libcst") from error
     changed: dict[Path, str] = {}
     for path in dict.fromkeys(found.path for found in report.findings if found.cell is None):
         with tokenize.open(path) as file:

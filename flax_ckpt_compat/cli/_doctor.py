@@ -1,0 +1,88 @@
+"""Collect what a bug report needs; changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from flax_ckpt_compat import __version__, config
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.storage_errors import translated
+
+_NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
+_OPTIONAL = ("orbax-checkpoint", "optax", "google-crc32c", "safetensors", "libcst", "distributed")
+_FLAG = "FLAX_USE_ORBAX_CHECKPOINTING"
+_LEGACY = "flax.training.checkpoints"
+
+
+@dataclasses.dataclass
+class Report:
+    """What was found: titles with names and values, and what is wrong."""
+
+    sections: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def examine(urls: Sequence[str]) -> Report:
+    """Look at versions, the flag, settings, patches, and whether paths can be listed."""
+    report = Report()
+    report.sections["Versions"] = _versions(report)
+    report.sections["Flax"] = _flax(report)
+    defaults = config.Settings()
+    changed = {
+        field.name: str(getattr(config.current(), field.name))
+        for field in dataclasses.fields(defaults)
+        if getattr(config.current(), field.name) != getattr(defaults, field.name)
+    }
+    report.sections["Settings"] = changed or {"all": "defaults"}
+    if urls:
+        report.sections["Paths"] = {url: _listed(url, report) for url in urls}
+    return report
+
+
+def _versions(report: Report) -> dict[str, str]:
+    found = {"flax-ckpt-compat": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    found["platform"] = platform.platform()
+    for name in (*_NEEDED, *_OPTIONAL):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+            if name in _NEEDED:
+                report.problems.append(f"{name} is not installed: pip install {name}")
+    return found
+
+
+def _flax(report: Report) -> dict[str, str]:
+    try:
+        from flax_ckpt_compat import checkpoints
+
+        is_set = f"{_FLAG}={os.environ[_FLAG]}" if _FLAG in os.environ else "not in the environment"
+        found = {"flax_use_orbax_checkpointing": f"{config.use_orbax_format()} ({is_set})"}
+        try:
+            saves = importlib.import_module(_LEGACY).save_checkpoint
+            found[_LEGACY] = "patched: ours" if saves is checkpoints.save_checkpoint else "Flax's own; not patched"
+        except ImportError as error:
+            found[_LEGACY] = f"cannot be imported ({error}); install() puts ours in its place"
+    except Exception as error:  # noqa: BLE001 - reported
+        report.problems.append(f"{type(error).__name__} when Flax was imported: {error}")
+        return {}
+    return found
+
+
+def _listed(url: str, report: Report) -> str:
+    try:
+        with translated(url):
+            local = paths.local(paths.normal(url))
+            if not paths.isdir(local):
+                return "a file" if paths.isfile(local) else "reachable; nothing there"
+            return f"reachable, {len(paths.listdir(local))} names"
+    except Exception as error:  # noqa: BLE001 - reported
+        report.problems.append(printable(f"{url} cannot be listed: {error}"))
+        return f"{type(error).__name__}"

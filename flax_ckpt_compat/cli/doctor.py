@@ -1,0 +1,38 @@
+"""Define ``flax-ckpt doctor``."""
+
+from __future__ import annotations
+
+import click
+
+from ._commands import FOUND, Command, json_option, print_json
+
+
+@click.command(
+    cls=Command,
+    examples="""
+flax-ckpt doctor
+flax-ckpt doctor runs/a s3://bucket/runs     also: can these be listed
+flax-ckpt run -m flax_ckpt_compat doctor     as a program under flax-ckpt run sees it
+""",
+)
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
+@json_option("JSON")
+def command(paths: tuple[str, ...], *, as_json: bool) -> None:
+    """Print what a bug report needs: versions, Flax's flag, settings, what is patched, and whether PATHs can be listed.
+
+    Exit code 1 if something is wrong: a library is missing or fails to import, or a PATH cannot be listed.
+    """
+    from ._doctor import examine
+
+    report = examine(paths)
+    if as_json:
+        print_json(report.sections)
+    else:
+        for title, values in report.sections.items():
+            click.secho(title, bold=True)
+            for name, value in values.items():
+                click.echo(f"  {name:<28} {value}")
+    for problem in report.problems:
+        click.secho(f"Problem: {problem}", fg="red", err=True)
+    if report.problems:
+        raise click.exceptions.Exit(FOUND)

@@ -1,0 +1,38 @@
+"""`flax-ckpt doctor`: versions, flag, settings, patches and reachable paths, as one paste."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+DOCTOR = ["-m", "flax_ckpt_compat", "doctor"]
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with more environment variables."""
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_report(tmp_path):
+    """What it prints is what is installed and set."""
+    (tmp_path / "checkpoint_1").touch()
+    found = run(*DOCTOR, str(tmp_path), "--json", FLAX_USE_ORBAX_CHECKPOINTING="true", FLAX_CKPT_COMPAT_DTYPE="target")
+    assert found.returncode == 0, found.stderr
+    sections = json.loads(found.stdout)
+    for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
+        assert sections["Versions"][name] == metadata.version(name)
+    assert sections["Flax"] == {
+        "flax_use_orbax_checkpointing": "True (FLAX_USE_ORBAX_CHECKPOINTING=true)",
+        "flax.training.checkpoints": "Flax's own; not patched",
+    }
+    assert sections["Settings"] == {"dtype": "target"}
+    assert sections["Paths"] == {str(tmp_path): "reachable, 1 names"}
+
+
+def test_patched_and_unreachable():
+    """Under `flax-ckpt run` it says that Flax's functions are ours; a scheme that cannot be reached is a problem."""
+    found = run("-m", "flax_ckpt_compat", "run", *DOCTOR, "ftp://host/run")
+    assert found.returncode == 1 and "patched: ours" in found.stdout and "Problem: ftp://host/run" in found.stderr
