@@ -12,7 +12,7 @@ from typing import Any
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StepError
-from flax_ckpt_compat._discovery import detect
+from flax_ckpt_compat._discovery import detect, locating
 from flax_ckpt_compat._discovery.below import checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
@@ -35,7 +35,7 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         StepError: a result would be in the source.
     """
     with paths.listing_cache(source):
-        found = list(checkpoints_below(source))
+        found = [source] if _is_checkpoint(source) else list(checkpoints_below(source))
         missing = {path: detect.what_is_missing(path) for path in found}
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
@@ -54,6 +54,12 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         for job in jobs
     ]
     return _without_collisions(jobs)
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Return whether a directory is one checkpoint, also without the markers of newer releases."""
+    located = locating.find(path, None, "checkpoint_") if paths.isdir(path) else None
+    return isinstance(located, locating.LocatedCheckpoint) and located.path == path
 
 
 def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> Job:

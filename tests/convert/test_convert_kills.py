@@ -1,0 +1,147 @@
+"""Conversions that are killed at any time, and resumed: on this machine, and on a Dask cluster."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flax_ckpt_compat
+from tests.support.interpreters import ROOT, start_python
+from tests.support.trees import fingerprint
+
+JOB = (Path(__file__).parent / "kill_job.py").read_text(encoding="utf-8")
+COUNT = 20
+
+
+def sources(directory: Path, nbytes: int, count: int = COUNT) -> None:
+    """Checkpoints of both formats, in three runs, of many leaves of all sizes and dtypes."""
+    for n in range(count):
+        rng = np.random.default_rng(n)
+        tree = {
+            "small": {str(i): rng.normal(size=(3, i)).astype(np.float32) for i in range(20)},
+            "big": rng.integers(0, 255, nbytes // 2, np.uint8),
+            "bf16": rng.normal(size=nbytes // 8).astype(ml_dtypes.bfloat16),
+            "f64": [rng.normal(size=nbytes // 32), (n, None, "text")],
+        }
+        flax_ckpt_compat.save(
+            directory / f"run_{n % 3}", tree, step=n, format="orbax" if n % 2 else "msgpack", overwrite=True
+        )
+
+
+def check(source: Path, destination: Path, *, complete: bool) -> None:
+    """Whatever has a final name is a whole copy of its source."""
+    for run in range(3):
+        there = {found.step for found in flax_ckpt_compat.iter_checkpoints(destination / f"run_{run}")}
+        steps = {found.step for found in flax_ckpt_compat.iter_checkpoints(source / f"run_{run}")}
+        assert there == steps if complete else there <= steps
+        for step in there:
+            expected, found = (
+                flax_ckpt_compat.restore(folder / f"run_{run}", step=step, structure="flax")
+                for folder in (source, destination)
+            )
+            assert fingerprint(found) == fingerprint(expected)
+
+
+@pytest.mark.parametrize("to", ["orbax", pytest.param("msgpack", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "count"), [(2, 4), pytest.param(40, COUNT, marks=pytest.mark.slow)])
+def test_killed_before_any_call_and_resumed(tmp_path: Path, to: str, kills: int, count: int) -> None:
+    """After a kill -9 before any call into the system, results are whole, and the rest is converted later."""
+    sources(tmp_path / "src", 4096, count)
+    counting = start_python(JOB, tmp_path / "src", tmp_path / "counted", to, "count")
+    calls = int(counting.communicate()[0])
+    assert calls > 100 * count
+    for at in sorted(random.Random(kills).sample(range(1, calls // 2), kills), reverse=True):
+        process = start_python(JOB, tmp_path / "src", tmp_path / "dst", to, at)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        check(tmp_path / "src", tmp_path / "dst", complete=False)
+    done = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True)  # type: ignore[arg-type]
+    assert len(done) == count
+    assert {result.status for result in done} <= {"kept", "converted"}
+    check(tmp_path / "src", tmp_path / "dst", complete=True)
+    assert [path.name for path in (tmp_path / "dst").rglob(".*")] == []  # nothing is left of the killed
+
+
+def command(source: Path, destination: Path, *options: Any) -> subprocess.Popen[str]:
+    """The command, in a process group of its own."""
+    options = ("--to", "orbax", "--resume", "--json", *map(str, options))
+    return subprocess.Popen(
+        [sys.executable, "-m", "flax_ckpt_compat", "convert", source, destination, *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_two_gigabytes_killed_ten_times(tmp_path: Path) -> None:
+    """20 checkpoints of 2 GB in all, converted by two workers that are killed ten times."""
+    sources(tmp_path / "src", 100 << 20)
+    delays = random.Random(0)
+    for _ in range(10):
+        process = command(tmp_path / "src", tmp_path / "dst", "--workers", 2)
+        time.sleep(delays.uniform(0.5, 4))
+        process.kill()
+        process.communicate()
+    process = command(tmp_path / "src", tmp_path / "dst", "--workers", 2)
+    output, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors
+    assert len(json.loads(output)) == COUNT
+    check(tmp_path / "src", tmp_path / "dst", complete=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [1 << 20])
+def test_a_dask_cluster_whose_workers_and_clients_are_killed(tmp_path: Path, nbytes: int) -> None:
+    """Three worker processes; clients and workers die, and the conversion is resumed until all is done."""
+    distributed = pytest.importorskip("distributed")
+    sources(tmp_path / "src", nbytes)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        distributed.LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+    ):
+        patch.setenv("PYTHONPATH", str(ROOT))
+        address = cluster.scheduler_address
+        chance = random.Random(1)
+        for kill in range(5):
+            process = command(tmp_path / "src", tmp_path / "dst", "--dask", address)
+            time.sleep(chance.uniform(1.5, 3))
+            if kill % 2:
+                os.kill(chance.choice(list(cluster.workers.values())).pid, signal.SIGKILL)
+            process.kill()
+            process.communicate()
+        for _ in range(5):  # what a dead client had started may still be published at the same time
+            process = command(tmp_path / "src", tmp_path / "dst", "--dask", address)
+            output, errors = process.communicate(timeout=200)
+            if process.returncode == 0:
+                break
+        assert process.returncode == 0, errors
+        assert len(json.loads(output)) == COUNT
+    check(tmp_path / "src", tmp_path / "dst", complete=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_interrupted_by_the_user(tmp_path: Path, workers: int) -> None:
+    """Ctrl-C ends it at once, with exit code 130; no temporaries are left."""
+    sources(tmp_path / "src", 100 << 20)
+    process = command(tmp_path / "src", tmp_path / "dst", "--workers", workers)
+    while not (tmp_path / "dst").exists() or not any((tmp_path / "dst").rglob(".*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130, errors
+    assert errors.strip() == "Interrupted."
+    assert [path.name for path in (tmp_path / "dst").rglob(".*")] == []
+    check(tmp_path / "src", tmp_path / "dst", complete=False)
