@@ -147,6 +147,7 @@ class Memo:
 
     def __init__(self) -> None:
         self._contents: dict[int, tuple[Node, Contents, int]] = {}
+        self._named: dict[int, tuple[Node, int]] = {}
 
     def contents(self, node: Node, name: str = "") -> Contents:
         """Return the number of leaves of a name and look in a subtree, whatever its modules are called."""
@@ -168,6 +169,16 @@ class Memo:
                     found[key] += many
             known = self._contents[id(node)] = (node, found, hash(frozenset(found.items())))
         return known
+
+    def named(self, node: Node) -> int:
+        """Return a number that is equal where names, shapes and kinds of all leaves are."""
+        if not isinstance(node, Branch):
+            return hash(look(node))
+        known = self._named.get(id(node))
+        if known is None:
+            parts = frozenset((name, self.named(child)) for name, child in node.children.items())
+            known = self._named[id(node)] = (node, hash(parts))
+        return known[1]
 
     def has_arrays(self, node: Node) -> bool:
         """Return whether more than numbers and texts are held, which would be taken for each other too easily."""

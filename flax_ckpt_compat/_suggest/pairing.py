@@ -115,7 +115,7 @@ class Pairing:
             other = target.children.get(name)
             if not isinstance(child, Branch) or not isinstance(other, Branch) or own.is_optimizer((*path, name)):
                 continue
-            if not torn(child, other, self.memo, at_root=not path):
+            if self.memo.named(child) != self.memo.named(other) and not torn(child, other, self.memo, at_root=not path):
                 yield from self._branches(child, other, own, (*path, name))
 
 
