@@ -94,12 +94,14 @@ _MODULES = {
     "installed": "_patching",
     "intersect_trees": "transforms",
     "iter_checkpoints": "_view.inventory",
+    "load_ipython_extension": "_patching",
     "merge_trees": "transforms",
     "open_checkpoint": "_view.checkpoint_view",
     "plan_restore": "_view.plan",
     "restore": "api",
     "save": "api",
     "uninstall": "_patching",
+    "unload_ipython_extension": "_patching",
     "verify": "_view.verify",
 }
 

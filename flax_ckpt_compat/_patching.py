@@ -111,6 +111,16 @@ def installed() -> Iterator[None]:
             _restore_if_unused()
 
 
+def load_ipython_extension(ipython: object) -> None:  # noqa: ARG001 - IPython calls it so
+    """Run ``install()`` for ``%load_ext flax_ckpt_compat``."""
+    install()
+
+
+def unload_ipython_extension(ipython: object) -> None:  # noqa: ARG001
+    """Run ``uninstall()`` for ``%unload_ext flax_ckpt_compat``."""
+    uninstall()
+
+
 def _add_finder() -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

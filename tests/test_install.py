@@ -301,3 +301,12 @@ def test_only_module_names_are_replaced(real: types.ModuleType, user: types.Modu
     assert user.later.func is before
     assert pickle.loads(pickle.dumps(real.save_checkpoint)) is ours.save_checkpoint
     assert list(inspect.signature(real.save_checkpoint).parameters) == list(inspect.signature(before).parameters)
+
+
+def test_ipython_extension(real: types.ModuleType) -> None:
+    """The functions that IPython calls for %load_ext and %unload_ext install and uninstall."""
+    original = real.save_checkpoint
+    flax_ckpt_compat.load_ipython_extension(None)
+    assert real.save_checkpoint is ours.save_checkpoint
+    flax_ckpt_compat.unload_ipython_extension(None)
+    assert real.save_checkpoint is original
