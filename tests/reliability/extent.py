@@ -28,8 +28,8 @@ class Extent:
         return max(least, round(count * self.scale))
 
     def of(self, cases: Sequence[_Case]) -> Sequence[_Case]:
-        """Return the cases, or, in the short form, every second from the third on."""
-        return cases if self.scale >= _FEW else cases[2::2]
+        """Return the cases, or, in the short form, every third from the third on."""
+        return cases if self.scale >= _FEW else cases[2::3]
 
     @property
     def is_over(self) -> bool:

@@ -34,6 +34,16 @@ def why_not() -> str:
     return "" if _compiler() else "no C compiler (cc) to build the shim"
 
 
+def holds_attributes(folder: str) -> bool:
+    """Return whether one may write into a folder, and its files may have the attributes that hold checksums."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.setxattr(file.fileno(), "user.reliability", b"")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
 def _compiler() -> str | None:
     return os.environ.get("CC") or shutil.which("cc")
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ _ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"
 needs_shim = pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not() or "it is there")
 
 
-def _command(*arguments: object, code: int | None = 0) -> str:
+def _command(*arguments: object) -> str:
     command = [sys.executable, "-m", "tests.reliability", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=_ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1) if code is None else done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -50,21 +51,14 @@ def test_readers_beside_writers_and_a_soak(scale: float) -> None:
     _command("--ours", "--scale", scale, "--only=reader", "--only=writers", "--only=soak")
 
 
+@pytest.mark.skipif(
+    not any(map(shim.holds_attributes, ("/dev/shm", tempfile.gettempdir()))),
+    reason="no extended attributes, which hold the checksums of msgpack files",
+)
 @pytest.mark.parametrize("scale", [0.0002, pytest.param(0.01, marks=pytest.mark.slow)])
-def test_damage_is_no_crash(scale: float) -> None:
-    """Damaged files give an error of ours or a value; which of the values are wrong is in the table."""
-    out = _command("--ours", "--scale", scale, "--only=bytes", "--only=flips", "--only=fuzz", code=None)
-    outcomes = re.findall(r"([a-z]+) [\d,]+(?=[,)])", out)
-    assert outcomes
-    assert set(outcomes) <= {"found", "same", "value", "silent"}, out
-
-
-@pytest.mark.skipif(not hasattr(os, "setxattr"), reason="no extended attributes, which hold the checksums")
-@pytest.mark.parametrize("scale", [0.0005, pytest.param(0.02, marks=pytest.mark.slow)])
-def test_every_flipped_bit_of_a_msgpack_file_is_found(scale: float) -> None:
-    """By its checksums; nothing else would tell, as Flax's column of the table shows."""
-    out = _command("--system", "ours, msgpack", "--scale", scale, "--only=bytes", "--only=flips")
-    assert len(re.findall(r"ours, msgpack +0 of ([\d,]+) \(found \1\)", out)) == 2, out
+def test_damage_is_found(scale: float) -> None:
+    """Every flipped bit changes nothing, or gives an error of ours, as every file does that was mutated at random."""
+    _command("--ours", "--scale", scale, "--only=bytes", "--only=flips", "--only=fuzz")
 
 
 @needs_shim
