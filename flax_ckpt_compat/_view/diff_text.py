@@ -61,7 +61,7 @@ def _numbers(values: list[Any]) -> str:
 def summary(found: Diff) -> str:
     """Return the last line: how many leaves are equal, and how many differ in what."""
     kinds = Counter(one.kind for one in found.differences)
-    words = [f"{found.identical} leaves identical"]
+    words = [f"{found.identical} {'leaf' if found.identical == 1 else 'leaves'} identical"]
     words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
     words += [f"{count} {kind if kind.startswith('only') else f'of other {kind}'}" for kind, count in kinds.items()]
     return ", ".join(words) + "."

@@ -21,7 +21,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> str:
 
 def title(checkpoint: Checkpoint) -> str:
     """Return state, leaves, size, format and path in one line."""
-    count = f"{len(checkpoint.leaves)} leaves"
+    count = f"{len(checkpoint.leaves)} {'leaf' if len(checkpoint.leaves) == 1 else 'leaves'}"
     format = checkpoint.format or "-"
     what = f"{count:>12}  {format_size(checkpoint.nbytes):>8}  {format:<7}"
     return f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
@@ -38,7 +38,7 @@ def details(checkpoint: Checkpoint) -> Iterator[str]:
         for why, names in by_reason.items():
             yield printable(f"{state}: {', '.join(names)}: {why}", one_line=True)
         yield from [f"{state}: {more} more"] * bool(more)
-    yield from (printable(text, one_line=True) for text in checkpoint.damage)
+    yield from (printable(text.removeprefix(f"{checkpoint.path}: "), one_line=True) for text in checkpoint.damage)
     if checkpoint.unexpected:
         yield f"unexpected: {one_line(checkpoint.unexpected)}"
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class FailedError(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the message to standard error."""
-        click.echo(f"Error: {self.message}", file=file, err=file is None)
+        echo(f"Error: {self.message}", err=True, file=file)
 
 
 class Command(click.Command):
@@ -63,6 +64,29 @@ class Command(click.Command):
                 traceback.print_exc()
                 sys.exit(FailedError.exit_code)
             raise FailedError(_paragraph(error)) from None
+
+
+def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:
+    """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
+    import textwrap
+
+    stream = file or (sys.stderr if err else sys.stdout)
+    if stream.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = (
+            textwrap.wrap(
+                line,
+                width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+                drop_whitespace=True,
+                replace_whitespace=False,
+            )
+            for line in text.splitlines()
+        )
+        text = "\n".join("\n".join(one) for one in lines)
+    click.secho(text, file=file, err=err, fg=fg)
 
 
 def _paragraph(error: Exception) -> str:

@@ -6,11 +6,12 @@ import sys
 
 import click
 
-from ._commands import FOUND, Command, FailedError, json_option, print_json
+from ._commands import FOUND, Command, FailedError, echo, json_option, print_json
 
 
 @click.command(
     cls=Command,
+    short_help="Remove what interrupted saves left.",
     examples="""
 flax-ckpt clean runs/a --dry-run
 flax-ckpt clean runs                 asks before it removes anything
@@ -45,8 +46,8 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     else:
         for one in found:
             note = f"; stays, because {one.kept}" if one.kept else ""
-            line = f"{format_size(one.nbytes):>8}  {printable(one.path, one_line=True)}  ({one.what}{note})"
-            click.secho(printable(line, one_line=True), dim=bool(one.kept))
+            echo(f"{format_size(one.nbytes):>8}  {printable(one.what, one_line=True)}{note}", f"{'':10}")
+            click.echo(f"{'':10}{printable(one.path, one_line=True)}")
         click.echo(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
     if not going:
         return
@@ -60,7 +61,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
             left += not leftovers.remove(one)
         except StorageError as error:
             left += 1
-            click.echo(f"Error: {error}", err=True)
+            echo(f"Error: {error}", err=True)
     click.echo(f"Removed {len(going) - left} of {len(going)}.", err=as_json)
     if left:
         raise click.exceptions.Exit(FOUND)

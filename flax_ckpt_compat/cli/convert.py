@@ -26,7 +26,7 @@ def _shard(_: click.Context, __: click.Parameter, value: str | None) -> tuple[in
     return int(first), int(last)
 
 
-@click.command(cls=Command, examples=_EXAMPLES)
+@click.command(cls=Command, short_help="Convert checkpoints to another layout.", examples=_EXAMPLES)
 @click.argument("src")
 @click.argument("dst")
 @click.option(

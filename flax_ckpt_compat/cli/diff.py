@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
-from ._commands import FOUND, Command, json_option, prefix_option, print_json, step_option
+from ._commands import FOUND, Command, echo, json_option, prefix_option, print_json, step_option
 
 _COLORS = {"-": "red", "+": "green", "~": "yellow"}
 
 
 @click.command(
     cls=Command,
+    short_help="Compare two checkpoints, leaf by leaf.",
     examples="""
 flax-ckpt diff runs/a/checkpoint_100 runs/a/checkpoint_200
 flax-ckpt diff runs/a runs/b                        the latest of each
@@ -44,7 +45,7 @@ def command(
     else:
         click.echo("\n".join(diff_text.title(found)))
         for line in diff_text.lines(found):
-            click.secho(line, fg=_COLORS.get(line[0]))
-        click.echo(diff_text.summary(found))
+            echo(line, "    ", fg=_COLORS.get(line[0]))
+        echo(diff_text.summary(found))
     if not found.same:
         raise click.exceptions.Exit(FOUND)

@@ -9,6 +9,7 @@ from ._commands import Command, json_option, prefix_option
 
 @click.command(
     cls=Command,
+    short_help="List the checkpoints in a directory.",
     examples="""
 flax-ckpt ls runs/a
 flax-ckpt ls runs/a --prefix model_

@@ -11,6 +11,7 @@ from ._commands import FOUND, Command, json_option, prefix_option, print_json, s
 
 @click.command(
     cls=Command,
+    short_help="Preview a restore into your state.",
     examples="""
 flax-ckpt plan runs/a --target train:create_state
 flax-ckpt plan runs/a --target train:create_state --transforms train:RULES

@@ -9,6 +9,7 @@ from ._commands import Command
 
 @click.command(
     cls=Command,
+    short_help="Find what breaks in a program.",
     examples="""
 flax-ckpt scan .
 flax-ckpt scan train.py eval.ipynb --verbose

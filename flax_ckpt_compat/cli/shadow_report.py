@@ -9,6 +9,7 @@ from ._commands import FOUND, Command, json_option, print_json
 
 @click.command(
     cls=Command,
+    short_help="Show what shadow mode found.",
     examples="""
 FLAX_CKPT_COMPAT_SHADOW=true flax-ckpt run train.py --workdir runs/a
 flax-ckpt shadow-report runs/a

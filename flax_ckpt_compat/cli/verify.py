@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
-from ._commands import FOUND, Command, json_option, prefix_option, print_json, step_option
+from ._commands import FOUND, Command, echo, json_option, prefix_option, print_json
 
 _COLORS = {"ok": "green", "unverified": "green", "damaged": "red", "unreadable": "yellow"}
 
 
 @click.command(
     cls=Command,
+    short_help="Find damaged checkpoints.",
     examples="""
 flax-ckpt verify runs/a                      every checkpoint of a run
 flax-ckpt verify runs                        of all runs
@@ -19,7 +20,7 @@ flax-ckpt verify gs://bucket/runs --json
 """,
 )
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@step_option
+@click.option("--step", help="Only this step of a directory of checkpoints.")
 @prefix_option
 @click.option("--strict", is_flag=True, help="Exit with 1 also for leaves without checksums and unexpected files.")
 @json_option("a JSON list with a report for each PATH")
@@ -37,12 +38,12 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
         if not as_json:
             click.secho(verify_text.title(checkpoint), fg=_COLORS[checkpoint.state])
             for line in verify_text.details(checkpoint):
-                click.echo(f"  {line}")
+                echo(f"  {line}", "    ")
 
     reports = [verify.verify(path, step=step, prefix=prefix, progress=show) for path in paths]
     if as_json:
         print_json([verify_text.to_json(report) for report in reports])
     else:
-        click.echo(verify_text.summary([one for report in reports for one in report.checkpoints]))
+        echo(verify_text.summary([one for report in reports for one in report.checkpoints]), "  ")
     if not all(report.verified if strict else report.ok for report in reports):
         raise click.exceptions.Exit(FOUND)

@@ -24,7 +24,7 @@ def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
     running = [f"run/checkpoint_3/_begun.{now}.{'1' * 32}"]
     shown = CliRunner().invoke(main, ["clean", url, "--dry-run"])
     assert shown.exit_code == 1
-    assert "checkpoint_2  (unfinished upload)" in shown.stdout
+    assert f"   100 B  unfinished upload\n          {url}/checkpoint_2\n" in shown.stdout
     assert "1 to remove, 100 B." in shown.stdout
     assert CliRunner().invoke(main, ["clean", url, "--yes"]).exit_code == 0
     assert bucket.keys() == sorted([*whole, *running])

@@ -227,7 +227,7 @@ def test_command(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[2:] == [
         "~ block_{1..23}/w   float64[4]: 92 of 92 elements, max abs 23, max rel 0.958   (23 leaves)",
         "~ step   int 1 → int 2",
-        "1 leaves identical, 24 of other values.",
+        "1 leaf identical, 24 of other values.",
     ]
     found = json.loads(CliRunner().invoke(main, ["diff", a, b, "--json"]).stdout)
     assert (found["same"], found["identical"], len(found["differences"])) == (False, 1, 24)

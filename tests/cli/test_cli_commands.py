@@ -1,0 +1,104 @@
+"""What holds for all commands: quick to start, examples in the help, failures in one paragraph, completion."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from flax_ckpt_compat import cli, save
+from flax_ckpt_compat._view import verify
+from flax_ckpt_compat.cli._commands import Command
+
+ROOT = Path(__file__).parents[2]
+NAMES = cli.main.list_commands(click.Context(cli.main))
+READING = ("clean", "diff", "ls", "plan", "scan", "shadow-report", "verify")
+
+
+def test_imports(tmp_path: Path) -> None:
+    """The help, and what reads no arrays, loads no numpy; what compares arrays loads neither jax, flax nor rich."""
+    path = save(tmp_path / "run", {"w": np.ones(3)}, step=1, format="orbax")
+    script = f"""
+import json, sys
+from flax_ckpt_compat.cli import main
+heavy = {{"jax", "flax", "numpy", "tensorstore", "orbax", "rich"}}
+for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(tmp_path)!r}],
+                  ["verify", {path!r}], ["diff", {path!r}, {path!r}]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print(json.dumps([arguments[0], end.code, sorted(heavy & sys.modules.keys())]), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert list(map(json.loads, done.stderr.splitlines())) == [
+        ["--help", 0, []],
+        ["ls", 0, []],
+        ["clean", 0, []],
+        ["verify", 0, ["numpy", "tensorstore"]],
+        ["diff", 0, ["numpy", "tensorstore"]],
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help(name: str) -> None:
+    """Every command is summed up in one line of the list; those of class `Command` show examples, and read as JSON."""
+    command = cli.main.get_command(click.Context(cli.main), name)
+    assert command is not None
+    assert "..." not in command.get_short_help_str(limit=60)
+    result = CliRunner().invoke(cli.main, [name, "--help"])
+    assert result.exit_code == 0
+    if isinstance(command, Command):
+        assert f"Examples:\n  flax-ckpt {name} " in result.stdout
+        assert "--debug" in result.stdout
+    if name in READING:
+        assert "--json" in result.stdout
+        assert "xit code" in result.stdout
+
+
+def test_misspelt_command() -> None:
+    """A misspelt command is refused with the one that was meant."""
+    result = CliRunner().invoke(cli.main, ["verfy", "x"])
+    assert result.exit_code == 2
+    assert "verify" in result.stderr
+
+
+def test_errors_that_nobody_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug is one paragraph as well, which says how to report it; with --debug it is the traceback. Ctrl-C is 130."""
+    errors: list[BaseException] = [KeyError("oh"), KeyError("oh"), KeyboardInterrupt()]
+
+    def fail(*_: object, **__: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(verify, "verify", fail)
+    result = CliRunner().invoke(cli.main, ["verify", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: KeyError: 'oh'\nThis is not an error that flax-ckpt expects")
+    debugged = CliRunner().invoke(cli.main, ["verify", str(tmp_path), "--debug"])
+    assert debugged.exit_code == 2
+    assert "Traceback" in debugged.stderr
+    assert CliRunner().invoke(cli.main, ["verify", str(tmp_path)]).exit_code == 130
+
+
+def test_completion() -> None:
+    """Click's completion, as the guide shows it, completes commands."""
+    words = {"_FLAX_CKPT_COMPLETE": "bash_complete", "COMP_WORDS": "flax-ckpt ver", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "from flax_ckpt_compat.cli import main; main(prog_name='flax-ckpt')"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **words}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["plain,verify"]
+
+
+def test_guide() -> None:
+    """The guide's page has a row for every command, with its exit codes."""
+    page = (ROOT / "migration_guide" / "commands.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `flax-ckpt ")]
+    assert sorted(row[0].split()[2].strip("`") for row in rows) == NAMES
+    assert all(len(row) == 4 for row in rows)
