@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from flax_ckpt_compat._core.errors import ChecksumError
 
 try:
@@ -34,8 +32,14 @@ def _find_crc32c() -> Callable[..., int] | None:
             from google_crc32c import extend
         except ImportError:
             return None
-        # It takes bytes and arrays, but no memoryviews.
-        return lambda data, value=0: extend(value, np.frombuffer(data, np.uint8))
+
+        def extended(data: Any, value: int = 0) -> int:
+            import numpy as np  # here, because listings of checkpoints do without it
+
+            # It takes bytes and arrays, but no memoryviews.
+            return int(extend(value, np.frombuffer(data, np.uint8)))
+
+        return extended
     return crc32c  # type: ignore[no-any-return]
 
 

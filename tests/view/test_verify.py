@@ -273,7 +273,7 @@ def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.Monke
     """Arrays larger than a batch are read in slices, also one that msgpack stores in pieces."""
     monkeypatch.setattr(bounded, "BATCH_BYTES", 2**20)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 3 * 2**20)
-    tree = {"large": np.ones((4, 2**20), np.float32), "row": np.ones((1, 2**21), np.float32)}
+    tree = {"large": np.ones((4, 2**22), np.float32), "row": np.ones((1, 2**21), np.float32)}
     with use_flag(flag):
         path = checkpoints.save_checkpoint(tmp_path, tree, 1)
     tracemalloc.start()
@@ -282,7 +282,7 @@ def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.Monke
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 6 * 2**20
+    assert peak < 36 * 2**20  # checksums are computed in pieces of 16 MiB
 
 
 def test_in_the_order_of_names(tmp_path: Path) -> None:
