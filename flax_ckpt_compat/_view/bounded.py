@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import iter_leaves
 
-BATCH_BYTES = 64 * 2**20
+BATCH_BYTES = 32 * 2**20
 _MAX_BATCH = 10_000
 
 

@@ -9,6 +9,7 @@ from ._commands import FOUND, Command, json_option, print_json
 
 @click.command(
     cls=Command,
+    short_help="Print what a bug report needs.",
     examples="""
 flax-ckpt doctor
 flax-ckpt doctor runs/a s3://bucket/runs     also: can these be listed
