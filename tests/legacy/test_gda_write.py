@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from flax_ckpt_compat.legacy import BACKEND
 from flax_ckpt_compat.legacy.gda_tree import choose_subpaths
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.saves import names
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
@@ -191,6 +191,7 @@ def leaves_of(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 @given(KEY_TREES)
+@example({"e\u0301": None, "\u00e9": None})  # one name on macOS
 def test_subpaths_are_safe_and_lead_to_one_array_alone(tree: Any) -> None:
     """No two are the same or one in the other, even where case does not count; what is plain and safe stays plain."""
     paths = sorted(leaves_of(tree))
@@ -228,6 +229,31 @@ def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
         atomic.publish(temporary, str(path))
         assert load(path)[("a",)].tolist() == [n + 2] * 4
         assert len(names(f"{path}_gda")) == 1
+    assert names(tmp_path) == ["c_1", "c_1_gda"]
+
+
+@pytest.mark.parametrize("moment", ["before the rename", "after it"])
+def test_a_saver_that_is_overtaken(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save of the checkpoint ends between two steps of the first: neither removes the other's live arrays."""
+    path = tmp_path / "c_1"
+    save(path, {"a": Spread(np.full(4, 1))})
+    first, second = temporaries = [atomic.temporary_path(str(path)) for _ in range(2)]
+    for n, temporary in enumerate(temporaries):
+        write(temporary, {"a": Spread(np.full(4, n + 2))})
+    module, name = (os, "replace") if moment == "before the rename" else (gda_folder, "remove_replaced")
+    real = getattr(module, name)
+
+    def overtaken(*arguments: Any) -> None:
+        monkeypatch.setattr(module, name, real)
+        atomic.publish(second, str(path))
+        real(*arguments)
+
+    monkeypatch.setattr(module, name, overtaken)
+    atomic.publish(first, str(path))
+    assert load(path)[("a",)].tolist() == [2 if moment == "before the rename" else 3] * 4
+    save(path, {"a": Spread(np.full(4, 5))})  # removes what is left
+    assert load(path)[("a",)].tolist() == [5] * 4
+    assert len(names(f"{path}_gda")) == 1
     assert names(tmp_path) == ["c_1", "c_1_gda"]
 
 
