@@ -1,0 +1,146 @@
+"""``flax-ckpt convert``: what it prints, its exit codes, and that each refusal says what to do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import flax_ckpt_compat
+from flax_ckpt_compat.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def convert(*arguments: object) -> Result:
+    """Runs the command in this process."""
+    return CliRunner().invoke(main, ["convert", *map(str, arguments)])
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two steps of one run, each of 4000 bytes in two arrays."""
+    for step in (1, 2):
+        tree = {"a": np.full(500, step, np.float32), "b": [np.full(250, step)]}
+        flax_ckpt_compat.save(tmp_path / "runs", tree, step=step, format="msgpack")
+    return tmp_path / "runs"
+
+
+def test_a_dry_run_is_a_table(runs: Path, tmp_path: Path) -> None:
+    """Status, leaves, size, source and result of each; nothing is written."""
+    result = convert(runs, tmp_path / "out", "--to", "orbax", "--dry-run")
+    assert result.exit_code == 0
+    heading, *rows, summary = result.stdout.splitlines()
+    assert heading.split() == ["status", "leaves", "size", "source", "result"]
+    assert [row.split() for row in rows] == [
+        ["planned", "2", "4.00", "kB", f"{runs}/checkpoint_{step}", f"{tmp_path}/out/checkpoint_{step}"]
+        for step in (1, 2)
+    ]
+    assert summary == "2 planned: 8.00 kB. Nothing was written."
+    note = f"Note: {runs}/checkpoint_1 (and 1 more): dicts of 0, 1, … are written as lists"
+    assert result.stderr.startswith(note)
+    assert not (tmp_path / "out").exists()
+
+
+def test_lines_while_it_runs_and_a_summary(runs: Path, tmp_path: Path) -> None:
+    """One line for each result as it is done, and their sum; again with --resume they are kept."""
+    result = convert(runs, tmp_path / "out", "--to", "msgpack", "--workers", 2)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert sorted(lines[:2]) == [
+        f"converted {runs}/checkpoint_{step} → {tmp_path}/out/checkpoint_{step} (4.00 kB)" for step in (1, 2)
+    ]
+    assert lines[2].startswith("2 converted: 8.00 kB in ")
+    assert "\x1b" not in result.output
+    again = convert(runs, tmp_path / "out", "--to", "msgpack", "--resume", "--json")
+    assert [one["status"] for one in json.loads(again.stdout)] == ["kept", "kept"]
+    assert again.exit_code == 0
+    refused = convert(runs, tmp_path / "out", "--to", "msgpack")
+    assert refused.exit_code == 1
+    assert f"{tmp_path}/out/checkpoint_1 exists, and nothing is replaced" in refused.stderr
+
+
+def test_json_has_everything(runs: Path, tmp_path: Path) -> None:
+    """A list in the order of the sources, with bytes, notes and errors."""
+    (runs / "checkpoint_3").write_bytes(b"\x81")
+    result = convert(runs, tmp_path / "out", "--to", "orbax", "--step", 1, "--step", "3", "--json")
+    assert result.exit_code == 1
+    first, third = json.loads(result.stdout)
+    assert (first["status"], first["bytes"], first["leaves"], first["error"]) == ("converted", 4000, 2, None)
+    assert third["status"] == "failed"
+    assert "checkpoint_3" in third["error"]
+
+
+def test_target_and_transforms_are_loaded(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``module:name`` names a function for the target, and rules, in a module of the working directory."""
+    (tmp_path / "my_project_for_convert.py").write_text(
+        "import numpy as np\n"
+        "from flax_ckpt_compat import rules\n"
+        "def state():\n"
+        "    return {'c': np.zeros(500, np.float32), 'b': (np.zeros(250),)}\n"
+        "how = [rules.rename('a', 'c')]\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ("--target", "my_project_for_convert:state", "--transforms", "my_project_for_convert:how")
+    assert convert("runs", "out", "--to", "orbax", *options).exit_code == 0
+    restored = flax_ckpt_compat.restore("out", step=2)
+    assert restored.keys() == {"b", "c"}
+    assert isinstance(restored["b"], tuple)
+    assert (restored["c"] == 2).all()
+    result = convert("runs", "more", "--to", "orbax", "--target", "my_project_for_convert:none")
+    assert result.exit_code == 1
+    assert "my_project_for_convert" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("none", "out", "--to", "orbax"), "does not exist"),
+        (("runs", "runs/out", "--to", "orbax"), "pass a destination outside of it"),
+        (("runs", "out", "--to", "zip"), "'zip' is not one of 'orbax', 'msgpack', 'manager', 'v1', 'safetensors'"),
+        (("runs", "out", "--to", "orbax", "--step", "9"), "available steps: 1, 2"),
+        (("runs", "out", "--to", "orbax", "--step", "1", "--all"), "leave one out"),
+        (("runs", "out", "--to", "orbax", "--shard", "2/2"), "expected I/N with 0 <= I < N"),
+        (("runs", "out"), "Missing option '--to'"),
+    ],
+)
+def test_refusals_say_what_to_do(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    """Exit code 2, no traceback, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    result = convert(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == [runs.name]
+
+
+MEMORY = """
+import re, sys
+import flax_ckpt_compat
+flax_ckpt_compat.convert(*sys.argv[1:4])
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10)
+assert "jax" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("size", [24 << 20, pytest.param(300 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("format", "to"), [("msgpack", "orbax"), pytest.param("orbax", "msgpack", marks=pytest.mark.slow)]
+)
+def test_memory_is_that_of_the_largest_array(tmp_path: Path, format: str, to: str, size: int) -> None:
+    """The whole process, interpreter included, needs less than the largest array and 128 MiB; jax stays away."""
+    tree = {f"w{n}": np.full(size // 4, n, np.uint8) for n in range(24)} | {"largest": np.ones(size, np.uint8)}
+    flax_ckpt_compat.save(tmp_path / "a", tree, format=format)  # type: ignore[arg-type]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", MEMORY, tmp_path / "a", tmp_path / "b", to]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < size + (128 << 20)

@@ -1,0 +1,37 @@
+"""Conversions to a store and out of it: the same bytes come back, and a source there stays as it was."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flax_ckpt_compat
+from tests.support.s3 import Bucket
+
+
+def contents(bucket: Bucket) -> dict[str, bytes]:
+    """Every object of a bucket."""
+    names = bucket.keys()
+    return {name: bucket.get(name) for name in names}
+
+
+@pytest.mark.parametrize("to", ["orbax", "manager"])
+def test_there_and_back(bucket: Bucket, tmp_path: Path, to: str) -> None:
+    """A tree of runs goes to a store, and from there back to files with the same bytes; both are resumed."""
+    for run in ("a", "b"):
+        tree = {"big": np.arange(2**18, dtype=np.float32), "deep": {"n": 1, "list": {"0": run, "1": None}}}
+        flax_ckpt_compat.save(tmp_path / "src" / run, tree, step=3, format="msgpack")
+    url = f"{bucket.url}/runs"
+    for status in ("converted", "kept"):
+        done = flax_ckpt_compat.convert(tmp_path / "src", url, to, resume=True)  # type: ignore[arg-type]
+        assert [result.status for result in done] == [status, status]
+        name = "checkpoint_3" if to == "orbax" else "3"
+        assert [result.destination for result in done] == [f"{url}/a/{name}", f"{url}/b/{name}"]
+        objects = contents(bucket)
+        flax_ckpt_compat.convert(url, tmp_path / "back", "msgpack", resume=True)
+        assert contents(bucket) == objects
+    names = ["a/checkpoint_3", "b/checkpoint_3"]
+    assert filecmp.cmpfiles(tmp_path / "src", tmp_path / "back", names, shallow=False) == (names, [], [])
