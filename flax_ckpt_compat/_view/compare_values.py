@@ -24,6 +24,7 @@ class Values:
     """How the values of two arrays differ; arrays may be added in pieces.
 
     Attributes:
+        rtol, atol: the tolerances: values may differ by ``atol + rtol * |b|``.
         size: number of elements.
         other_bits: elements with other bits; in arrays of different dtypes, with other values.
         other_values: elements with other values. NaN equals NaN, and 0.0 equals -0.0.

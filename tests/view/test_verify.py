@@ -285,6 +285,26 @@ def test_memory_is_bounded(flag: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert peak < 36 * 2**20  # checksums are computed in pieces of 16 MiB
 
 
+def test_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is rotated away while it is verified is not called damaged; a named one is not found."""
+    for step in (1, 2):
+        of_orbax(tmp_path / f"checkpoint_{step}")
+    shutil.copytree(tmp_path / "checkpoint_1", tmp_path / "again")
+    handles_of = bounded.handles_of
+
+    def rotate(reader: Any) -> Any:
+        found = handles_of(reader)
+        if Path(reader.path).name == "checkpoint_1":
+            shutil.rmtree(reader.path)
+        return found
+
+    monkeypatch.setattr(bounded, "handles_of", rotate)
+    assert [Path(one.path).name for one in verify(tmp_path).checkpoints] == ["again", "checkpoint_2"]
+    (tmp_path / "again").rename(tmp_path / "checkpoint_1")
+    with pytest.raises(errors.CheckpointNotFoundError, match="was removed"):
+        verify(tmp_path / "checkpoint_1")
+
+
 def test_in_the_order_of_names(tmp_path: Path) -> None:
     """``progress`` gets every report once, in order, though several are verified at the same time."""
     for step in range(12):
