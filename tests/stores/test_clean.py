@@ -1,6 +1,7 @@
-"""``flax-ckpt clean`` and ``flax-ckpt verify`` on an object store."""
+"""``flax-ckpt clean``, ``verify`` and ``diff`` on an object store."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 from click.testing import CliRunner
@@ -30,10 +31,12 @@ def test_unfinished_uploads(flag: bool, bucket: Bucket) -> None:
     assert bucket.keys() == sorted([*whole, *running])
 
 
-def test_verify(flag: bool, bucket: Bucket) -> None:
+def test_verify_and_diff(flag: bool, bucket: Bucket, tmp_path: Path) -> None:
     """Checkpoints of a store are verified; a truncated one is damaged, and a strange object is listed."""
     url = f"{bucket.url}/run"
-    checkpoints.save_checkpoint(url, {"w": np.ones(10_000, np.float32)}, 1)
+    for place in (url, tmp_path):
+        checkpoints.save_checkpoint(place, {"w": np.ones(10_000, np.float32)}, 1)
+    assert CliRunner().invoke(main, ["diff", url, str(tmp_path)]).exit_code == 0
     result = CliRunner().invoke(main, ["verify", url])
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"{url}/checkpoint_1" in result.stdout
