@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,6 +78,7 @@ class OrbaxReader(Reader):
         )
         self._stored: dict[Any, StoredLeaf] = {}
         try:
+            _check_depth(structure)
             leaves = [self._leaf(entry) for entry in structure.entries]
             self.tree: Node = build_tree(structure, leaves)
         except RecursionError as error:
@@ -308,6 +310,12 @@ class OrbaxReader(Reader):
             path=self.path,
             leaf=keystr,
         )
+
+
+def _check_depth(structure: Structure) -> None:
+    """Raise RecursionError at once, because to build branches of so many levels takes quadratic time."""
+    if max((len(entry.path) for entry in structure.entries), default=0) > sys.getrecursionlimit():
+        raise RecursionError
 
 
 def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verify: bool = False) -> OrbaxReader:

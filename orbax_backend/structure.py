@@ -174,8 +174,9 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
             path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
             known = _KINDS.issuperset(kinds) and type(value["value_type"]) is str
             skipped, write_shape = bool(value.get("skip_deserialize")), value.get("write_shape")
+            leaf_name(path).encode()
             found = LeafEntry(path, kinds, leaf_name(path), value["value_type"], skipped, write_shape)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
         if not known:
             raise corrupt(file, f"the entry {key} has unknown keys or types")

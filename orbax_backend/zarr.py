@@ -189,7 +189,7 @@ def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:
     try:
         metadata = json.loads(text)
         info = _parse_v3(metadata) if zarr3 else _parse_v2(metadata)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the array's metadata does not decode ({error!r})") from error
     if len(info.shape) != len(info.chunks) or 0 in info.chunks:
         raise ValueError(f"shape {info.shape} with chunks {info.chunks} is no grid")

@@ -29,7 +29,12 @@ re-exports all of these. Each class inherits the built-in that callers of Flax a
 
 from __future__ import annotations
 
+import re
+
 from flax_ckpt_compat._core.escaping import printable
+
+# Longer than any path of a file: names in damaged files may have megabytes.
+_ENDLESS = re.compile(r"(\S{1000})\S{4000,}(\S{100})")
 
 
 class CheckpointError(Exception):
@@ -47,7 +52,8 @@ class CheckpointError(Exception):
 
 
 def sanitize(message: str, *names: str | None) -> str:
-    """Make a message safe to print: escape control characters, and line breaks that come from these names."""
+    """Make a message safe to print: escape control characters, and line breaks from these names; cut endless words."""
+    message = _ENDLESS.sub(r"\1…\2", message)
     if message.isprintable():
         return message
     # Part by part: the message may name a directory above the path, too.

@@ -20,6 +20,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import paths
 
 
 @pytest.fixture(autouse=True)
@@ -278,3 +279,50 @@ def test_arrays_of_several_processes_are_as_large_as_their_files(written: Path, 
     with pytest.raises(errors.CorruptCheckpointError) as caught:
         flax_ckpt_compat.restore(tmp_path / "c")
     assert caught.value.leaf == "b"
+
+
+def _change_entry(path: Path, key: str, depth: int = 1, value_type: str = "np.ndarray") -> None:
+    """Add a leaf to the tree's metadata."""
+    tree = json.loads((path / "_METADATA").read_text())
+    value = {"value_type": value_type, "skip_deserialize": value_type == "None"}
+    tree["tree_metadata"]["x"] = {"key_metadata": [{"key": key, "key_type": 2}] * depth, "value_metadata": value}
+    (path / "_METADATA").write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize("layout", ["ocdbt", "files", "files of zarr 3"])
+@pytest.mark.parametrize("key", ["\ud800", "x" * 70_000, "\0", ".."])
+def test_names_that_no_file_can_have_are_named_errors(written: Path, tmp_path: Path, layout: str, key: str) -> None:
+    """Half a surrogate pair, 70,000 characters, a zero, a way out: the message says where, and is no book."""
+    shutil.copytree(written / layout, tmp_path / "c")
+    _change_entry(tmp_path / "c", key)
+    with pytest.raises(errors.CorruptCheckpointError) as caught:
+        flax_ckpt_compat.restore(tmp_path / "c")
+    assert len(str(caught.value)) < 5000
+    assert str(tmp_path / "c") in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["ocdbt", "files"])
+def test_endless_depth_is_refused_at_once(written: Path, tmp_path: Path, layout: str) -> None:
+    """100,000 levels took a minute before."""
+    shutil.copytree(written / layout, tmp_path / "c")
+    _change_entry(tmp_path / "c", "a", 100_000, "None")
+    with pytest.raises(errors.DepthError):
+        flax_ckpt_compat.restore(tmp_path / "c")
+
+
+def test_metadata_of_zarr_3_with_an_empty_list_is_a_named_error(written: Path, tmp_path: Path) -> None:
+    """Found by mutation: a list of codecs without one."""
+    shutil.copytree(written / "files of zarr 3", tmp_path / "c")
+    file = tmp_path / "c" / "a" / "zarr.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "codecs": []}))
+    with pytest.raises(errors.CorruptCheckpointError, match=r"zarr\.json"):
+        flax_ckpt_compat.restore(tmp_path / "c")
+
+
+def test_links_in_circles_have_no_size(checkpoint: Path) -> None:
+    """The sizes that a list of checkpoints shows are those of the other files."""
+    file, *others = files_of(checkpoint)
+    file.unlink()
+    file.symlink_to(file)
+    folder = checkpoint if checkpoint.is_dir() else f"{checkpoint}_gda"
+    assert paths.storage_of(str(folder)).total_size(str(folder)) == sum(other.stat().st_size for other in others)

@@ -6,13 +6,12 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, listing
 from flax_ckpt_compat._core.local.contained import open_regular
-from flax_ckpt_compat._core.local.temporaries import GONE
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
@@ -79,14 +78,15 @@ class LocalStorage:
             return file.read(-1 if stop is None else stop - start)
 
     def total_size(self, path: str) -> int:
+        files = [path] if not os.path.isdir(path) else []
+        files += [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
         total = 0
-        with suppress(*GONE):
-            if not os.path.isdir(path):
-                return os.stat(path).st_size
-        for folder, _, names in os.walk(path):
-            for name in names:
-                with suppress(*GONE):
-                    total += os.stat(os.path.join(folder, name)).st_size
+        for file in files:
+            try:
+                total += os.stat(file).st_size
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
         return total
 
     def why_unfinished(self, path: str, names: Collection[str]) -> str | None:  # noqa: ARG002
