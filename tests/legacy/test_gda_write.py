@@ -16,6 +16,7 @@ from flax_ckpt_compat.legacy.gda_tree import choose_subpaths
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
@@ -255,6 +256,22 @@ def test_a_saver_that_is_overtaken(moment: str, tmp_path: Path, monkeypatch: pyt
     assert load(path)[("a",)].tolist() == [5] * 4
     assert len(names(f"{path}_gda")) == 1
     assert names(tmp_path) == ["c_1", "c_1_gda"]
+
+
+def test_arrays_of_a_live_saver_are_no_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clean-up of another step's save spares a folder of arrays whose file is about to get its name."""
+    replace = os.replace
+
+    def later(*arguments: Any) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        assert names(tmp_path)[-1] == "c_9_gda"
+        checkpoints.save_checkpoint(tmp_path, {"x": 1}, 10, prefix="c_", keep=5)
+        replace(*arguments)
+
+    monkeypatch.setattr(os, "replace", later)
+    save(tmp_path / "c_9", {"a": Spread(np.full(4, 1))})
+    assert load(tmp_path / "c_9")[("a",)].tolist() == [1] * 4
+    assert names(tmp_path) == ["c_10", "c_9", "c_9_gda"]
 
 
 def test_two_savers_of_one_new_checkpoint(tmp_path: Path) -> None:

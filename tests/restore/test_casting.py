@@ -38,6 +38,20 @@ def test_values_are_those_of_numpy(
         np.testing.assert_array_equal(restored[name], array.astype(dtype))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [(np.complex64, [1.5 - 2j, -3 + 4j]), (np.complex128, [1.5 - 2j, -3 + 4j]), (np.float16, [1.5, -3])],
+)
+def test_complex_values(wanted: Any, expected: list[complex], flag: bool, tmp_path: Path) -> None:
+    """A wider or narrower complex dtype keeps both parts, a real one the real part."""
+    tree = {"a": np.array([1.5 - 2j, -3 + 4j], np.complex64), "b": np.array([1.5 - 2j, -3 + 4j], np.complex128)}
+    with use_flag(flag), config.override(dtype="target"):
+        path = checkpoints.save_checkpoint(tmp_path, tree, 1)
+        restored = checkpoints.restore_checkpoint(path, {name: np.zeros(2, wanted) for name in tree})
+    for value in restored.values():
+        assert (value.dtype, value.tolist()) == (wanted, expected)
+
+
 def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays to cast are read in batches of little memory, or alone; the others all together."""
     monkeypatch.setattr(casting, "_AT_ONCE", 1000)
