@@ -45,7 +45,9 @@ def test_any_file_may_be_lost(case: corpus.Case, unpacked: Path, tmp_path: Path)
         try:
             restored = quietly_restored(path)
         except CheckpointError as error:
-            assert file.name in str(error) or file.parent.name in str(error)
+            named = file.name in str(error) or (file.parent != path and file.parent.name in str(error))
+            # The oldest releases wrote none, so without it that is taken for a checkpoint of theirs.
+            assert named or (file.name == "_METADATA" and ".zarray' is missing" in str(error)), file
         else:
             # A directory without any file is, by contract, no checkpoint that was lost.
             assert (restored is None and len(files) == 1) or wrong(case, expected, restored) == {}, file

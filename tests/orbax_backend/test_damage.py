@@ -91,11 +91,16 @@ def test_any_file_may_go_missing(written: Path, tmp_path: Path) -> None:
             try:
                 restored = load(copy)
             except CheckpointError as error:
-                assert name.name in str(error) or str(name.parent) in str(error), (name, str(error))
+                assert _names(error, name), (name, str(error))
                 continue
         if fingerprint(restored) != expected:
             assert "array_metadatas" in str(name)
             assert any("PRNG" in text and "key" in text for text in logged)
+
+
+def _names(error: CheckpointError, file: Path) -> bool:
+    """Whether a message names a file, or else the folder in the checkpoint that it lies in."""
+    return file.name in str(error) or (file.parent != Path() and str(file.parent) in str(error))
 
 
 def test_any_file_may_be_cut_off(written: Path, tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_any_file_may_be_cut_off(written: Path, tmp_path: Path) -> None:
                 try:
                     restored = load(copy)
                 except CheckpointError as error:
-                    assert str(copy) in str(error)
+                    assert _names(error, name), (name, str(error))
                     continue
             assert fingerprint(restored) == expected, (name, length)
 
