@@ -183,6 +183,11 @@ def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
             return list(_split(read, value, value, target))
         target.data[:] = value
         return []
+    if read.info.checksum_nbytes and len(group) == 1 and read.box is None and read.info.chunks == read.info.shape:
+        ((value, _),) = read.chunks
+        if isinstance(value, ByteRange):
+            key = read.info.chunk_key((0,) * len(read.info.shape))
+            return [Piece(read, value, value, read.array.reshape(-1).view(np.uint8), chunk=key)]
     wanted = by_chunk(group)
     if read.info.checksum_nbytes:
         return [
