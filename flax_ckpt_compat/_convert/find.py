@@ -108,7 +108,11 @@ def _selected(source: str, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[J
     chosen = []
     for text in map(steps.step_text, wanted):
         number = steps.parse_step(text)
-        mine = [job for job in jobs if (job.step == number if number is not None else job.source.endswith(text))]
+        mine = [
+            job
+            for job in jobs
+            if (job.step == number if number is not None else os.path.basename(job.source).endswith(text))
+        ]
         if not mine:
             there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
             raise CheckpointNotFoundError(f"{source} has no step {text} (available steps: {there})", path=source)

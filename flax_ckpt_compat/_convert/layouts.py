@@ -16,6 +16,7 @@ from flax_ckpt_compat._convert.jobs import TO_STEPS
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format, WriteOptions
+from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_directory
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
@@ -40,6 +41,8 @@ def check(contents: Contents, to: str) -> Any:
     Raises:
         UnsupportedLeafError, NameCollisionError: with the key path in the message.
     """
+    if not contents.trees:
+        raise UnsupportedLeafError("it holds only JSON, and no tree of arrays to convert; copy it instead")
     if to == "safetensors":
         safetensors.check(contents.trees[""])
         return contents.trees

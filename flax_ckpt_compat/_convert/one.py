@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import layouts, loading, verify
@@ -36,9 +36,11 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
     try:
         if error is None:
             verifies = config.current().checksums == "verify"
-            with unchanged(job.source), closing(Opened(job.source, verify=verifies)) as opened:
+            with ExitStack() as watched, ExitStack() as files:
+                watched.enter_context(unchanged(job.source))
+                opened = files.enter_context(closing(Opened(job.source, verify=verifies)))
                 found = contents_of(opened, loading.loaded(job))
-                status = _run(job, found, progress)
+                status = _run(job, found, progress, watched.close)
     except Exception as failure:  # noqa: BLE001  (of one checkpoint: the others are converted)
         _log.debug("%s could not be converted", job.source, exc_info=True)
         message = str(failure) if job.source in str(failure) else f"{job.source}: {failure}"
@@ -48,8 +50,8 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
     return Conversion(job.source, job.destination, status, leaves, nbytes, time.monotonic() - start, notes, error)
 
 
-def _run(job: Job, contents: Contents, progress: Progress) -> str:
-    """Write, verify and publish; return the status."""
+def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Callable[[], None]) -> str:
+    """Write, verify, and publish unless the source was replaced meanwhile; return the status."""
     prepared = layouts.check(contents, job.to)
     final = job.destination
     if paths.lexists(final) and not paths.holds_nothing(final):
@@ -68,6 +70,7 @@ def _run(job: Job, contents: Contents, progress: Progress) -> str:
     try:
         layouts.write(temporary, job.to, contents, prepared, final)
         verify.verify(temporary, job.to, contents, progress)
+        check_unchanged()
         paths.publish(temporary, final, new=True)
     except BaseException:
         atomic.remove_temporary(temporary)

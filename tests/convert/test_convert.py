@@ -1,6 +1,7 @@
 """convert(): what real Flax and real Orbax read of the results, and what it keeps, refuses and reports."""
 
 import filecmp
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -359,3 +360,21 @@ def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
     ):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax")
     assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]
+
+
+def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that another process saves again during its conversion fails, and nothing gets its name."""
+    from flax_ckpt_compat._convert import verify
+
+    save = functools.partial(flax_ckpt_compat.save, tmp_path / "src", step=1, format="orbax", overwrite=True)
+    save({"n": 1, "w": np.zeros(10)})
+    compare = verify.verify
+
+    def replace_then_compare(*arguments: Any) -> None:
+        save({"n": 2, "w": np.zeros(10)})  # the number is read at once, the array again
+        compare(*arguments)
+
+    monkeypatch.setattr(verify, "verify", replace_then_compare)
+    with pytest.raises(errors.ConversionError, match="was replaced while it was read"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
+    assert list((tmp_path / "dst").iterdir()) == []

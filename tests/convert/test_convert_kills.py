@@ -134,7 +134,7 @@ def test_a_dask_cluster_whose_workers_and_clients_are_killed(tmp_path: Path, nby
 @pytest.mark.parametrize("workers", [1, 2])
 def test_interrupted_by_the_user(tmp_path: Path, workers: int) -> None:
     """Ctrl-C ends it at once, with exit code 130; no temporaries are left."""
-    sources(tmp_path / "src", 100 << 20)
+    sources(tmp_path / "src", 20 << 20, 8)
     process = command(tmp_path / "src", tmp_path / "dst", "--workers", workers)
     while not (tmp_path / "dst").exists() or not any((tmp_path / "dst").rglob(".*")):
         assert process.poll() is None
