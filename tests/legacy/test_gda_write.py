@@ -258,6 +258,36 @@ def test_a_saver_that_is_overtaken(moment: str, tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == ["c_1", "c_1_gda"]
 
 
+def test_arrays_are_synced_before_the_file_refers_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, folders and the name of the new generation: after a power loss a file never leads to lost arrays."""
+    path, folder = tmp_path / "c_1", tmp_path / "c_1_gda"
+    save(path, {"a": {"b": Spread(np.full(4, 1))}})
+    events: list[tuple[str, int, str]] = []
+
+    def noting(name: str) -> None:
+        real = getattr(os, name)
+
+        def noted(*arguments: Any, **options: Any) -> None:
+            real(*arguments, **options)
+            events.append((name, os.stat(arguments[-1]).st_ino, str(arguments[-1])))
+
+        monkeypatch.setattr(os, name, noted)
+
+    for name in ("fsync", "rename", "replace"):
+        noting(name)
+    save(path, {"a": {"b": Spread(np.full(4, 2))}})
+    monkeypatch.undo()
+    (generation,) = folder.iterdir()
+    moved, published = (
+        next(number for number, (name, _, to) in enumerate(events) if (name, to) == wanted)
+        for wanted in (("rename", str(generation)), ("replace", str(path)))
+    )
+    synced = {inode for name, inode, _ in events[:published] if name == "fsync"}
+    assert [one for one in (path, generation, *generation.rglob("*")) if one.stat().st_ino not in synced] == []
+    synced = {inode for name, inode, _ in events[moved:published] if name == "fsync"}
+    assert {folder.stat().st_ino, tmp_path.stat().st_ino} <= synced
+
+
 def test_arrays_of_a_live_saver_are_no_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clean-up of another step's save spares a folder of arrays whose file is about to get its name."""
     replace = os.replace
