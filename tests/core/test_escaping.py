@@ -34,6 +34,7 @@ def assert_printable(text: str) -> None:
         ("\x1b[31m", r"\x1b[31m"),
         ("\r\t\x00\x7f\x9b", r"\r\t\x00\x7f\x9b"),
         ("be\udcffst", r"be\xffst"),
+        ("日本 é\x1b", r"日本 é\x1b"),
         ("\ud800", r"\ud800"),
         ("\u202eabc", r"\u202eabc"),
         ("two\nlines", "two\nlines"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -88,3 +89,23 @@ def test_only_what_is_void_is_replaced(tmp_path: Path, directory: bool, there: s
         atomic.publish_new(str(temporary), str(final))
         assert os.listdir(tmp_path) == ["c_1"]
         assert (final / "new" if directory else final).read_text() == "new"
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file gets its name by a rename there, and one that is taken is refused."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    final = tmp_path / "checkpoint_1"
+    for content in (b"first", b"second"):
+        temporary = Path(temporary_path(str(final)))
+        temporary.write_bytes(content)
+        if content == b"first":
+            atomic.publish(str(temporary), str(final), new=True)
+            assert not temporary.exists()
+        else:
+            with pytest.raises(errors.StorageError, match="another process has saved"):
+                atomic.publish(str(temporary), str(final), new=True)
+    assert final.read_bytes() == b"first"

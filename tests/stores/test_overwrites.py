@@ -113,7 +113,7 @@ def test_an_overwrite_that_ends_before_each_change(
             assert check(root, 11) == 11
             assert not [key for key in any_bucket.keys(f"run{number}/") if "_begun" in key or "_next" in key]
             if new == "orbax":
-                assert len(any_bucket.keys(f"run{number}/checkpoint_3/")) == 5
+                assert len(any_bucket.keys(f"run{number}/checkpoint_3/")) == 6
         if ended is None:
             break
     assert seen == sorted(seen)  # once it is the new one it stays that
@@ -168,7 +168,7 @@ def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket,
         assert check(root, found) == found
         assert not [key for key in any_bucket.keys(folder) if "_begun" in key or "_next" in key]
         assert f"{folder}/commit_success.txt" in any_bucket.keys(folder)
-        assert len(any_bucket.keys(folder)) == 5, any_bucket.keys(folder)
+        assert len(any_bucket.keys(folder)) == 6, any_bucket.keys(folder)
         check_real_orbax(any_bucket, folder, {found}, tmp_path / str(number))
 
 
@@ -201,7 +201,7 @@ def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None
         assert there == (number < (2 if "_next" in sign else 3))
         flax_ckpt_compat.save(root, state(4), step=3, format="orbax", overwrite=True)
         assert flax_ckpt_compat.restore(root)["n"] == 4
-        assert len(bucket.keys(f"run{number}/")) == 5
+        assert len(bucket.keys(f"run{number}/")) == 6
 
 
 def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None:
