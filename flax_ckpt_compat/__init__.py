@@ -22,7 +22,8 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._view.diff import Diff, LeafDifference, diff
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
     from flax_ckpt_compat._view.plan import Plan, PlannedLeaf, plan_restore
-    from flax_ckpt_compat._view.verify import Verification, VerifiedCheckpoint, VerifiedLeaf, verify
+    from flax_ckpt_compat._view.verify import verify
+    from flax_ckpt_compat._view.verify_report import Verification, VerifiedCheckpoint, VerifiedLeaf
     from flax_ckpt_compat.api import restore, save
     from flax_ckpt_compat.transforms import (
         RestoreArgs,
@@ -84,9 +85,9 @@ _MODULES = {
     "RestoreTransform": "transforms",
     "Suggestion": "_suggest",
     "Transform": "transforms",
-    "Verification": "_view.verify",
-    "VerifiedCheckpoint": "_view.verify",
-    "VerifiedLeaf": "_view.verify",
+    "Verification": "_view.verify_report",
+    "VerifiedCheckpoint": "_view.verify_report",
+    "VerifiedLeaf": "_view.verify_report",
     "apply_transformations": "transforms",
     "convert": "_convert.convert",
     "diff": "_view.diff",

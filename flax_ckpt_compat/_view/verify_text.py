@@ -9,7 +9,7 @@ from typing import Any
 from flax_ckpt_compat._core.escaping import format_size, printable
 from flax_ckpt_compat._core.folding import Row, one_line, shown
 
-Checkpoint = Any  # flax_ckpt_compat._view.verify.VerifiedCheckpoint, which imports this module
+Checkpoint = Any  # flax_ckpt_compat._view.verify_report.VerifiedCheckpoint, which imports this module
 _WORDS = {"ok": "ok", "unverified": "ok*", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
 _WIDTH = max(map(len, _WORDS.values()))
 

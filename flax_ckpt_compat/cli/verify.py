@@ -33,8 +33,9 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
     Exit code 1 if anything is damaged or unreadable, 2 if there is no checkpoint at PATH.
     """
     from flax_ckpt_compat._view import verify, verify_text
+    from flax_ckpt_compat._view.verify_report import VerifiedCheckpoint
 
-    def show(checkpoint: verify.VerifiedCheckpoint) -> None:
+    def show(checkpoint: VerifiedCheckpoint) -> None:
         if not as_json:
             click.secho(verify_text.title(checkpoint), fg=_COLORS[checkpoint.state])
             for line in verify_text.details(checkpoint):
