@@ -16,9 +16,10 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat.errors import CorruptCheckpointError, IncompleteCheckpointError, StorageError
+from flax_ckpt_compat.errors import ChecksumError, CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.both_formats.test_corpus import assert_equal, read_case, restore
 from tests.support import corpus, s3
+from tests.support.gs import GsBucket
 from tests.support.orbax_trees import change_metadata, handles, load, on_host
 from tests.support.orbax_trees import save as save_locally
 from tests.support.s3 import Bucket
@@ -205,6 +206,24 @@ def test_flipped_bits_in_compressed_data(bucket: Bucket, tmp_path: Path) -> None
     bucket.put(data, bytes(content))
     with pytest.raises(CorruptCheckpointError, match="'a'"):
         opened["a"].read()
+
+
+def test_flipped_bits_have_the_wrong_checksum(any_bucket: Bucket | GsBucket) -> None:
+    """The file of checksums is an object, too: whole arrays, slices of one request, and the structure are verified."""
+    array = np.random.default_rng(0).standard_normal((1024, 700)).astype(np.float32)  # three blocks
+    url = checkpoints.save_checkpoint(f"{any_bucket.url}/run", {"a": array, "b": np.arange(300.0)}, 1)
+    (data,) = any_bucket.keys("run/checkpoint_1/d/")
+    contents = {data: any_bucket.get(data), "run/checkpoint_1/_METADATA": any_bucket.get("run/checkpoint_1/_METADATA")}
+    places = [(data, contents[data].index(array.tobytes()) + at) for at in (0, 1 << 20, array.nbytes - 1)]
+    for name, at in [*places, ("run/checkpoint_1/_METADATA", 40)]:
+        flipped = bytearray(contents[name])
+        flipped[at] ^= 16
+        any_bucket.put(name, bytes(flipped))
+        with pytest.raises(ChecksumError):
+            flax_ckpt_compat.restore(url)
+        any_bucket.put(name, contents[name])
+    assert np.array_equal(flax_ckpt_compat.restore(url)["a"], array)
+    assert flax_ckpt_compat.verify(url).verified
 
 
 def test_missing_parts_of_the_structure(bucket: Bucket, tmp_path: Path) -> None:
