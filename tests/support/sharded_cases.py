@@ -122,8 +122,8 @@ def chunk_keys(path: str) -> dict[str, list[str]]:
     store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": path + "/"}}).result()
     found: dict[str, list[str]] = {}
     for key in store.list().result():
-        name, chunk = key.decode().rsplit("/", 1)
-        found.setdefault(name, []).extend([] if chunk == ".zarray" else [chunk])
+        name, _, chunk = key.decode().rpartition("/c/" if b"/c/" in key else "/")
+        found.setdefault(name, []).extend([] if chunk in (".zarray", "zarr.json") else [chunk])
     return found
 
 
