@@ -1,7 +1,7 @@
 """Compute checksums: the CRC-32 (zlib's) of every block of 1 MiB, and CRC-32C where another format asks for it.
 
 Both polynomials find every flipped byte. CRC-32 needs no package, so that what one machine wrote any other can verify;
-``isal``, if installed, computes the same eight times as fast (0.06 s/GiB, measured).
+``isal``, which is installed where it has wheels, computes the same eight times as fast (0.06 s/GiB, measured).
 """
 
 from __future__ import annotations
