@@ -332,3 +332,13 @@ def test_a_directory_that_is_almost_there(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "seed_1").mkdir()
     checkpoints.restore_checkpoint(tmp_path / "seed_2", None)
     assert len(messages(caplog)) == 1
+
+
+def test_dots_of_a_prefix_behind_a_link(flag: bool, tmp_path: Path) -> None:
+    """``link/..`` is the directory above the one that the link leads to, not the one that holds the link."""
+    (tmp_path / "other" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "other" / "inner")
+    saved = checkpoints.save_checkpoint(tmp_path / "other" / "run", {"x": 1}, 3)
+    found = checkpoints.latest_checkpoint(tmp_path / "link", "../run/checkpoint_")
+    assert found is not None
+    assert os.path.samefile(found, saved)
