@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 _Array = np.ndarray[Any, Any]
-_BLOCK = 2**20  # elements
+BLOCK = 2**20  # elements
 # Dtypes of less than a byte, whose unused bits mean nothing, and one that holds all of their values.
 _NARROW = {
     np.dtype(getattr(ml_dtypes, name)): np.dtype(np.float32 if name.startswith("float") else np.int8)
@@ -48,11 +48,11 @@ class Values:
         """Add two arrays of equal shapes."""
         self.size += a.size
         a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
-        for start in range(0, a.size, _BLOCK):
-            self._add(a[start : start + _BLOCK], b[start : start + _BLOCK])
+        for start in range(0, a.size, BLOCK):
+            self._add(a[start : start + BLOCK], b[start : start + BLOCK])
 
     def _add(self, a: _Array, b: _Array) -> None:
-        a, b = _widened(a), _widened(b)
+        a, b = widened(a), widened(b)
         if a.dtype == b.dtype:
             bits = _other_bits(a, b)
             count = int(np.count_nonzero(bits))
@@ -68,7 +68,7 @@ class Values:
 
     def _add_numbers(self, a: _Array, b: _Array) -> None:
         is_cast, distance = a.dtype != b.dtype, _distance(a, b)
-        x, y = _as_floats(a), _as_floats(b)
+        x, y = as_floats(a), as_floats(b)
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             nan = np.isnan(x) != np.isnan(y)
             distance = np.abs(x - y) if distance is None else distance
@@ -95,7 +95,8 @@ def is_integer(array: _Array) -> bool:
     return array.dtype.kind in "iub"
 
 
-def _widened(array: _Array) -> _Array:
+def widened(array: _Array) -> _Array:
+    """Return an array of less than a byte an element in a dtype of numpy's; others as they are."""
     wide = _NARROW.get(array.dtype)
     return array if wide is None else array.astype(wide)
 
@@ -108,7 +109,8 @@ def _other_bits(a: _Array, b: _Array) -> _Array:
     return np.asarray((a.view(np.uint8).reshape(-1, itemsize) != b.view(np.uint8).reshape(-1, itemsize)).any(axis=1))
 
 
-def _as_floats(array: _Array) -> _Array:
+def as_floats(array: _Array) -> _Array:
+    """Return an array as float64, or complex128."""
     return array.astype(np.complex128 if array.dtype.kind in _COMPLEX else np.float64)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal
@@ -13,10 +12,11 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._view import bounded, diff_text
 from flax_ckpt_compat._view.compare_values import Values
+from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
 
 Kind = Literal["only in a", "only in b", "type", "shape", "values"]
 _Pair = tuple[Path, LeafHandle, LeafHandle]
@@ -100,15 +100,14 @@ def diff(
         StorageError: the file system or store refused.
     """
     paths = os.fspath(a), os.fspath(b)
-    # Whoever saves in the background has loaded it; it loads jax, which is not needed here.
-    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
-        for path in paths:
-            async_saves.wait_for_pending_saves(path, prefix)
+    for path in paths:
+        wait_for_pending_saves(path, prefix)
     tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
 
     def compare(one: str, other: str) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
-            a, b = (_Side(files.enter_context(closing(opening.Opened(path, verify=True)))) for path in (one, other))
+            both = [files.enter_context(closing(opening.Opened(path, verify=True))) for path in (one, other)]
+            a, b = map(StoredLeaves, both)
             return _Comparison(a, b, tolerance).result()
 
     def with_first(one: str) -> Diff:
@@ -117,36 +116,10 @@ def diff(
     return locating.read_found(paths[0], step, prefix, with_first, doing="compare")
 
 
-class _Side:
-    """One of the two checkpoints: its leaves by key path, and the key paths of empty nodes with what they are."""
-
-    def __init__(self, opened: opening.Opened):
-        self.path = opened.path
-        self.leaves: dict[Path, LeafHandle] = {}
-        self.empty: dict[Path, str] = {}
-        self.formats: set[str] = set()
-        for name in opened.parts:
-            reader = opened.reader(name)
-            self.formats.add(reader.format.value)
-            for path, leaf in iter_leaves(reader.tree, (name,) if opened.is_mapping else ()):
-                if isinstance(leaf, LeafHandle):
-                    self.leaves[path] = leaf
-                else:
-                    self.empty[path] = _empty(leaf)
-
-    @property
-    def format(self) -> str:
-        return self.formats.pop() if len(self.formats) == 1 else "orbax"
-
-
-def _empty(node: Node) -> str:
-    return "None" if not isinstance(node, Branch) else "[]" if node.container.is_sequence else "{}"
-
-
 class _Comparison:
     """The comparison of two open checkpoints."""
 
-    def __init__(self, a: _Side, b: _Side, tolerance: tuple[float, float] | None):
+    def __init__(self, a: StoredLeaves, b: StoredLeaves, tolerance: tuple[float, float] | None):
         self._a, self._b, self._tolerance = a, b, tolerance
         self._formats = a.format, b.format
         self._found: dict[Path, LeafDifference] = {}
@@ -171,12 +144,12 @@ class _Comparison:
         for path, node in here.items():
             other = there.get(path)
             if other is None:
-                self._note(path, "only in a", _describe(node), "")
+                self._note(path, "only in a", describe(node), "")
             elif (path in a.empty) != (path in b.empty) or (path in a.empty and same_format and node != other):
-                self._note(path, "type", _describe(node), _describe(other))
+                self._note(path, "type", describe(node), describe(other))
         for path, node in there.items():
             if path not in here:
-                self._note(path, "only in b", "", _describe(node))
+                self._note(path, "only in b", "", describe(node))
 
     def _note(self, path: Path, kind: Kind, a: str, b: str, values: Values | None = None) -> None:
         self._found[path] = LeafDifference(show_path(path), kind, a, b, values)
@@ -200,10 +173,10 @@ class _Comparison:
     def _compare(self, path: Path, a: LeafHandle, b: LeafHandle, values: Any) -> None:
         """Compare a leaf; ``values`` are pairs of its values, or of slices."""
         if a.shape != b.shape:
-            self._note(path, "shape", _describe(a), _describe(b))
+            self._note(path, "shape", describe(a), describe(b))
             return
         found = Values(*(self._tolerance or (0.0, 0.0)))
-        shown, is_other = (_describe(a), _describe(b)), False
+        shown, is_other = (describe(a), describe(b)), False
         for one, other in values:
             impls = {value.impl for value in (one, other) if isinstance(value, KeyData)}
             one, other = (value.data if isinstance(value, KeyData) else value for value in (one, other))
@@ -248,15 +221,6 @@ def _same_type(a: LeafHandle, b: LeafHandle) -> bool:
     """Return whether kinds and dtypes are equal, as far as the formats record them."""
     kinds = ({one.kind} | one.possible_kinds for one in (a, b))
     return bool(set.intersection(*kinds)) and (a.dtype is None or b.dtype is None or a.dtype == b.dtype)
-
-
-def _describe(node: LeafHandle | str) -> str:
-    if isinstance(node, str):
-        return node
-    if node.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
-        shape = ",".join(map(str, node.shape))
-        return f"{'' if node.kind is LeafKind.ARRAY else 'key '}{node.dtype}[{shape}]"
-    return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
 
 
 def _with_value(described: str, value: Any) -> str:

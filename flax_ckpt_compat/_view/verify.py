@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -26,6 +25,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import below, detect, locating, opening
 from flax_ckpt_compat._view import bounded
+from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
 
 _AT_ONCE = 4
@@ -68,9 +68,7 @@ def verify(
 
 
 def _found(root: str, step: Any, prefix: str) -> list[str]:
-    # Whoever saves in the background has loaded it; it loads jax, which is not needed here.
-    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
-        async_saves.wait_for_pending_saves(root, prefix)
+    wait_for_pending_saves(root, prefix)
     if step is not None:
         located = locating.find(root, step, prefix)
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises

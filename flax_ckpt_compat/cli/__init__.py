@@ -19,6 +19,7 @@ _COMMANDS = {
     "run": "flax_ckpt_compat.cli.run",
     "scan": "flax_ckpt_compat.cli.scan",
     "shadow-report": "flax_ckpt_compat.cli.shadow_report",
+    "show": "flax_ckpt_compat.cli.show",
     "verify": "flax_ckpt_compat.cli.verify",
 }
 

@@ -17,7 +17,7 @@ from flax_ckpt_compat.cli._commands import Command
 
 ROOT = Path(__file__).parents[2]
 NAMES = cli.main.list_commands(click.Context(cli.main))
-READING = ("clean", "diff", "ls", "plan", "scan", "shadow-report", "verify")
+READING = ("clean", "diff", "ls", "plan", "scan", "shadow-report", "show", "verify")
 
 
 def test_imports(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ import json, sys
 from flax_ckpt_compat.cli import main
 heavy = {{"jax", "flax", "numpy", "tensorstore", "orbax", "rich"}}
 for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(tmp_path)!r}],
-                  ["verify", {path!r}], ["diff", {path!r}, {path!r}]):
+                  ["show", {path!r}], ["verify", {path!r}], ["diff", {path!r}, {path!r}]):
     try:
         main(arguments)
     except SystemExit as end:
@@ -41,6 +41,7 @@ for arguments in (["--help"], ["ls", {str(tmp_path / "run")!r}], ["clean", {str(
         ["--help", 0, []],
         ["ls", 0, []],
         ["clean", 0, []],
+        ["show", 0, ["numpy", "tensorstore"]],
         ["verify", 0, ["numpy", "tensorstore"]],
         ["diff", 0, ["numpy", "tensorstore"]],
     ]

@@ -1,0 +1,179 @@
+"""Show what is in one checkpoint: its leaves with types, sizes and shardings, and statistics of their values."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import MissingLeavesError
+from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.tree import Path, from_leaves
+from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._trees import depth
+from flax_ckpt_compat._view import bounded
+from flax_ckpt_compat._view.array_stats import Stats, is_numeric
+from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
+from flax_ckpt_compat.rules import _patterns
+
+_AT_ONCE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownLeaf:
+    """One leaf, or an empty node.
+
+    Attributes:
+        path: its key path.
+        type: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node ``None``, ``{}`` or ``[]``.
+        kind: name of its `LeafKind`; empty for an empty node.
+        shape: of the array, or of the key data of a PRNG key.
+        dtype: of the array, numpy scalar or key data; None for others.
+        nbytes: size in memory, in bytes; 0 if the format does not store it.
+        sharding: saved sharding as Orbax's JSON text, or None.
+        stats: of its values, if they were asked for and are numbers.
+    """
+
+    path: Path
+    type: str
+    kind: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None
+    nbytes: int = 0
+    sharding: str | None = None
+    stats: Stats | None = None
+
+    @property
+    def dtype_or_kind(self) -> str:
+        """Return what totals are counted by: the dtype, the kind of a Python value, or ``prng key``."""
+        return self.kind if self.dtype is None or self.kind == LeafKind.PRNG_KEY.value else self.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contents:
+    """What is in a checkpoint.
+
+    Attributes:
+        path: absolute path, or URL.
+        format: ``msgpack`` or ``orbax``.
+        leaves: the leaves that were asked for.
+        empty: None and empty containers, likewise.
+        stored: number of all leaves.
+        has_stats: statistics were asked for.
+    """
+
+    path: str
+    format: str
+    leaves: tuple[ShownLeaf, ...]
+    empty: tuple[ShownLeaf, ...]
+    stored: int
+    has_stats: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the leaves in memory, in bytes."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+@depth.limited("shown")
+def contents(
+    path: str | os.PathLike[str],
+    *,
+    step: int | float | str | None = None,
+    prefix: str = "checkpoint_",
+    pattern: str | None = None,
+    stats: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Contents:
+    """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
+
+    Args:
+        path: one checkpoint, or a directory of them.
+        step: the step in the directory; None takes the latest complete one.
+        prefix: literal text before the step in the checkpoints' names.
+        pattern: regular expression; only leaves are returned that it matches, in whole names, anywhere in their key
+            paths, or from the root if it begins with ``^``.
+        stats: compute statistics of every leaf.
+        progress: called with bytes read so far, and bytes to read.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        MissingLeavesError: no leaf matches the pattern.
+        TransformError: the pattern is no regular expression.
+        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: it cannot be opened or read.
+        StorageError: the file system or store refused.
+    """
+    ckpt_dir = os.fspath(path)
+    wait_for_pending_saves(ckpt_dir, prefix)
+
+    def read(found: str) -> Contents:
+        with locating.unchanged(found), closing(opening.Opened(found, verify=True)) as opened:
+            stored = StoredLeaves(opened)
+            chosen, empty = _chosen(stored, pattern)
+            values = _stats(chosen, progress or (lambda *_: None)) if stats else {}
+            leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
+            nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
+            return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
+
+    return locating.read_found(ckpt_dir, step, prefix, read, doing="show")
+
+
+def _chosen(stored: StoredLeaves, pattern: str | None) -> tuple[dict[Path, LeafHandle], dict[Path, str]]:
+    """Return the leaves and empty nodes that a pattern matches."""
+    if pattern is None:
+        return stored.leaves, stored.empty
+    compiled = [_patterns.whole_names(pattern, "--filter")]
+    matching = {path for path in (*stored.leaves, *stored.empty) if any(_patterns.matches(compiled, path))}
+    if not matching:
+        near = _patterns.near_names(pattern, from_leaves(stored.leaves))
+        message = f"{stored.path}: no leaf matches {pattern!r}, which must match whole names of key paths; {near}"
+        raise MissingLeavesError(message, path=stored.path, missing=(pattern,))
+    leaves = {path: handle for path, handle in stored.leaves.items() if path in matching}
+    return leaves, {path: what for path, what in stored.empty.items() if path in matching}
+
+
+def _shown(path: Path, handle: LeafHandle, stats: Stats | None) -> ShownLeaf:
+    dtype = None if handle.dtype is None else str(handle.dtype)
+    return ShownLeaf(
+        path, describe(handle), handle.kind.value, handle.shape, dtype, handle.nbytes, handle.sharding, stats
+    )
+
+
+def _stats(chosen: dict[Path, LeafHandle], progress: Callable[[int, int], None]) -> dict[LeafHandle, Stats]:
+    """Read leaves, and return the statistics of those that are numbers."""
+    by_reader: dict[Reader, list[LeafHandle]] = {}
+    for handle in chosen.values():
+        if handle.kind not in (LeafKind.STR, LeafKind.BYTES, LeafKind.PRNG_KEY):
+            by_reader.setdefault(handle.reader, []).append(handle)
+    found: dict[LeafHandle, Stats] = {}
+    lock, done = threading.Lock(), 0
+    total = sum(handle.nbytes for handles in by_reader.values() for handle in handles)
+
+    def read(batch: Sequence[LeafHandle]) -> None:
+        nonlocal done
+        for handle, value in _values(batch):
+            array = np.asarray(value)
+            if is_numeric(array):
+                found.setdefault(handle, Stats()).add(array)
+            with lock:
+                done += array.nbytes
+                progress(done, total)
+
+    in_parallel(read, [batch for handles in by_reader.values() for batch in bounded.batches(handles)], _AT_ONCE)
+    return found
+
+
+def _values(batch: Sequence[LeafHandle]) -> Any:
+    """Yield the leaves of a batch with their values, or the slices of one that is large."""
+    reader = batch[0].reader
+    if len(batch) > 1:
+        yield from zip(batch, reader.read(batch), strict=True)
+    else:
+        for part in bounded.pieces(batch[0]):
+            yield batch[0], reader.read([part])[0]

@@ -1,0 +1,52 @@
+"""List the leaves of an open checkpoint, over all of its items, and describe their types."""
+
+from __future__ import annotations
+
+import sys
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._discovery.opening import Opened
+
+
+class StoredLeaves:
+    """Leaves of a checkpoint by key path, and the key paths of empty nodes with what they are."""
+
+    def __init__(self, opened: Opened):
+        self.path = opened.path
+        self.leaves: dict[Path, LeafHandle] = {}
+        self.empty: dict[Path, str] = {}
+        self._formats: set[str] = set()
+        for name in opened.parts:
+            reader = opened.reader(name)
+            self._formats.add(reader.format.value)
+            for path, leaf in iter_leaves(reader.tree, (name,) if opened.is_mapping else ()):
+                if isinstance(leaf, LeafHandle):
+                    self.leaves[path] = leaf
+                else:
+                    self.empty[path] = _empty(leaf)
+
+    @property
+    def format(self) -> str:
+        """Return the format, ``msgpack`` or ``orbax``."""
+        return next(iter(self._formats)) if len(self._formats) == 1 else "orbax"
+
+
+def _empty(node: Node) -> str:
+    return "None" if not isinstance(node, Branch) else "[]" if node.container.is_sequence else "{}"
+
+
+def describe(node: LeafHandle | str) -> str:
+    """Return the type of a leaf: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node, what it is."""
+    if isinstance(node, str):
+        return node
+    if node.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY):
+        shape = ",".join(map(str, node.shape))
+        return f"{'' if node.kind is LeafKind.ARRAY else 'key '}{node.dtype}[{shape}]"
+    return str(node.dtype) if node.kind is LeafKind.NUMPY_SCALAR else node.kind.value
+
+
+def wait_for_pending_saves(ckpt_dir: str, prefix: str) -> None:
+    """Wait for background saves into a directory, without importing what they need, jax included."""
+    if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
+        async_saves.wait_for_pending_saves(ckpt_dir, prefix)

@@ -1,0 +1,77 @@
+"""Define ``flax-ckpt show``."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import click
+
+from ._commands import Command, echo, json_option, prefix_option, print_json, step_option
+
+
+@click.command(
+    cls=Command,
+    short_help="Show the tree of a checkpoint.",
+    examples="""
+flax-ckpt show runs/a                               the latest checkpoint
+flax-ckpt show runs/a/checkpoint_100 --depth 2
+flax-ckpt show runs/a --filter 'block_[01]/kernel'
+flax-ckpt show runs/a --stats                       find NaNs
+flax-ckpt show gs://bucket/runs/a --json
+""",
+)
+@click.argument("path")
+@step_option
+@prefix_option
+@click.option("--depth", type=click.IntRange(min=1), help="Show this number of levels; deeper ones are summed up.")
+@click.option(
+    "--filter",
+    "pattern",
+    metavar="REGEX",
+    help="Show only leaves whose key path it matches: whole names, anywhere, or from the root with ^, as in rules.",
+)
+@click.option("--stats", is_flag=True, help="Read all values: min, max and mean of the finite ones; NaN, inf: counts.")
+@json_option("a JSON object with all leaves")
+def command(
+    path: str, step: str | None, prefix: str, depth: int | None, pattern: str | None, *, stats: bool, as_json: bool
+) -> None:
+    """Show the tree of the checkpoint PATH: types, sizes and saved shardings of its leaves, and totals.
+
+    PATH is a checkpoint, or a directory of them. Equal subtrees of numbered layers are folded into one. Sizes are
+    those in memory. Arrays are not read, except for --stats, which needs little memory.
+
+    Exit code 2 if the checkpoint cannot be read, or no leaf matches.
+    """
+    from flax_ckpt_compat._view import show, show_text
+
+    with ExitStack() as stack:
+        progress = stack.enter_context(_Bar()) if stats and sys.stderr.isatty() else None
+        found = show.contents(path, step=step, prefix=prefix, pattern=pattern, stats=stats, progress=progress)
+    if as_json:
+        print_json(show_text.to_json(found, depth))
+        return
+    echo(show_text.title(found))
+    for line, is_suspect in show_text.lines(found, depth):
+        echo(line, "    ", fg="red" if is_suspect else None)
+    click.echo("\n".join(["", *show_text.totals(found)]))
+
+
+class _Bar:
+    """A progress bar on standard error, from the first bytes on."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = click.progressbar(length=total, file=sys.stderr, label="reading")
+        self._bar.update(done - self._bar.pos)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.render_finish()
