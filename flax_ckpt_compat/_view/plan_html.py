@@ -14,7 +14,7 @@ Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 _COLORS = {"missing": "#d33", "reshaped": "#c4b", "computed": "#07b", "kept": "#b60"}
 # Beyond this number of leaves, only subtrees some of whose leaves differ are open at first.
 _MAX_OPEN = 50
-_STYLE = (
+STYLE = (
     ".ckpt-plan, .ckpt-plan pre { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; text-align: left }"
     ".ckpt-plan pre { white-space: pre-wrap; margin: 0 0 8px }"
     ".ckpt-plan input { font: inherit; font-size: 16px; width: 100%; max-width: 32em; box-sizing: border-box }"
@@ -41,11 +41,15 @@ def render(plan: Plan) -> str:
             node = node.setdefault(f"{name}/", {})
         node[leaf.path.rpartition("/")[2]] = leaf
     head = "\n".join([plan_text.title(plan), *plan_text.verdict(plan)])
-    search = f'<input type="search" aria-label="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
     unused = "".join(f"<li data-path={_quoted(path)}>{_text(path)}</li>" for path in plan.unused)
     rest = f"<details><summary>Stored, but not used: {len(plan.unused)}</summary><ul>{unused}</ul></details>"
     body = _list(tree, len(plan.leaves) <= _MAX_OPEN) + (rest if unused else "")
-    return f'<div class="ckpt-plan"><style>{_STYLE}</style><pre>{_text(head)}</pre>{search}{body}</div>'
+    return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{_text(head)}</pre>{search_box()}{body}</div>'
+
+
+def search_box() -> str:
+    """Return an input that searches the list items beside it, by their ``data-path``, in lower case."""
+    return f'<input type="search" aria-label="search" placeholder="search leaves" oninput="{escape(_SEARCH)}">'
 
 
 def _list(tree: dict[str, Any], is_open: bool) -> str:

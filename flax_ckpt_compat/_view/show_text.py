@@ -62,20 +62,21 @@ def _add_up(node: Subtree, forms: dict[Any, str]) -> None:
         _add_up(child, forms)
         node.count += child.count
         node.nbytes += child.nbytes
-    own = (node.leaf.type, _sharding(node.leaf.sharding)) if node.leaf is not None else ()
+    own = (node.leaf.type, sharding(node.leaf.sharding)) if node.leaf is not None else ()
     key = own, tuple((name, child.form) for name, child in node.children.items())
     node.form = forms.setdefault(key, str(len(forms)))
 
 
 def title(contents: Contents) -> str:
     """Return the first line: path, format, leaves and size."""
-    count = _leaves(contents.stored)
+    count = count_of_leaves(contents.stored)
     count = count if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of {count}"
     path = printable(contents.path, one_line=True)
     return f"{path} ({contents.format}): {count}, {format_size(contents.nbytes)}"
 
 
-def _leaves(count: int) -> str:
+def count_of_leaves(count: int) -> str:
+    """Return a number of leaves as text."""
     return f"{count} {'leaf' if count == 1 else 'leaves'}"
 
 
@@ -111,9 +112,9 @@ def _rows(members: list[Subtree], levels: int | None, indent: str = "") -> Itera
 def _row(name: str, members: list[Subtree]) -> tuple[_Cells, Stats | None]:
     leaf = members[0].leaf
     count, nbytes = sum(one.count for one in members), sum(one.nbytes for one in members)
-    what = ("", "") if leaf is None else (leaf.type, _sharding(leaf.sharding))
+    what = ("", "") if leaf is None else (leaf.type, sharding(leaf.sharding))
     stats = _merged([one.leaf.stats for one in members if one.leaf])
-    return (name, what[0], str(count), format_size(nbytes) if nbytes else "", *_numbers(stats), what[1]), stats
+    return (name, what[0], str(count), format_size(nbytes) if nbytes else "", *numbers(stats), what[1]), stats
 
 
 def _merged(all_stats: list[Stats | None]) -> Stats | None:
@@ -130,11 +131,12 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 1]}…"
 
 
-def _numbers(stats: Stats | None) -> tuple[str, ...]:
+def numbers(stats: Stats | None) -> tuple[str, ...]:
+    """Return min, max, mean, NaN and inf as text."""
     if stats is None:
         return ("",) * 5
-    numbers = ["-" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in _three(stats)]
-    return (*numbers, str(stats.nan), str(stats.inf))
+    three = ["-" if one is None else f"{one:.4g}" if isinstance(one, float) else str(one) for one in _three(stats)]
+    return (*three, str(stats.nan), str(stats.inf))
 
 
 def _three(stats: Stats) -> tuple[Any, ...]:
@@ -142,7 +144,7 @@ def _three(stats: Stats) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _sharding(text: str | None) -> str:
+def sharding(text: str | None) -> str:
     """Return a saved sharding in jax's words: partition spec, and shape of the mesh; nothing for a single device."""
     try:
         found = json.loads(text or "{}")
@@ -161,19 +163,22 @@ def _axis(name: Any) -> str:
 
 
 def totals(contents: Contents) -> list[str]:
-    """Return a table of leaves and sizes by dtype, the largest first."""
-    by_size = sorted(_by_dtype(contents).items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0]))
-    rows = [(name, str(one["leaves"]), format_size(one["nbytes"]) if one["nbytes"] else "") for name, one in by_size]
+    """Return a table of leaves and sizes by dtype."""
+    rows = [
+        (name, str(one["leaves"]), format_size(one["nbytes"]) if one["nbytes"] else "")
+        for name, one in by_dtype(contents).items()
+    ]
     return aligned([("dtype", "leaves", "size"), *rows], right={1, 2})
 
 
-def _by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
+def by_dtype(contents: Contents) -> dict[str, dict[str, int]]:
+    """Return numbers and sizes of leaves by dtype, the largest first."""
     found: dict[str, dict[str, int]] = {}
     for leaf in contents.leaves:
         one = found.setdefault(leaf.dtype_or_kind, {"leaves": 0, "nbytes": 0})
         one["leaves"] += 1
         one["nbytes"] += leaf.nbytes
-    return found
+    return dict(sorted(found.items(), key=lambda one: (-one[1]["nbytes"], -one[1]["leaves"], one[0])))
 
 
 @depth.limited("shown")
@@ -186,7 +191,7 @@ def to_json(contents: Contents, levels: int | None = None) -> dict[str, Any]:
         "nbytes": contents.nbytes,
         "leaves": [_leaf_to_json(leaf, has_stats=contents.has_stats) for leaf in contents.leaves],
         "empty": {show_path(node.path): node.type for node in contents.empty},
-        "dtypes": _by_dtype(contents),
+        "dtypes": by_dtype(contents),
         "subtrees": dict(_subtrees(tree_of(contents), levels)),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ._commands import Command, echo, json_option, prefix_option, print_json, step_option
+from ._commands import Command, FailedError, echo, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -19,6 +19,7 @@ flax-ckpt show runs/a                               the latest checkpoint
 flax-ckpt show runs/a/checkpoint_100 --depth 2
 flax-ckpt show runs/a --filter 'block_[01]/kernel'
 flax-ckpt show runs/a --stats                       find NaNs
+flax-ckpt show runs/a --html sizes.html
 flax-ckpt show gs://bucket/runs/a --json
 """,
 )
@@ -33,9 +34,18 @@ flax-ckpt show gs://bucket/runs/a --json
     help="Show only leaves whose key path it matches: whole names, anywhere, or from the root with ^, as in rules.",
 )
 @click.option("--stats", is_flag=True, help="Read all values: min, max and mean of the finite ones; NaN, inf: counts.")
+@click.option("--html", metavar="FILE", help="Write a page instead: a treemap of sizes, and a searchable tree.")
 @json_option("a JSON object with all leaves")
 def command(
-    path: str, step: str | None, prefix: str, depth: int | None, pattern: str | None, *, stats: bool, as_json: bool
+    path: str,
+    step: str | None,
+    prefix: str,
+    depth: int | None,
+    pattern: str | None,
+    html: str | None,
+    *,
+    stats: bool,
+    as_json: bool,
 ) -> None:
     """Show the tree of the checkpoint PATH: types, sizes and saved shardings of its leaves, and totals.
 
@@ -51,11 +61,31 @@ def command(
         found = show.contents(path, step=step, prefix=prefix, pattern=pattern, stats=stats, progress=progress)
     if as_json:
         print_json(show_text.to_json(found, depth))
+    if html is not None:
+        _write_page(html, found)
+    if as_json or html is not None:
         return
     echo(show_text.title(found))
     for line, is_suspect in show_text.lines(found, depth):
         echo(line, "    ", fg="red" if is_suspect else None)
     click.echo("\n".join(["", *show_text.totals(found)]))
+
+
+def _write_page(file: str, found: Any) -> None:
+    """Write the page to a local file; replace no file that is not such a page."""
+    from flax_ckpt_compat._view import show_html
+
+    page = show_html.render(found)
+    try:
+        with open(file, "a+", encoding="utf-8") as stream:
+            stream.seek(0)
+            if stream.read(len(show_html.DOCTYPE)) not in ("", show_html.DOCTYPE):
+                raise FailedError(f"{file} exists, and is no page of HTML: choose another FILE")
+            stream.truncate(0)
+            stream.write(page)
+    except (OSError, UnicodeDecodeError) as error:
+        raise FailedError(f"cannot write the page to {file}: {error}; choose another FILE") from None
+    click.echo(f"Wrote {file}.", err=True)
 
 
 class _Bar:

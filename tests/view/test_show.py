@@ -5,6 +5,7 @@ import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import flax
 import jax
@@ -20,6 +21,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._view import bounded, show, show_text
 from flax_ckpt_compat._view.array_stats import Stats
+from flax_ckpt_compat._view.treemap import squarified
 from flax_ckpt_compat.cli import main
 from tests.support.saves import use_flag
 
@@ -256,3 +258,61 @@ def test_damage_and_absence(tmp_path: Path) -> None:
     largest.write_bytes(largest.read_bytes()[:-1000])
     with pytest.raises(errors.CorruptCheckpointError, match="w"):
         show.contents(path, stats=True)
+
+
+def test_treemap() -> None:
+    """Boxes fill the whole box without overlaps, with areas in proportion to the sizes, and are not thin."""
+    for sizes in ([6, 6, 4, 3, 2, 2, 1], [1000.0] * 12, [10**9, 10, 1], [1], []):
+        boxes = list(squarified(sizes, (10.0, 20.0, 60.0, 40.0)))
+        assert [width * height for _, _, width, height in boxes] == pytest.approx(
+            [size / sum(sizes) * 2400 for size in sizes]
+        )
+        for n, (left, top, width, height) in enumerate(boxes):
+            assert left >= 10 - 1e-6 and left + width <= 70 + 1e-6
+            assert top >= 20 - 1e-6 and top + height <= 60 + 1e-6
+            for x, y, w, h in boxes[:n]:
+                overlap = min(left + width, x + w) - max(left, x), min(top + height, y + h) - max(top, y)
+                assert min(overlap) < 1e-6
+    # The example of the paper on squarified treemaps (Bruls, Huizing, van Wijk), with its ratios of sides.
+    boxes = list(squarified([6, 6, 4, 3, 2, 2, 1], (0.0, 0.0, 6.0, 4.0)))
+    assert boxes[:3] == [(0, 0, 3, 2), (0, 2, 3, 2), (3, 0, pytest.approx(12 / 7), pytest.approx(7 / 3))]
+
+
+def test_page(tmp_path: Path) -> None:
+    """The page has every leaf once in its tree, names escaped, areas by size, and loads nothing from elsewhere."""
+    saved(tmp_path, TREE | {"<script>alert(1)</script>": np.full(64, np.nan), "q\"'": 1})
+    page = tmp_path / "page.html"
+    for _ in range(2):  # a page is replaced
+        result = run(tmp_path, "--stats", "--html", page)
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"Wrote {page}.\n")
+    text = page.read_text(encoding="utf-8")
+    assert re.search("(<input[^>]*>)<ul>", text)  # the search looks at what is beside it
+    # The rest is XML.
+    body = re.sub(
+        "<input[^>]*>|<script>.*</script>|(?<=<details) open", "", text[text.index("<body>") : -len("</html>\n")]
+    )
+    parsed = ElementTree.fromstring(body)
+    paths = [item.get("data-path") for item in parsed.iter("li") if item.get("data-path")]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(TREE)]
+    assert sorted(paths) == sorted(
+        ["<script>alert(1)</script>", "q\"'", "opt/1"]
+        + ["/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path) for path in leaves]
+    )
+    assert "NaN 64, inf 0" in text
+    assert "<script>alert" not in text
+    assert not re.search(r"""(?:src|href)=|url\(|@import""", text)
+    titles = {rect.findtext("title"): rect for rect in parsed.iter("rect")}
+    kernels = [titles[f"params/block_{n}/attn/kernel: float32[4,8], 128 B"] for n in (0, 11)]
+    areas = [float(rect.get("width", 0)) * float(rect.get("height", 0)) for rect in kernels]
+    assert areas[0] == pytest.approx(areas[1], rel=0.3)
+
+
+def test_page_replaces_nothing_else(tmp_path: Path) -> None:
+    """--html never writes over a checkpoint, or any file that is no page."""
+    path = Path(saved(tmp_path, TREE))
+    before = path.read_bytes()
+    for target in (path, tmp_path, tmp_path / "no" / "page.html"):
+        result = run(path, "--html", target)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "choose another FILE" in result.stderr
+    assert path.read_bytes() == before

@@ -1,0 +1,134 @@
+"""Render what is in a checkpoint as one self-contained page: a treemap of sizes, and a searchable tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from flax_ckpt_compat._core.escaping import format_size, printable
+from flax_ckpt_compat._trees import depth
+from flax_ckpt_compat._view import show_text
+from flax_ckpt_compat._view.plan_html import STYLE, search_box
+from flax_ckpt_compat._view.show import Contents
+from flax_ckpt_compat._view.show_text import Subtree
+from flax_ckpt_compat._view.treemap import Box, squarified
+
+DOCTYPE = "<!doctype html>"
+_WIDTH, _HEIGHT = 1200, 600
+# Smaller ones, in square units, are one box; this also limits the page.
+_LEAST_AREA = 40.0
+_HEADER, _LEAST_WIDTH, _LEAST_HEIGHT, _LETTER = 15.0, 60.0, 40.0, 6.7
+# Black text is legible on all of them.
+_FILLS = ("#8ecae6", "#ffb703", "#95d5b2", "#f4a3b4", "#cdb4db", "#e9c46a", "#a8dadc", "#d4d4d4")
+_MAX_OPEN = 50
+_PAGE_STYLE = (
+    ":root { color-scheme: light dark } body { margin: 16px; font: 13px/1.5 ui-monospace, monospace }"
+    "h1 { font-size: 15px; overflow-wrap: anywhere } svg { width: 100%; height: auto; display: block }"
+    "svg text { font: 11px ui-monospace, monospace; fill: #000; pointer-events: none }"
+    "svg rect { stroke: #fff; cursor: pointer } svg .group { fill: #eee; stroke: #888 }"
+    "ul.legend { padding: 0; display: flex; flex-wrap: wrap; gap: 4px 20px; list-style: none }"
+    "i { display: inline-block; width: 12px; height: 12px; margin-right: 6px }"
+    ".ckpt-plan { margin-top: 12px } b { font-weight: normal; color: #d33 }"
+)
+_SCRIPT = (
+    "document.querySelector('svg').addEventListener('click', event => {"
+    "const path = event.target.dataset.at, box = document.querySelector('input');"
+    "if (path !== undefined) { box.value = path; box.oninput(); box.scrollIntoView(); } });"
+)
+
+
+@depth.limited("shown")
+def render(contents: Contents) -> str:
+    """Return the page; names from the checkpoint are escaped."""
+    root = show_text.tree_of(contents)
+    totals = show_text.by_dtype(contents)
+    fills = {name: _FILLS[min(number, len(_FILLS) - 1)] for number, name in enumerate(totals)}
+    legend = "".join(
+        f'<li><i style="background: {fills[name]}"></i>{_text(name)}: {format_size(one["nbytes"])}'
+        f" in {show_text.count_of_leaves(one['leaves'])}</li>"
+        for name, one in totals.items()
+    )
+    boxes = "".join(_boxes(root, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
+    title = _text(show_text.title(contents))
+    children = [root] if root.leaf else list(root.children.values())
+    tree = "".join(_item(child, "", len(contents.leaves) <= _MAX_OPEN) for child in children)
+    return (
+        f'{DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width"><style>'
+        f"{STYLE}{_PAGE_STYLE}</style></head><body><h1>{title}</h1>"
+        f'<ul class="legend">{legend}</ul><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="sizes">'
+        f'{boxes}</svg><div class="ckpt-plan">{search_box()}<ul>{tree}</ul></div>'
+        f"<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _boxes(node: Subtree, box: Box, path: str, fills: dict[str, str]) -> Iterator[str]:
+    """Yield the rectangles of a subtree: its own with its name, then those of what is in it."""
+    _, _, width, height = box
+    if node.leaf is not None:
+        fill = fills[node.leaf.dtype_or_kind]
+        yield _rect(node, box, path, f'fill="{fill}"', node.leaf.type)
+        return
+    # A chain of subtrees with one child needs one header.
+    name = node.name
+    while len(node.children) == 1 and (child := next(iter(node.children.values()))).leaf is None:
+        node, name, path = child, f"{name}/{child.name}" if path else child.name, f"{path}{child.name}/"
+    yield _rect(node, box, path.removesuffix("/"), 'class="group"', show_text.count_of_leaves(node.count), name)
+    if width * height < 2 * _LEAST_AREA:
+        return
+    left, top = box[0] + 1, box[1] + 1
+    width, height = max(0.0, width - 2), max(0.0, height - 2)
+    if path and width > _LEAST_WIDTH and height > _LEAST_HEIGHT:
+        top, height = top + _HEADER, height - _HEADER
+    children = sorted((one for one in node.children.values() if one.nbytes), key=lambda one: -one.nbytes)
+    scale = width * height / node.nbytes
+    shown = [one for one in children if one.nbytes * scale >= _LEAST_AREA]
+    rest = node.nbytes - sum(one.nbytes for one in shown)  # stays grey, as the last box
+    sizes = [float(one.nbytes) for one in shown] + ([float(rest)] if rest else [])
+    for one, inner in zip(shown, squarified(sizes, (left, top, width, height)), strict=False):
+        end = "" if one.leaf is not None else "/"
+        yield from _boxes(one, inner, f"{path}{one.name}{end}", fills)
+
+
+def _rect(node: Subtree, box: Box, path: str, style: str, what: str, name: str | None = None) -> str:
+    left, top, width, height = box
+    tip = f"{path or node.name}: {what}, {format_size(node.nbytes)}"
+    place = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    rect = f'<rect {place} {style} data-at="{_quoted(path)}"><title>{_text(tip)}</title></rect>'
+    if width < _LEAST_WIDTH or height < _HEADER or not path:
+        return rect
+    label, room = printable(name or node.name, one_line=True), int(width / _LETTER) - 1
+    sized = f"{label} {format_size(node.nbytes)}"
+    label = sized if len(sized) <= room else label[:room]
+    return f'{rect}<text x="{left + 4:.1f}" y="{top + 12:.1f}">{escape(label)}</text>'
+
+
+def _item(node: Subtree, path: str, is_open: bool) -> str:
+    here = f"{path}{node.name}"
+    size = f" <small>{format_size(node.nbytes)}</small>" if node.nbytes else ""
+    if node.leaf is not None:
+        sharding = show_text.sharding(node.leaf.sharding)
+        shown = f"{_text(node.name)} <small>{_text(node.leaf.type)}</small>{size} <small>{_text(sharding)}</small>"
+        return f'<li data-path="{_quoted(here)}">{shown}{_stats(node)}</li>'
+    inner = "".join(_item(child, f"{here}/", is_open) for child in node.children.values())
+    opened = " open" if is_open else ""
+    count = show_text.count_of_leaves(node.count)
+    summary = f"{_text(node.name)}/ <small>{count}</small>{size}"
+    return f'<li data-path=""><details{opened}><summary>{summary}</summary><ul>{inner}</ul></details></li>'
+
+
+def _stats(node: Subtree) -> str:
+    stats = node.leaf.stats if node.leaf is not None else None
+    if stats is None:
+        return ""
+    low, high, mean, nan, inf = show_text.numbers(stats)
+    bad = f" <b>NaN {nan}, inf {inf}</b>" if stats.nan or stats.inf else ""
+    return f" <small>min {low}, max {high}, mean {mean}</small>{bad}"
+
+
+def _text(text: str) -> str:
+    return escape(printable(text, one_line=True))
+
+
+def _quoted(path: str) -> str:
+    return escape(printable(path, one_line=True).lower())
