@@ -7,7 +7,6 @@ Both polynomials find every flipped byte. CRC-32 needs no package, so that what 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from flax_ckpt_compat._core.errors import ChecksumError
@@ -24,7 +23,7 @@ SUM_BYTES = 4
 _POLYNOMIAL = 0xEDB88320
 
 
-def _find_crc32c() -> Callable[..., int] | None:
+def _find_crc32c() -> Any:
     try:
         from crc32c import crc32c
     except ImportError:
@@ -40,7 +39,7 @@ def _find_crc32c() -> Callable[..., int] | None:
             return int(extend(value, np.frombuffer(data, np.uint8)))
 
         return extended
-    return crc32c  # type: ignore[no-any-return]
+    return crc32c
 
 
 # crc32c(data, value=0): the CRC-32C of a buffer, or of what ``value`` is the CRC-32C of and the buffer. None where no

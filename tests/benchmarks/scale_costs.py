@@ -10,10 +10,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-# Of Orbax's format: _METADATA, _sharding, _CHECKPOINT_METADATA, commit_success.txt; the manifest and a node file.
-_FILES = 6
-# For each process: array_metadatas/process_N, the manifest of its database, and one data file for every 64 MiB.
-_FILES_OF_A_PROCESS = 3
+# Of Orbax's format: _METADATA, _sharding, _CHECKPOINT_METADATA, commit_success.txt; the manifest and a node file;
+# and flax_ckpt_compat.checksums.
+_FILES = 7
+# For each process: array_metadatas/process_N, the manifest of its database, its checksums, and data files of 64 MiB.
+_FILES_OF_A_PROCESS = 4
 
 
 def messages(processes: int) -> dict[str, int]:
