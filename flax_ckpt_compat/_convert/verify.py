@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from flax_ckpt_compat._convert import layouts, stored_trees
 from flax_ckpt_compat._convert.contents import Contents
 from flax_ckpt_compat._convert.safetensors import FileArray
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
+from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -56,14 +56,14 @@ def verify(path: str, to: str, contents: Contents, progress: Callable[[int], Non
                 pair = expected[name], leaf
                 if _is_in_parts(expected[name]):
                     parts += [(name, part) for part in _parts(*pair)]
-                elif not _is_equal(np.asarray(expected[name]), np.asarray(leaf)):
+                elif not same_bits(np.asarray(expected[name]), np.asarray(leaf)):
                     differences[name] = _OTHER_VALUES
 
         def compare(part: tuple[Name, Pair]) -> None:
             name, (left, right) = part
             one, other = left(), right()
             progress(one.nbytes)
-            if not _is_equal(one, other):
+            if not same_bits(one, other):
                 differences[name] = _OTHER_VALUES
 
         in_parallel(compare, parts, _AT_ONCE)
@@ -85,11 +85,11 @@ def _difference(expected: Any, found: Any) -> str | None:
     if type(expected) is not type(found):
         return f"is of type {type(found).__name__}, expected {type(expected).__name__}"
     if isinstance(expected, KeyData):
-        same = expected.impl == found.impl and _is_equal(np.asarray(expected.data), np.asarray(found.data))
+        same = same_bits(KeyData(expected.impl, np.asarray(expected.data)), KeyData(found.impl, np.asarray(found.data)))
         return None if same else "is another key"
     if isinstance(expected, Branch):
         return None  # without children, both
-    return None if _bits(expected) == _bits(found) else f"is {found!r}, expected {expected!r}"
+    return None if same_bits(expected, found) else f"is {found!r}, expected {expected!r}"
 
 
 def _is_in_parts(expected: StoredArray) -> bool:
@@ -111,20 +111,3 @@ def _parts(expected: StoredArray, found: StoredArray | FileArray) -> Iterator[Pa
 
 def _read_part(handle: LeafHandle, box: tuple[slice, ...]) -> Any:
     return handle.reader.read([ArraySlice(handle, box)])[0]
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two arrays have the same bytes; as integers, which numpy compares fast."""
-    left, right = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    if left.size % 8 == 0:
-        left, right = left.view(np.uint64), right.view(np.uint64)
-    return np.array_equal(left, right)
-
-
-def _bits(value: Any) -> Any:
-    """Return a value that is equal for equal bits: NaN equals itself, and 0.0 does not equal -0.0."""
-    if isinstance(value, np.generic):
-        return value.dtype, value.tobytes()
-    if isinstance(value, float):
-        return struct.pack("<d", value)
-    return struct.pack("<dd", value.real, value.imag) if isinstance(value, complex) else value
