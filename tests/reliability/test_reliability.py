@@ -32,20 +32,22 @@ SHIM = ("calls", "kills", "errors", "power")
 
 
 @needs_shim
-@pytest.mark.parametrize("scale", [0.006, pytest.param(0.03, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", [0.003, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_nothing_of_ours_is_lost(scale: float) -> None:
     """Whatever is injected, what was acknowledged restores, and nothing half is ever restored."""
     _command("--ours", "--scale", scale, *(f"--only={name}" for name in SHIM))
 
 
 @needs_shim
-@pytest.mark.parametrize("scale", [0.005, pytest.param(0.015, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.015])
 def test_nothing_of_two_processes_is_lost(scale: float) -> None:
     """Whichever of the two is hit, and wherever."""
     _command("--ours", "--scale", scale, "--only=team calls", "--only=team power")
 
 
-@pytest.mark.parametrize("scale", [0.001, pytest.param(0.008, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.008])
 def test_readers_beside_writers_and_a_soak(scale: float) -> None:
     """Every restore finds a whole checkpoint, and nothing piles up in the process."""
     _command("--ours", "--scale", scale, "--only=reader", "--only=writers", "--only=soak")

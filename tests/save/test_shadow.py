@@ -2,20 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import flax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._save import shadow
 from flax_ckpt_compat._view.shadow_report import shadow_report
+from flax_ckpt_compat.cli import main
 
 TREE = {
     "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -138,17 +138,18 @@ def test_no_records(folder: str) -> None:
             shadow_report(folder)
 
 
-def test_command(folder: str) -> None:
-    """The environment variable turns it on; the command's exit code tells whether the formats agree."""
-    program = "import sys; from flax_ckpt_compat import checkpoints as c; c.save_checkpoint(sys.argv[1], {'a': 1.5}, 1)"
-    environment = {**os.environ, "FLAX_CKPT_COMPAT_SHADOW": "true"}
-    subprocess.run([sys.executable, "-c", program, folder], env=environment, check=True)
-    words = [sys.executable, "-m", "flax_ckpt_compat", "shadow-report"]
-    shown = subprocess.run([*words, folder], capture_output=True, text=True)
-    assert shown.returncode == 0 and shown.stdout.startswith("1 saves compared, 0 differ, 0 could not"), shown
-    (record,) = json.loads(subprocess.run([*words, folder, "--json"], capture_output=True, text=True).stdout)
+def test_command(folder: str, shadowed) -> None:
+    """The command's exit code tells whether the formats agree."""
+
+    def report(*words: str) -> Result:
+        return CliRunner().invoke(main, ["shadow-report", *words])
+
+    save(folder, 1, False)
+    shown = report(folder)
+    assert shown.exit_code == 0 and shown.stdout.startswith("1 saves compared, 0 differ, 0 could not"), shown
+    (record,) = json.loads(report(folder, "--json").stdout)
     assert record["differences"] == 0
     record["error"] = "full"
     Path(folder, shadow.FOLDER, "checkpoint_1.json").write_text(json.dumps(record))
-    assert subprocess.run([*words, folder], capture_output=True).returncode == 1
-    assert subprocess.run([*words, os.path.dirname(folder)], capture_output=True).returncode == 2
+    assert report(folder).exit_code == 1
+    assert report(os.path.dirname(folder)).exit_code == 2

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from flax_ckpt_compat._scan.fix import fix
 from flax_ckpt_compat._scan.project import scan
+from flax_ckpt_compat.cli import main
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -130,18 +132,18 @@ def test_notebook(tmp_path: Path) -> None:
     ]
 
 
-def test_command(tmp_path: Path) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code tells whether something has to change; --json and --sarif are data; --fix mends what it can."""
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
     (tmp_path / "broken.py").write_text("def f(:\n")
 
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "flax_ckpt_compat", "scan", *arguments]
-        return subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    def command(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["scan", *arguments])
 
+    monkeypatch.chdir(tmp_path)
     found = command(".")
-    assert found.returncode == 1 and "train.py:19  os.remove(oldest)" in found.stdout and "broken.py" in found.stdout
+    assert found.exit_code == 1 and "train.py:19  os.remove(oldest)" in found.stdout and "broken.py" in found.stdout
     as_json = json.loads(command("train.py", "--json").stdout)
     assert {one["kind"] for one in as_json["findings"] if one["action"] == "change"} == {"remove", "is-file"}
     sarif = json.loads(command("train.py", "--sarif").stdout)
@@ -149,6 +151,6 @@ def test_command(tmp_path: Path) -> None:
     assert [one["locations"][0]["physicalLocation"]["region"] for one in results if one["ruleId"] == "remove"] == [
         {"startLine": 19, "startColumn": 13}
     ]
-    assert command("train.py", "--fix", "--yes").returncode == 0
+    assert command("train.py", "--fix", "--yes").exit_code == 0
     assert "from flax_ckpt_compat import checkpoints" in file.read_text()
-    assert command("nowhere.py").returncode == 2
+    assert command("nowhere.py").exit_code == 2
