@@ -21,10 +21,10 @@ import pytest
 import safetensors.numpy
 from flax.training import checkpoints as flax_checkpoints
 from flax.training.train_state import TrainState
-from orbax.checkpoint import v1
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors, rules
+from tests.support.peers import ocp_released_v1 as v1
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 

@@ -69,4 +69,6 @@ ORBAX_HAS_TYPED_KEYS = version("orbax-checkpoint") >= (0, 11, 16)
 ocp_v1 = _module("orbax.checkpoint.experimental.v1", "orbax-checkpoint")
 if not isinstance(ocp_v1, _Missing) and not hasattr(ocp_v1, "load"):
     ocp_v1 = _Missing("the v1 of this orbax-checkpoint is not finished")
+# Where it is no experiment any more.
+ocp_released_v1: Any = getattr(ocp, "v1", _Missing("this orbax-checkpoint has v1 as an experiment only"))
 nnx = _module("flax.nnx", "flax")

@@ -188,6 +188,8 @@ def test_metadata_that_contradicts_the_array(tmp_path: Path) -> None:
     """A leaf whose shapes in two files do not fit together is damaged."""
     path = of_orbax(tmp_path / "ckpt")
     file = path / "array_metadatas" / "process_0"
+    if not file.exists():
+        pytest.skip("this release of Orbax writes no array_metadatas")
     metadata = json.loads(file.read_text())
     metadata["array_metadatas"][0]["array_metadata"]["chunk_shape"] = [2]
     file.write_text(json.dumps(metadata))
