@@ -24,6 +24,7 @@ from flax.training.train_state import TrainState
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors, rules
+from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -68,6 +69,7 @@ def with_shardings(tree: Any) -> Any:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Couldn't find sharding info")  # of older releases
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("use_orbax", [False, True])
 def test_orbax_directories_restore_in_every_real_reader(tmp_path: Path, use_orbax: bool) -> None:
@@ -161,6 +163,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
     assert filecmp.cmpfiles(tmp_path / "src", tmp_path / "back", trees, shallow=False) == (list(trees), [], [])
 
 
+@needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 def test_a_tree_of_runs_keeps_its_places(tmp_path: Path) -> None:
     """All checkpoints below are converted, of both formats, to the same places; the source stays as it was."""
     flax_run(tmp_path / "src" / "a", 1, 2)
@@ -331,6 +334,7 @@ def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeyp
     assert list((tmp_path / "dst").iterdir()) == []
 
 
+@needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 def test_metadata_and_items_travel(tmp_path: Path) -> None:
     """Custom metadata and the metrics of a manager's step reach the new manager; a file's note says what it lacks."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
