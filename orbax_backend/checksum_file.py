@@ -51,13 +51,18 @@ class Record:
             "files": self.files,
         }
         data: bytes = msgpack.packb(content)
-        return data + checksums.of_blocks(data)
+        return data + _own_sum(data)
+
+
+def _own_sum(data: bytes) -> bytes:
+    """Return the one checksum at the end of the file, of all that is before it."""
+    return checksums.crc32(data).to_bytes(checksums.SUM_BYTES, "little")
 
 
 def _decode(data: bytes) -> Record | None:
     """Return the content of the file, None of a later version; raise ValueError if it is damaged."""
     body, end = data[: -checksums.SUM_BYTES], data[-checksums.SUM_BYTES :]
-    if not body or checksums.crc32(body).to_bytes(checksums.SUM_BYTES, "little") != end:
+    if not body or _own_sum(body) != end:
         raise ValueError("it does not have its own checksum")
     found = msgpack.unpackb(body)
     ours = {"version": _VERSION, "algorithm": checksums.ALGORITHM, "block_bytes": checksums.BLOCK_BYTES}

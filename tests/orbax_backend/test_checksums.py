@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -321,3 +322,15 @@ def test_bits_that_numpy_does_not_show(tmp_path: Path) -> None:
 def test_algorithm_has_a_name() -> None:
     """It is recorded, should another one follow."""
     assert ALGORITHM == "crc32"
+
+
+def test_a_file_of_more_than_one_block(tmp_path: Path) -> None:
+    """Checksums that take more than 1 MiB themselves are read, and protected as a whole."""
+    tree = {f"{n:0200}": np.full(512, n, np.float32) for n in range(5_000)}
+    path = saved(tmp_path / "c", tree)
+    assert (path / CHECKSUMS).stat().st_size > MIB and len(content(path / CHECKSUMS)["chunks"]) == 5_000
+    assert equal(fcc.restore(path), tree)
+    assert fcc.verify(path).verified
+    flip(path / CHECKSUMS, 100)
+    with pytest.raises(ChecksumError, match=re.escape(CHECKSUMS)):
+        fcc.restore(path)
