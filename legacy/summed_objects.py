@@ -58,7 +58,8 @@ def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, aga
     in_parallel(read, starts, source.threads)
     found = 0
     for start in starts:
-        found = checksums.combined_crc32c(found, sums[start], min(_UNIT, source.size - start))
+        nbytes = min(_UNIT, source.size - start)
+        found = checksums.combine(found, sums[start], nbytes, checksums.CRC32C_POLYNOMIAL)
     return found
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.tree import (
     Branch,
     Container,
@@ -58,17 +59,6 @@ class Leaves:
 def in_memory(array: np.ndarray[Any, Any], sharding: str | None = None) -> StoredArray:
     """Return an array in memory as a stored one."""
     return StoredArray(array.shape, array.dtype, sharding, lambda: array)
-
-
-def read_all(handles: Sequence[LeafHandle]) -> list[Any]:
-    """Read leaves of one reader or several, in the given order."""
-    by_reader: dict[Reader, list[LeafHandle]] = {}
-    for handle in handles:
-        by_reader.setdefault(handle.reader, []).append(handle)
-    values: dict[LeafHandle, Any] = {}
-    for reader, mine in by_reader.items():
-        values.update(zip(mine, reader.read(mine), strict=True))
-    return [values[handle] for handle in handles]
 
 
 class _SmallArrays:

@@ -20,7 +20,8 @@ ALGORITHM = "crc32"  # name in what is written
 # Blocks are summed on several threads, and can be verified without the rest.
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 4
-_POLYNOMIAL = 0xEDB88320
+# Polynomials, with their bits in reversed order.
+CRC32_POLYNOMIAL, CRC32C_POLYNOMIAL = 0xEDB88320, 0x82F63B78
 
 
 def _find_crc32c() -> Any:
@@ -45,32 +46,6 @@ def _find_crc32c() -> Any:
 # crc32c(data, value=0): the CRC-32C of a buffer, or of what ``value`` is the CRC-32C of and the buffer. None where no
 # installed package computes it: TensorStore does so only as a codec.
 crc32c: Any = _find_crc32c()
-
-
-def combined_crc32c(first: int, second: int, length: int) -> int:
-    """Return the CRC-32C of bytes, given that of their first part, and that and the length of their second part."""
-    return _multiplied(_power(length), first) ^ second
-
-
-@functools.lru_cache(maxsize=4)
-def _power(length: int) -> int:
-    """Return x to the power of so many bytes; the highest coefficient is in the lowest bit."""
-    power, square = 1 << 31, 1 << 23  # x**0 and x**8
-    while length:
-        if length & 1:
-            power = _multiplied(power, square)
-        square, length = _multiplied(square, square), length >> 1
-    return power
-
-
-def _multiplied(a: int, b: int) -> int:
-    """Multiply polynomials over GF(2) modulo that of CRC-32C."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ 0x82F63B78 if b & 1 else b >> 1
-    return product
 
 
 class BlockSums:
@@ -142,31 +117,41 @@ def _numbers(sums: bytes) -> list[int]:
     return [int.from_bytes(sums[at : at + SUM_BYTES], "little") for at in range(0, len(sums), SUM_BYTES)]
 
 
-def combine(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of two byte strings, one after the other, from those of each and the length of the second."""
-    return _multiply(_power_of_x(8 * nbytes), first) ^ second
+def combine(first: int, second: int, nbytes: int, polynomial: int = CRC32_POLYNOMIAL) -> int:
+    """Return the checksum of two byte strings, one after the other, from that of each and the length of the second.
+
+    Args:
+        first: checksum of the first.
+        second: checksum of the second.
+        nbytes: length of the second.
+        polynomial: `CRC32_POLYNOMIAL` or `CRC32C_POLYNOMIAL`.
+    """
+    return _multiply(_power_of_x(8 * nbytes, polynomial), first, polynomial) ^ second
 
 
 @functools.lru_cache(maxsize=1024)
-def _power_of_x(exponent: int) -> int:
-    """Return a power of x modulo CRC-32's polynomial; its bits are in reversed order, as in checksums."""
+def _power_of_x(exponent: int, polynomial: int) -> int:
+    """Return a power of x modulo a polynomial; its bits are in reversed order, as in checksums."""
     power = 1 << 31
     for bit in range(exponent.bit_length()):
         if exponent >> bit & 1:
-            power = _multiply(_square(bit), power)
+            power = _multiply(_square(bit, polynomial), power, polynomial)
     return power
 
 
 @functools.cache
-def _square(times: int) -> int:
-    """Return x, squared so many times, modulo the polynomial."""
-    return 1 << 30 if not times else _multiply(_square(times - 1), _square(times - 1))
+def _square(times: int, polynomial: int) -> int:
+    """Return x, squared so many times, modulo a polynomial."""
+    if not times:
+        return 1 << 30
+    root = _square(times - 1, polynomial)
+    return _multiply(root, root, polynomial)
 
 
-def _multiply(one: int, other: int) -> int:
+def _multiply(one: int, other: int, polynomial: int) -> int:
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:
             product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+        other = other >> 1 ^ (polynomial if other & 1 else 0)
     return product

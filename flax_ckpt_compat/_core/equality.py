@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves
-
-_BATCH_BYTES = 64 << 20  # of each checkpoint
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -33,7 +33,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 class Readable(Protocol):
-    """What is compared: a tree of leaf handles, and a way to read them."""
+    """Checkpoint that is compared: a tree of leaf handles, and a way to read them."""
 
     tree: Node
 
@@ -43,38 +43,27 @@ class Readable(Protocol):
 
 
 def differences(first: Readable, second: Readable) -> Iterator[tuple[Path, str]]:
-    """Yield each key path at which two checkpoints differ, with what differs; reads 64 MiB, or one leaf, at a time.
+    """Yield each key path at which two checkpoints differ, with what differs; reads small leaves in batches.
 
     Containers are not compared: msgpack files store lists as dicts.
     """
     ours, theirs = dict(iter_leaves(first.tree)), dict(iter_leaves(second.tree))
-    yield from ((path, "only in the first") for path in ours.keys() - theirs.keys())
-    yield from ((path, "only in the second") for path in theirs.keys() - ours.keys())
+    yield from ((path, "only in the second") for path in theirs if path not in ours)
     pairs: list[tuple[LeafHandle, LeafHandle]] = []
-    for path in ours.keys() & theirs.keys():
-        one, other = ours[path], theirs[path]
-        if isinstance(one, LeafHandle) and isinstance(other, LeafHandle):
+    for path, one in ours.items():  # in stored order, so that neighbours are read together
+        other = theirs.get(path)
+        if path not in theirs:
+            yield path, "only in the first"
+        elif isinstance(one, LeafHandle) and isinstance(other, LeafHandle):
             pairs.append((one, other))
         elif (one is None, isinstance(one, Branch)) != (other is None, isinstance(other, Branch)):
             yield path, "a leaf in one, none in the other"
-    for batch in _batches(pairs):
-        found, expected = ([*zip(*batch, strict=True)][side] for side in (0, 1))
+    left = iter(pairs)
+    for batch in bounded_reads.batches([one for one, _ in pairs]):
+        found, expected = zip(*itertools.islice(left, len(batch)), strict=True)
         for handle, one, other in zip(found, first.read(found), second.read(expected), strict=True):
             if not same_bits(one, other):
                 yield handle.path, f"{_described(one)} and {_described(other)}"
-
-
-def _batches(pairs: Sequence[tuple[LeafHandle, LeafHandle]]) -> Iterator[list[tuple[LeafHandle, LeafHandle]]]:
-    batch: list[tuple[LeafHandle, LeafHandle]] = []
-    nbytes = 0
-    for pair in pairs:
-        if batch and nbytes + pair[0].nbytes > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(pair)
-        nbytes += pair[0].nbytes
-    if batch:
-        yield batch
 
 
 def _described(value: Any) -> str:

@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core import bounded_reads
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
+from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening
-from flax_ckpt_compat._view import bounded, diff_text
+from flax_ckpt_compat._view import diff_text
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
 
@@ -158,17 +160,17 @@ class _Comparison:
         if len(batch) == 1:
             self._compare_large(*batch[0])
             return
-        firsts, seconds = _read([a for _, a, _ in batch]), _read([b for _, _, b in batch])
+        firsts, seconds = read_all([a for _, a, _ in batch]), read_all([b for _, _, b in batch])
         for (path, a, b), first, second in zip(batch, firsts, seconds, strict=True):
             self._compare(path, a, b, [(first, second)])
 
     def _compare_large(self, path: Path, a: LeafHandle, b: LeafHandle) -> None:
         if a.kind is not LeafKind.ARRAY or b.kind is not LeafKind.ARRAY or a.shape != b.shape or not a.nbytes:
-            self._compare(path, a, b, ((_read([a])[0], _read([b])[0]) for _ in range(a.shape == b.shape)))
+            self._compare(path, a, b, ((read_all([a])[0], read_all([b])[0]) for _ in range(a.shape == b.shape)))
             return
         # Chunks that decode only as a whole make fewer boxes.
-        boxes = min((list(one.reader.boxes(one, bounded.BATCH_BYTES)) for one in (a, b)), key=len)
-        self._compare(path, a, b, (tuple(_read([ArraySlice(one, box)])[0] for one in (a, b)) for box in boxes))
+        boxes = min((list(one.reader.boxes(one, bounded_reads.BATCH_BYTES)) for one in (a, b)), key=len)
+        self._compare(path, a, b, (tuple(read_all([ArraySlice(one, box)])[0] for one in (a, b)) for box in boxes))
 
     def _compare(self, path: Path, a: LeafHandle, b: LeafHandle, values: Any) -> None:
         """Compare a leaf; ``values`` are pairs of its values, or of slices."""
@@ -201,20 +203,8 @@ def _batches(
 ) -> Iterator[list[tuple[Path, LeafHandle, LeafHandle]]]:
     """Split pairs of leaves into batches to be read at once; a large one is a batch of its own."""
     left = iter(pairs)
-    for batch in bounded.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs]):
+    for batch in bounded_reads.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs]):
         yield [next(left) for _ in batch]
-
-
-def _read(wanted: Sequence[LeafHandle | ArraySlice]) -> list[Any]:
-    """Read leaves and slices of one checkpoint, each with its own reader."""
-    values: list[Any] = [None] * len(wanted)
-    groups: dict[Reader, list[int]] = {}
-    for number, one in enumerate(wanted):
-        groups.setdefault((one if isinstance(one, LeafHandle) else one.handle).reader, []).append(number)
-    for reader, numbers in groups.items():
-        for number, value in zip(numbers, reader.read([wanted[number] for number in numbers]), strict=True):
-            values[number] = value
-    return values
 
 
 def _same_type(a: LeafHandle, b: LeafHandle) -> bool:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._trees import depth
-from flax_ckpt_compat._view import bounded
 from flax_ckpt_compat._view.array_stats import Stats, is_numeric
 from flax_ckpt_compat._view.stored_leaves import StoredLeaves, describe, wait_for_pending_saves
 from flax_ckpt_compat.rules import _patterns
@@ -165,7 +165,7 @@ def _stats(chosen: dict[Path, LeafHandle], progress: Callable[[int, int], None])
                 done += array.nbytes
                 progress(done, total)
 
-    in_parallel(read, [batch for handles in by_reader.values() for batch in bounded.batches(handles)], _AT_ONCE)
+    in_parallel(read, [batch for handles in by_reader.values() for batch in bounded_reads.batches(handles)], _AT_ONCE)
     return found
 
 
@@ -175,5 +175,5 @@ def _values(batch: Sequence[LeafHandle]) -> Any:
     if len(batch) > 1:
         yield from zip(batch, reader.read(batch), strict=True)
     else:
-        for part in bounded.pieces(batch[0]):
+        for part in bounded_reads.pieces(batch[0]):
             yield batch[0], reader.read([part])[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from flax_ckpt_compat._core import grid, paths
+from flax_ckpt_compat._core import bounded_reads, grid, paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -24,7 +24,6 @@ from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import below, detect, locating, opening
-from flax_ckpt_compat._view import bounded
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
 
@@ -195,7 +194,7 @@ def _unopened(path: str, error: CheckpointError) -> VerifiedCheckpoint:
 
 def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, str]) -> Iterator[VerifiedLeaf]:
     """Verify all leaves of a tree, in bounded memory."""
-    for batch in bounded.batches(bounded.handles_of(reader)):
+    for batch in bounded_reads.batches(bounded_reads.handles_of(reader)):
         summed, errors = _compare_checksums(reader, batch)
         # Bytes that are those that were saved decode as they did then.
         errors |= _read(reader, [handle for handle in batch if handle not in summed and handle not in errors])
@@ -238,7 +237,7 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
     errors: _Errors = {}
     for handle in batch:
         try:
-            for part in bounded.pieces(handle):
+            for part in bounded_reads.pieces(handle):
                 shape = handle.shape if isinstance(part, LeafHandle) else grid.shape_of(part.index)
                 _check_type(reader, handle, shape, reader.read([part])[0])
         except CheckpointError as error:

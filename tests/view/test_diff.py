@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
+from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.folding import Row, fold, fold_with_members
-from flax_ckpt_compat._view import bounded
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat.cli import main
 from tests.support.saves import use_flag
@@ -177,7 +177,7 @@ def test_keys_and_text(tmp_path: Path) -> None:
 
 def test_large_arrays_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are compared in slices, those of another format too; all differences are found."""
-    monkeypatch.setattr(bounded, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr(bounded_reads, "BATCH_BYTES", 2**20)
     tree = {"large": np.ones((8, 2**20), np.float32)}
     with use_flag(True):
         a = checkpoints.save_checkpoint(tmp_path / "a", tree, 1)

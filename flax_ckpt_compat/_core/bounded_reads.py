@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import iter_leaves
@@ -36,3 +37,15 @@ def pieces(handle: LeafHandle) -> Iterator[LeafHandle | ArraySlice]:
         yield from (ArraySlice(handle, box) for box in handle.reader.boxes(handle, BATCH_BYTES))
     else:
         yield handle
+
+
+def read_all(wanted: Sequence[LeafHandle | ArraySlice]) -> list[Any]:
+    """Read leaves and slices in the given order, each with its own reader."""
+    values: list[Any] = [None] * len(wanted)
+    groups: dict[Reader, list[int]] = {}
+    for number, one in enumerate(wanted):
+        groups.setdefault((one if isinstance(one, LeafHandle) else one.handle).reader, []).append(number)
+    for reader, numbers in groups.items():
+        for number, value in zip(numbers, reader.read([wanted[number] for number in numbers]), strict=True):
+            values[number] = value
+    return values
