@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, syncing
 from flax_ckpt_compat._core.local.contained import ContainedFiles
 from flax_ckpt_compat._core.storage_errors import store_errors, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -83,10 +83,8 @@ def sync_directory(path: str) -> None:
 
 def write_file(path: str, data: bytes) -> None:
     """Write and sync a new file."""
-    with translated(path, "written"), open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with translated(path, "written"):
+        syncing.write_file(path, data)
 
 
 def write_files(contents: Mapping[str, bytes]) -> None:

@@ -13,10 +13,9 @@ from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StepError
 from flax_ckpt_compat._discovery import detect, locating
-from flax_ckpt_compat._discovery.below import checkpoints_below
+from flax_ckpt_compat._discovery.below import MSGPACK_SUFFIX, checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
-_MSGPACK_SUFFIX = ".msgpack"
 # Prefix and step of a name: the longest number at its end.
 _STEP = re.compile(r"(.*?)(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 
@@ -89,7 +88,7 @@ def _job(source: str, folder: str, to: str) -> Job:
     step = steps.parse_step(match[2]) if match else None
     if to in TO_STEPS:
         return _with_step(source, folder, to, step)
-    name = name.removesuffix(_MSGPACK_SUFFIX) if to != "msgpack" else name
+    name = name.removesuffix(MSGPACK_SUFFIX) if to != "msgpack" else name
     name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
     return Job(source, os.path.join(folder, name + _SUFFIX.get(to, "")), to, step)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
-from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
@@ -81,34 +80,21 @@ def _finish_step(temporary: str, to: str, contents: Contents) -> None:
         _edit_metadata(folder, temporary, item_handlers=handlers, custom_metadata=contents.custom)
         os.unlink(os.path.join(folder, layout.STEP_METADATA))
         sync_directory(folder)
+    committed = paths.read(os.path.join(temporary, next(iter(contents.trees)), layout.COMMIT_FILE))
     for item, file in contents.json.items():
         os.mkdir(os.path.join(temporary, item))
         write_file(os.path.join(temporary, item, os.path.basename(file)), paths.read(file))
-        first = next(iter(contents.trees))
-        _copy(os.path.join(temporary, first, layout.COMMIT_FILE), os.path.join(temporary, item, layout.COMMIT_FILE))
+        write_file(os.path.join(temporary, item, layout.COMMIT_FILE), committed)
         sync_directory(os.path.join(temporary, item))
-    for item in list(contents.trees)[:1]:
-        _copy(os.path.join(temporary, item, layout.COMMIT_FILE), os.path.join(temporary, layout.COMMIT_FILE))
+    write_file(os.path.join(temporary, layout.COMMIT_FILE), committed)
     sync_directory(temporary)
 
 
 def _edit_metadata(source: str, destination: str, **changed: Any) -> None:
     with open(os.path.join(source, layout.STEP_METADATA), encoding="utf-8") as file:
         found = json.load(file)
-    write_file(os.path.join(destination, layout.STEP_METADATA), json.dumps({**found, **changed}).encode())
+    write_file(os.path.join(destination, layout.STEP_METADATA), json.dumps({**found, **changed}).encode(), new=False)
     sync_directory(destination)
-
-
-def _copy(source: str, destination: str) -> None:
-    shutil.copyfile(source, destination)
-
-
-def write_file(path: str, content: bytes) -> None:
-    """Write and sync a file."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from flax_ckpt_compat._convert import layouts
 from flax_ckpt_compat._convert.jobs import Job
 from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.storage_errors import translated
 
 _FOLDER, _FILE = "metadata", "_ROOT_METADATA"  # as Orbax 0.12.8 names them (measured)
@@ -23,5 +23,5 @@ def copy_root_metadata(jobs: Sequence[Job]) -> None:
         paths.prepare_directory(os.path.dirname(final))
         temporary = paths.storage_of(final).temporary_path(final)
         with translated(final, "written"):
-            layouts.write_file(temporary, paths.read(found))
+            write_file(temporary, paths.read(found))
         paths.publish(temporary, final, new=True)

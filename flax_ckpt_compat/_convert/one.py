@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._convert import layouts, loading, verify
+from flax_ckpt_compat._convert import layouts, verify
 from flax_ckpt_compat._convert.contents import Contents, contents_of
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.load_name import load_name, load_value
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery.locating import unchanged
 from flax_ckpt_compat._discovery.opening import Opened
@@ -39,7 +41,7 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
             with ExitStack() as watched, ExitStack() as files:
                 watched.enter_context(unchanged(job.source))
                 opened = files.enter_context(closing(Opened(job.source, verify=verifies)))
-                found = contents_of(opened, loading.loaded(job))
+                found = contents_of(opened, _loaded(job))
                 status = _run(job, found, progress, watched.close)
     except Exception as failure:  # noqa: BLE001  (of one checkpoint: the others are converted)
         _log.debug("%s could not be converted", job.source, exc_info=True)
@@ -48,6 +50,16 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
         status = "failed"
     leaves, nbytes, notes = (len(found.leaves), found.nbytes, tuple(found.notes)) if found else (0, 0, ())
     return Conversion(job.source, job.destination, status, leaves, nbytes, time.monotonic() - start, notes, error)
+
+
+def _loaded(job: Job) -> Job:
+    """Return the job with its target and transforms loaded, if they are named as ``module:name``."""
+    target, transforms = job.target, job.transforms
+    return dataclasses.replace(
+        job,
+        target=load_value(target) if isinstance(target, str) else target,
+        transforms=load_name(transforms) if isinstance(transforms, str) else transforms,
+    )
 
 
 def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Callable[[], None]) -> str:

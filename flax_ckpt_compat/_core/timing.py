@@ -27,6 +27,10 @@ class Stopwatch:
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now
 
+    def seconds(self, *phases: str) -> float:
+        """Return the seconds of phases so far, together."""
+        return sum(self._phases[phase] for phase in phases)
+
     def timed(self, phase: str, function: Callable[[Any], _T], argument: Any) -> _T:
         """Call a function and add its time to a phase; its result is not kept alive here."""
         result = function(argument)

@@ -13,7 +13,7 @@ from flax_ckpt_compat._discovery import absence, detect, foreign
 
 _DEFAULT_PREFIX = "checkpoint_"
 _NUMBERED = re.compile(r"(.*?)\d+(?:\.\d*)?(?:[eE][-+]?\d+)?", re.DOTALL)
-_MSGPACK_SUFFIX = ".msgpack"
+MSGPACK_SUFFIX = ".msgpack"
 
 
 def checkpoints_below(root: str) -> list[str]:
@@ -59,7 +59,7 @@ def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
             if steps.is_foreign(name):
                 continue
             if not paths.isdir(path):
-                if _is_named_checkpoint(name) or name.endswith(_MSGPACK_SUFFIX) or prefixes.include(name):
+                if _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX) or prefixes.include(name):
                     found.append(path)
             elif (resolved := paths.storage_of(path).resolve(path)) not in seen:
                 seen.add(resolved)

@@ -56,7 +56,6 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
         watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
-    start = time.perf_counter()
     paths.prepare_directory(request.directory)
     temporary = paths.storage_of(request.path).temporary_path(request.path)
     try:
@@ -68,10 +67,9 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
     except BaseException:
         atomic.remove_temporary(temporary)
         raise
-    seconds = time.perf_counter() - start
     watch.lap("publish")
     retain(request)
     watch.lap("retain")
     watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
     if request.shadow:
-        shadow.compare(request, tree, seconds)
+        shadow.compare(request, tree, watch.seconds("write", "publish"))

@@ -20,6 +20,7 @@ import jax
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.equality import differences
+from flax_ckpt_compat._core.local.syncing import write_file
 from flax_ckpt_compat._core.tree import Node, iter_leaves, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.request import SaveRequest
@@ -117,6 +118,5 @@ class _TimedReader:
 
 def _write_record(path: str, record: dict[str, Any]) -> None:
     temporary = paths.storage_of(path).temporary_path(path)
-    with open(temporary, "x", encoding="utf-8") as file:
-        json.dump(record, file)
+    write_file(temporary, json.dumps(record).encode())
     paths.publish(temporary, path)

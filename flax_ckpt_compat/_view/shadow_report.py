@@ -8,12 +8,13 @@ import os
 from typing import Any
 
 from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._save.shadow import FOLDER
 
-_FORMATS = ("msgpack", "orbax")
+_FORMATS = tuple(format.value for format in Format)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
 import sys
-import tempfile
 import tokenize
 from pathlib import Path
 
@@ -66,8 +64,5 @@ def _replace(path: Path, text: str) -> None:
     with path.open("rb") as file:
         encoding, _ = tokenize.detect_encoding(file.readline)
     newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding=encoding, newline=newline) as file:
-        file.write(text)
-    os.chmod(temporary, path.stat().st_mode & 0o7777)
-    os.replace(temporary, path)
+    with click.open_file(str(path), "w", encoding=encoding, atomic=True) as file:
+        file.write(text.replace("\n", newline))

@@ -51,6 +51,14 @@ def sync_directory(path: str) -> None:
             )  # fmt: skip
 
 
+def write_file(path: str, data: bytes, *, new: bool = True) -> None:
+    """Write and sync a file; one that is ``new`` must not exist."""
+    with open(path, "xb" if new else "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_tree(path: str) -> None:
     """Sync all files and directories below a directory, and itself."""
     for folder, _, names in os.walk(path, topdown=False):
