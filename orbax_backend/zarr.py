@@ -35,7 +35,7 @@ CHECKSUM_NBYTES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the chunks of a checkpoint are stored.
+    """Codecs of the chunks of a checkpoint.
 
     Attributes:
         codec: zarr's spec of a compressor, or None.

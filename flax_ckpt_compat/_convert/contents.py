@@ -22,7 +22,7 @@ ITEM = {"manager": "default", "v1": "state"}
 
 @dataclasses.dataclass(slots=True)
 class Contents:
-    """What a result holds.
+    """Trees and metadata of a result.
 
     Attributes:
         trees: item name → tree to write; the only item of a layout without items is ''.

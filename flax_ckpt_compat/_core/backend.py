@@ -108,7 +108,7 @@ class ArraySlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inspection:
-    """What `Reader.inspect` finds.
+    """Result of `Reader.inspect`.
 
     Attributes:
         unexpected: files and arrays that belong to no leaf: paths relative to the checkpoint, with notes.

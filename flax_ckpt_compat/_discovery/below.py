@@ -78,7 +78,7 @@ def _is_named_checkpoint(name: str) -> bool:
 
 
 class _Prefixes:
-    """Which prefixes of a directory's numbered files are those of checkpoints, judged by the first bytes of some."""
+    """The prefixes of checkpoints among a directory's numbered files, judged by the first bytes of some."""
 
     def __init__(self, directory: str, names: list[str]):
         self._directory, self._names = directory, names

@@ -1,4 +1,4 @@
-"""What `flax-ckpt scan` can find, and what each does when ``flax_use_orbax_checkpointing`` becomes true."""
+"""Define the kinds of findings of `flax-ckpt scan`, and their effects with ``flax_use_orbax_checkpointing``."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ class Finding:
 
     @property
     def about(self) -> Kind:
-        """What the kind of finding means."""
+        """Return the description of the kind of finding."""
         return KINDS[self.kind]
 
 
 @dataclass(frozen=True)
 class ScanReport:
-    """What a scan found.
+    """Result of a scan.
 
     Attributes:
         findings: By file and line.
@@ -63,7 +63,7 @@ class ScanReport:
 
     @property
     def actions(self) -> tuple[Finding, ...]:
-        """The findings that ask for a change or a look."""
+        """Return the findings that ask for a change or a look."""
         return tuple(found for found in self.findings if found.about.action != NOTHING)
 
 

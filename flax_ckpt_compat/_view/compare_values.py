@@ -21,7 +21,7 @@ _TEXT, _COMPLEX = "USMm", "cW"  # kinds of dtypes; W is that of ml_dtypes
 
 @dataclasses.dataclass(slots=True)
 class Values:
-    """How the values of two arrays differ; arrays may be added in pieces.
+    """Differences between the values of two arrays; arrays may be added in pieces.
 
     Attributes:
         rtol, atol: the tolerances: values may differ by ``atol + rtol * |b|``.

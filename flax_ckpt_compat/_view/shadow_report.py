@@ -31,12 +31,12 @@ class ShadowReport:
 
     @property
     def compared(self) -> tuple[dict[str, Any], ...]:
-        """The saves of which both formats were read back."""
+        """Return the saves of which both formats were read back."""
         return tuple(record for record in self.records if "error" not in record)
 
     @property
     def is_clean(self) -> bool:
-        """Whether every save was compared and none differed."""
+        """Return whether every save was compared and none differed."""
         return len(self.compared) == len(self.records) and not any(record["differences"] for record in self.records)
 
     def total(self, quantity: str, format: str) -> float:

@@ -57,7 +57,7 @@ class ShownLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """What is in a checkpoint.
+    """Leaves of a checkpoint.
 
     Attributes:
         path: absolute path, or URL.

@@ -132,7 +132,7 @@ def _verify_files(path: str) -> VerifiedCheckpoint:
 
 @dataclasses.dataclass(slots=True)
 class _Findings:
-    """What was found in the items of one checkpoint so far."""
+    """Findings in the items of one checkpoint so far."""
 
     unexpected: list[str]
     damage: list[str] = dataclasses.field(default_factory=list)

@@ -23,7 +23,7 @@ _LEGACY = "flax.training.checkpoints"
 
 @dataclasses.dataclass
 class Report:
-    """What was found: titles with names and values, and what is wrong."""
+    """Titles with names and values, and the problems that were found."""
 
     sections: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)

@@ -13,6 +13,9 @@ from typing import Any
 
 import flax
 import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax.training import checkpoints as flax_checkpoints
 
 from tests.support.interpreters import run_python as run_python
 from tests.support.interpreters import start_python as start_python
@@ -48,3 +51,14 @@ def dead_pid() -> int:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
         process.wait()
         return process.pid
+
+
+def saved_by_peer(directory: Path, tree: Any, *, real_orbax: bool = False) -> str:
+    """A checkpoint as real Flax writes it in msgpack, or real Orbax."""
+    if real_orbax:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(directory / "checkpoint_1", tree)
+        return str(directory / "checkpoint_1")
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        return flax_checkpoints.save_checkpoint(directory, tree, 1)

@@ -5,21 +5,19 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
-from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import Diff, LeafDifference, checkpoints, diff, errors
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.folding import Row, fold, fold_with_members
 from flax_ckpt_compat._view.compare_values import Values
 from flax_ckpt_compat.cli import main
+from tests.support.saves import saved_by_peer as saved
 from tests.support.saves import use_flag
 
 TREE: dict[str, Any] = {
@@ -28,17 +26,6 @@ TREE: dict[str, Any] = {
     "name": "run",
     "none": None,
 }
-
-
-def saved(directory: Path, tree: Any, *, real_orbax: bool = False) -> str:
-    """A checkpoint as real Flax writes it in msgpack, or real Orbax."""
-    if real_orbax:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(directory / "checkpoint_1", tree)
-        return str(directory / "checkpoint_1")
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    with pytest.warns(DeprecationWarning):
-        return flax_checkpoints.save_checkpoint(directory, tree, 1)
 
 
 def between(tmp_path: Path, a: Any, b: Any, **options: Any) -> Diff:

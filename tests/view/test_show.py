@@ -16,7 +16,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner, Result
-from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core import bounded_reads
@@ -24,6 +23,7 @@ from flax_ckpt_compat._view import show, show_text
 from flax_ckpt_compat._view.array_stats import Stats
 from flax_ckpt_compat._view.treemap import squarified
 from flax_ckpt_compat.cli import main
+from tests.support.saves import saved_by_peer as saved
 from tests.support.saves import use_flag
 
 TREE: dict[str, Any] = {
@@ -39,17 +39,6 @@ TREE: dict[str, Any] = {
 def run(*arguments: object) -> Result:
     """The command, in this process."""
     return CliRunner().invoke(main, ["show", *map(str, arguments)])
-
-
-def saved(directory: Path, tree: Any, *, real_orbax: bool = False) -> str:
-    """A checkpoint as real Flax writes it in msgpack, or real Orbax."""
-    if real_orbax:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(directory / "checkpoint_1", tree)
-        return str(directory / "checkpoint_1")
-    flax.config.update("flax_use_orbax_checkpointing", False)
-    with pytest.warns(DeprecationWarning):
-        return flax_checkpoints.save_checkpoint(directory, tree, 1)
 
 
 @pytest.mark.parametrize("real_orbax", [False, True], ids=["flax", "orbax"])
