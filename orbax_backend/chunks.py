@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class ArrayRead:
         chunks: stored value and box of each chunk that it intersects, once located.
         complete: whether all of them are stored.
         array: the result, with the stored dtype; None until its memory is there.
+        cell: index of the chunk that the result is exactly, or None.
     """
 
     name: str
@@ -72,11 +73,18 @@ class ArrayRead:
     chunks: list[tuple[StoredValue, Box]] = dataclasses.field(default_factory=list)
     complete: bool = True
     array: Any = None
+    cell: Shape | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.box is not None:
+            self.cell = self.info.cell_of(self.box)
+        else:
+            self.cell = (0,) * len(self.info.shape) if self.info.chunks == self.info.shape else None
 
     @property
     def is_one_raw_chunk(self) -> bool:
-        """Return whether it is exactly the bytes of one chunk, as almost all arrays are."""
-        return self.box is None and self.info.is_one_raw_chunk
+        """Return whether it is exactly the bytes of one chunk, as almost all arrays and shards are."""
+        return self.cell is not None and self.info.raw and not self.info.checksum_nbytes
 
     @property
     def is_raw(self) -> bool:
@@ -100,8 +108,8 @@ class ArrayRead:
 
     def cells(self) -> Iterator[tuple[Shape, Box]]:
         """Yield index and box of every chunk that it intersects."""
-        if self.is_one_raw_chunk:
-            return iter([((0,) * len(self.info.shape), grid.full_box(self.info.shape))])
+        if self.cell is not None:
+            return iter([(self.cell, self.region)])
         return grid.cells(self.region, self.info.chunks)
 
     def copy(self, chunk: Box) -> Copy:
@@ -175,19 +183,9 @@ def by_chunk(group: Sequence[ArrayRead]) -> dict[Shape, tuple[Any, list[Copy]]]:
 
 def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     """Return the ranges to read for boxes of one array of raw chunks; copy chunks that are inline at once."""
+    if all(read.cell is not None for read in group):
+        return [piece for read in group for piece in _plan_whole(read, read.info.chunk_key(read.cell or ()))]
     read = group[0]
-    if len(group) == 1 and read.is_one_raw_chunk:
-        ((value, _),) = read.chunks
-        target = read.array.reshape(-1).view(np.uint8)
-        if isinstance(value, ByteRange):
-            return list(_split(read, value, value, target))
-        target.data[:] = value
-        return []
-    if read.info.checksum_nbytes and len(group) == 1 and read.box is None and read.info.chunks == read.info.shape:
-        ((value, _),) = read.chunks
-        if isinstance(value, ByteRange):
-            key = read.info.chunk_key((0,) * len(read.info.shape))
-            return [Piece(read, value, value, read.array.reshape(-1).view(np.uint8), chunk=key)]
     wanted = by_chunk(group)
     if read.info.checksum_nbytes:
         return [
@@ -223,6 +221,20 @@ def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copie
         return [Piece(read, value, value, None, info.chunks, copies, key)]
     target = copy.array.reshape(-1).view(np.uint8)[target_at * size : (target_at + count) * size]
     return [Piece(read, value, value, target, chunk=key)]
+
+
+def _plan_whole(read: ArrayRead, key: str) -> Iterable[Piece]:
+    """Return the pieces of a read that is exactly one chunk; copy it at once if it is inline."""
+    ((value, _),) = read.chunks
+    target = read.array.reshape(-1).view(np.uint8)
+    if isinstance(value, ByteRange):
+        has_checksum = read.info.checksum_nbytes > 0
+        return [Piece(read, value, value, target, chunk=key)] if has_checksum else _split(read, value, value, target)
+    data = checked_data(value) if read.info.checksum_nbytes else value
+    if data is None:
+        raise DamagedChunkError(read, key)
+    target.data[:] = data
+    return []
 
 
 def _split(read: ArrayRead, within: ByteRange, extent: ByteRange, target: _Array) -> Iterator[Piece]:

@@ -37,7 +37,8 @@ class StoredLeaf:
         possible_kinds: see `LeafHandle`.
         described: kind, shape, dtype and size of the `LeafHandle`.
         is_plain: whether the array is the leaf.
-        inline_key: chunk key, below the array's prefix, of a small array in one raw chunk; None for other arrays.
+        has_small_chunks: whether chunks are raw and so small that they may be inline in the index.
+        whole_key: chunk key, below the array's prefix, of an array in one chunk; None for other arrays.
     """
 
     info: ArrayInfo
@@ -49,7 +50,8 @@ class StoredLeaf:
     possible_kinds: frozenset[LeafKind] = frozenset()
     described: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int] = dataclasses.field(init=False)
     is_plain: bool = dataclasses.field(init=False)
-    inline_key: str | None = dataclasses.field(init=False)
+    has_small_chunks: bool = dataclasses.field(init=False)
+    whole_key: str | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
@@ -58,8 +60,9 @@ class StoredLeaf:
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
-        is_small = self.info.raw and self.info.chunks == self.info.shape and self.info.nbytes <= _SMALL_BYTES
-        self.inline_key = self.info.chunk_key((0,) * len(self.info.shape)) if is_small else None
+        self.has_small_chunks = self.info.raw and self.info.chunk_nbytes <= _SMALL_BYTES
+        is_one_chunk = self.info.chunks == self.info.shape
+        self.whole_key = self.info.chunk_key((0,) * len(self.info.shape)) if is_one_chunk else None
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""

@@ -102,11 +102,12 @@ class OrbaxReader(Reader):
             handle, box = (one, None) if isinstance(one, LeafHandle) else (one.handle, one.index)
             leaf = handle.locator
             if isinstance(leaf, StoredLeaf):
-                value = self._inline_value(handle, leaf) if box is None else None
+                value = self._inline_value(handle, leaf, box) if leaf.has_small_chunks else None
                 if value is not None:
                     inline.append((number, handle, value))
                 else:
-                    read = ArrayRead(handle.name, leaf.info, handle.path, _stored_box(leaf, box))
+                    stored_box = None if box is None else _stored_box(leaf, box)
+                    read = ArrayRead(handle.name, leaf.info, handle.path, stored_box)
                     arrays.append((number, handle, read))
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
@@ -165,11 +166,15 @@ class OrbaxReader(Reader):
         if self._aggregate is not None:
             self._aggregate.reader.close()
 
-    def _inline_value(self, handle: LeafHandle, leaf: StoredLeaf) -> bytes | None:
-        """Return the bytes of a small whole array that is inline in the index."""
-        if leaf.inline_key is None or self._index is None:
+    def _inline_value(self, handle: LeafHandle, leaf: StoredLeaf, box: tuple[slice, ...] | None) -> bytes | None:
+        """Return the bytes of a small array, or of a box of it, that is one chunk inline in the index."""
+        key = leaf.whole_key
+        if box is not None:
+            cell = leaf.info.cell_of(_stored_box(leaf, box))
+            key = None if cell is None else leaf.info.chunk_key(cell)
+        if key is None or self._index is None:
             return None
-        value = self._index.find(key_prefix(handle.name) + leaf.inline_key)
+        value = self._index.find(key_prefix(handle.name) + key)
         if type(value) is not bytes or len(value) != leaf.info.chunk_nbytes:
             return None
         return checked_data(value) if leaf.info.checksum_nbytes else value  # ArrayReader names a damaged chunk
@@ -179,7 +184,7 @@ class OrbaxReader(Reader):
             for start in range(0, len(inline), _LEAVES_PER_BLOCK):
                 block = inline[start : start + _LEAVES_PER_BLOCK]
                 packed = memory.pack(
-                    [(one.locator.info.shape, one.locator.info.dtype, value) for _, one, value in block]
+                    [(one.locator.info.chunks, one.locator.info.dtype, value) for _, one, value in block]
                 )
                 for (number, handle, _), array in zip(block, packed, strict=True):
                     values[number] = array if handle.locator.is_plain else self._decode(handle, array)
@@ -333,9 +338,9 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verif
         raise
 
 
-def _stored_box(leaf: StoredLeaf, box: tuple[slice, ...] | None) -> tuple[slice, ...] | None:
+def _stored_box(leaf: StoredLeaf, box: tuple[slice, ...]) -> tuple[slice, ...]:
     """Return the box of the stored array; a dtype that zarr lacks is stored with one more axis."""
-    return None if box is None else (*box, *full_box(leaf.info.shape[len(box) :]))
+    return (*box, *full_box(leaf.info.shape[len(box) :]))
 
 
 def _may_be_key(handle: LeafHandle) -> bool:

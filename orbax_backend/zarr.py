@@ -103,6 +103,16 @@ class ArrayInfo:
         """Return the stored size of one raw chunk in bytes; zarr also stores those at the edge whole."""
         return math.prod(self.chunks) * self.dtype.itemsize + self.checksum_nbytes
 
+    def cell_of(self, box: tuple[slice, ...]) -> tuple[int, ...] | None:
+        """Return the index of the chunk that a box is exactly, or None."""
+        cell = []
+        for side, length in zip(box, self.chunks, strict=True):
+            at, inside = divmod(side.start, length)
+            if inside or side.stop - side.start != length:
+                return None
+            cell.append(at)
+        return tuple(cell)
+
     def chunk_key(self, cell: tuple[int, ...]) -> str:
         """Return the key of a chunk, relative to the array's prefix."""
         first = [self.prefix] if self.prefix else []

@@ -22,6 +22,9 @@ Path = tuple[str, ...]
 # Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
 # real trees take up to ten times their file.
 _LEAST_PATH_BYTES, _PATH_BYTES_RATIO, _BYTES_PER_NAME = 64 * 2**20, 64, 9
+# (sharding, shape) → position and index of each first replica.
+_FIRST_REPLICAS: dict[tuple[Any, tuple[int, ...]], list[tuple[int, tuple[slice, ...]]]] = {}
+_MAX_CACHED = 256
 Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
 
 
@@ -176,9 +179,21 @@ def shards_of(array: Any) -> Iterator[Shard]:
         return
     import numpy as np
 
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            yield Shard(normalize_index(shard.index, array.shape), np.asarray(shard.data, order="C"))
+    for number, index in _first_replicas(array):
+        yield Shard(index, np.asarray(array.addressable_data(number), order="C"))
+
+
+def _first_replicas(array: Any) -> list[tuple[int, tuple[slice, ...]]]:
+    """Return position and index of the shards with ``replica_id`` 0; cached: leaves share few shardings and shapes."""
+    key = array.sharding, array.shape
+    found = _FIRST_REPLICAS.get(key)
+    if found is None:
+        shards = [(at, shard) for at, shard in enumerate(array.addressable_shards) if shard.replica_id == 0]
+        found = [(at, normalize_index(shard.index, array.shape)) for at, shard in shards]
+        if len(_FIRST_REPLICAS) >= _MAX_CACHED:
+            _FIRST_REPLICAS.clear()
+        _FIRST_REPLICAS[key] = found
+    return found
 
 
 def is_jax_array(leaf: object) -> bool:

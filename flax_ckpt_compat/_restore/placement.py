@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import KeyData, normalize_index
+from flax_ckpt_compat._core.tree import KeyData
 from flax_ckpt_compat._restore import cast_losses, kinds
 from flax_ckpt_compat._restore.casting import Cast
 from flax_ckpt_compat._restore.plan import LeafPlan
-from flax_ckpt_compat._restore.shardings import index_key, is_held
+from flax_ckpt_compat._restore.shardings import is_held, starts
 from flax_ckpt_compat._trees import state_dict
 
 
@@ -73,14 +73,11 @@ def put_jax_array(value: jax.Array, sharding: Any, cast: Cast | None) -> Any:
 def sharded(leaf: LeafPlan, handle: LeafHandle, values: list[Any], cast: Cast | None) -> Any:
     """Assemble a sharded array; the value of each slice goes to all devices that hold its shard."""
     parts = {
-        index_key(part.index): value if cast is None else cast(value)
+        starts(part.index): value if cast is None else cast(value)
         for part, value in zip(leaf.slices or (), values, strict=True)
     }
-    shape = handle.shape
     with transfers_allowed():
-        return jax.make_array_from_callback(
-            shape, leaf.sharding, lambda index: parts[index_key(normalize_index(index or (), shape))]
-        )
+        return jax.make_array_from_callback(handle.shape, leaf.sharding, lambda index: parts[starts(index or ())])
 
 
 def transfers_allowed() -> Any:
