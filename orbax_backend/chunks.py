@@ -230,7 +230,7 @@ def _plan_whole(read: ArrayRead, key: str) -> Iterable[Piece]:
     if isinstance(value, ByteRange):
         has_checksum = read.info.checksum_nbytes > 0
         return [Piece(read, value, value, target, chunk=key)] if has_checksum else _split(read, value, value, target)
-    data = checked_data(value) if read.info.checksum_nbytes else value
+    data: Any = checked_data(value) if read.info.checksum_nbytes else value  # type: ignore[arg-type]
     if data is None:
         raise DamagedChunkError(read, key)
     target.data[:] = data
