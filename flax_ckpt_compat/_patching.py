@@ -51,7 +51,7 @@ class _State:
 
 
 def install() -> None:
-    """Replace the functions of `flax.training.checkpoints` by ours for the whole process.
+    """Replace the functions of ``flax.training.checkpoints`` by ours for the whole process.
 
     Idempotent and thread-safe. Modules that imported functions from it before
     (``from flax.training.checkpoints import save_checkpoint as sc``) get ours too. If Flax's module is missing or

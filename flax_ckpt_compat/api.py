@@ -44,7 +44,7 @@ def restore(
 ) -> Any:
     """Restore a checkpoint of any format; raise if it does not match the target.
 
-    A policy (`missing_leaves` to `mapped`) that is None takes the value set by an environment variable,
+    A policy (``missing_leaves`` to ``mapped``) that is None takes the value set by an environment variable,
     ``config.update`` or ``config.override``, or else the strict default: ``shape_mismatch="error"``,
     ``kind_mismatch="error"``, ``structure="stored"``, ``must_exist=True``, and `flax_ckpt_compat.config`'s others.
 

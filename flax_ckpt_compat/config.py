@@ -3,7 +3,7 @@
 Set a setting by an environment variable (``FLAX_CKPT_COMPAT_`` + its name in capitals, read when this module is first
 imported; empty counts as not given), for the process with `update`, or for a block with `override`.
 ``config.current()`` returns all values in force, ``config.must_exist`` one of them. Defaults are those of the table for
-Flax's own functions, and `STRICT` for ``flax_ckpt_compat.restore`` and ``save``.
+Flax's own functions, and ``STRICT`` for ``flax_ckpt_compat.restore`` and ``save``.
 
 ========================  =========================  ===========================================================
 setting                   values (default first)     meaning

@@ -35,7 +35,7 @@ class Suggestion:
 
     @property
     def rules(self) -> list[Rule]:
-        """Return the rules for ``transforms``, or ``orbax_transforms`` of `restore_checkpoint`."""
+        """Return the rules for ``transforms``, or ``orbax_transforms`` of ``restore_checkpoint``."""
         return [step.rule for step in self.steps]
 
     @property

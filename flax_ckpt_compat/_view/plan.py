@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return the key paths of the leaves for which the restore raises `MissingLeavesError`."""
+        """Return the key paths of the leaves for which the restore raises ``MissingLeavesError``."""
         return tuple(leaf.path for leaf in self.leaves if leaf.origin == "missing")
 
     @functools.cached_property

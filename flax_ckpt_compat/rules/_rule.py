@@ -28,11 +28,11 @@ class Rule:
 
     Attributes:
         source: Python source of the call, such as ``rules.rename('Dense_0', 'encoder')``.
-        apply: takes the checkpoint's tree (leaves: `LeafHandle`, `Derived`, `Own` or None; see
-            `flax_ckpt_compat._trees.leaf_sources`) and the target's neutral tree, and returns a new checkpoint tree. It
-            reads no array data, changes neither, and raises `TransformError` if the rule does not fit.
-        opens: path and prefix of each other checkpoint that it opens; if there are any, `apply` also takes an
-            `OpenTree`.
+        apply: takes the checkpoint's tree (leaves: ``LeafHandle``, ``Derived``, ``Own`` or None; see
+            ``flax_ckpt_compat._trees.leaf_sources``) and the target's neutral tree, and returns a new checkpoint tree.
+            It reads no array data, changes neither, and raises ``TransformError`` if the rule does not fit.
+        opens: path and prefix of each other checkpoint that it opens; if there are any, ``apply`` also takes an
+            ``OpenTree``.
     """
 
     source: str

@@ -63,7 +63,7 @@ def from_checkpoint(
         TransformError: no pattern, or a bad one; no list of rules; when applied: the target or that checkpoint has no
             such path.
         CheckpointNotFoundError: when applied: there is no such checkpoint.
-        ReplacedError: while the leaves are read: that checkpoint was replaced meanwhile.
+        CheckpointError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
     _patterns.check(patterns, _rule_name)
     where = os.fspath(path)
