@@ -32,26 +32,27 @@ def main(arguments: list[str] | None = None) -> int:
     from tests.reliability.extent import Extent
     from tests.reliability.tally import Tally
 
-    extent, results = Extent(options.scale, time.monotonic() + options.seconds), list[page.Row]()
+    extent, failed = Extent(options.scale, time.monotonic() + options.seconds), False
     for experiment in EXPERIMENTS:
         if options.only and experiment.name not in options.only:
             continue
         if experiment in WITH_SHIM and shim.why_not():
             print(f"{experiment.title}: left out: {shim.why_not()}", file=sys.stderr)
             continue
-        tally, start = Tally(experiment.title), time.monotonic()
+        print(experiment.title, flush=True)
+        row = page.Row(experiment.name, experiment.title, {})
         for system in experiment.systems:
             if (options.ours and not system.is_ours) or options.system not in (None, system.name):
                 continue
+            tally, start = Tally(prints=system.is_ours), time.monotonic()
             experiment.run(system, tally, extent)
-        results.append(page.row(experiment.name, tally, options.scale, time.monotonic() - start))
-        page.show(results[-1])
-        for name, examples in tally.examples.items():
-            for example in [one for outcome in examples.values() for one in outcome] if name.startswith("ours") else []:
-                print(f"  {name}: {example}")
-    if options.write:
-        page.write(results)
-    return int(any(row.failed for row in results))
+            if tally.counts:
+                row.cells[system.name] = page.cell(tally, options.scale, time.monotonic() - start)
+                page.show(system.name, row.cells[system.name])
+            if options.write:
+                page.write(row)
+        failed = failed or row.failed
+    return int(failed)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -48,11 +48,11 @@ def _watch(system: System, folder: str, tally: Tally, extent: Extent, right: Cal
     seconds = max(0.5, _SECONDS * extent.scale)
     seen = forks.run(lambda: _reads(system, f"{folder}/run", seconds, right), timeout=seconds + 120)
     for outcome, times in (seen.value or {f"crash: {seen}": 1}).items():
-        tally.add(system, outcome, "a restore", times)
+        tally.add(outcome, "a restore", times)
     if os.path.exists(f"{folder}/failures"):
         with open(f"{folder}/failures", encoding="utf-8") as file:
             for line in file:
-                tally.add(system, line.strip(), "the writer")
+                tally.add(line.strip(), "the writer")
 
 
 def _reads(system: System, folder: str, seconds: float, right: Callable[[int, int], bool]) -> Counter[str]:
@@ -83,7 +83,7 @@ def soak(system: System, tally: Tally, extent: Extent) -> None:
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         ended = forks.run(lambda: list(_soaked(system, folder, count)), timeout=7_200)
     for outcome in ended.value or [f"crash: {ended}"]:
-        tally.add(system, outcome, f"{count} saves and restores")
+        tally.add(outcome, f"{count} saves and restores")
 
 
 def _soaked(system: System, folder: str, count: int) -> Iterator[str]:

@@ -104,7 +104,7 @@ def _damage(system: System, tree: Tree, cases: Any, tally: Tally, extent: Extent
             batch = todo[:_BATCH]
             outcomes = try_all(lambda batch=batch: _outcomes(system, folder, tree, batch), folder, len(batch))
             for (name, where, _), outcome in zip(batch, outcomes, strict=False):
-                tally.add(system, outcome, f"{dict(system.settings) or ''} {os.path.relpath(name, folder)} {where}")
+                tally.add(outcome, f"{dict(system.settings) or ''} {os.path.relpath(name, folder)} {where}")
             todo = todo[len(outcomes) :]
 
 

@@ -45,7 +45,7 @@ def fuzz(system: System, tally: Tally, extent: Extent) -> None:
                 lambda count=count, seed=seed: _outcomes(system, folder, seed, count), folder, count
             )
             for number, outcome in enumerate(outcomes):
-                tally.add(system, outcome, f"seed {seed}, input {number}")
+                tally.add(outcome, f"seed {seed}, input {number}")
             left, seed = left - len(outcomes), seed + 1
 
 

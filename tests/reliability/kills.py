@@ -75,7 +75,7 @@ def at_calls(system: System, scenario: Scenario, names: Sequence[str], tally: Ta
                 wrong = "hung: the save" if hit.hung else hit.error
                 wrong = hit.value[1] if hit.value and hit.value[1].startswith("raw: ") else wrong
                 wrong = wrong or judged(system, f"{folder}/run", states[-2:], acknowledged=acknowledged)
-            tally.add(system, wrong, f"{scenario.name}, {name} at call {at} of {calls}")
+            tally.add(wrong, f"{scenario.name}, {name} at call {at} of {calls}")
 
 
 def _count_calls(system: System, scenario: Scenario, base: str) -> int:
@@ -121,7 +121,7 @@ def random_time(system: System, number: int, tally: Tally) -> None:
         saves = [Save(step, keep) for step in range(1, sure + 2)]
         states = Scenario("", tuple(saves)).states()
         wrong = judged(system, f"{folder}/run", states[-2:], acknowledged=False)
-    tally.add(system, wrong, f"random time {number}, after step {sure}")
+    tally.add(wrong, f"random time {number}, after step {sure}")
 
 
 def _acknowledged(notes: str) -> int:

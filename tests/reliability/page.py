@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.reliability.tally import GOOD, Tally
 
@@ -14,6 +16,36 @@ DATA = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "migration_guide" / "reliability.md"
 _BEGIN, _END = "<!-- table: python -m tests.reliability --write -->", "<!-- end of the table -->"
 _COLUMNS = ("ours, msgpack", "ours, Orbax's format", "Flax, flag off", "Flax, flag on")
+_SIDES = (_COLUMNS[:2], _COLUMNS[2:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One system's outcomes in one experiment.
+
+    Attributes:
+        counts: outcome → how often.
+        scale: part of the long form.
+        seconds: it took.
+        date: of the run.
+        versions: of what ran.
+    """
+
+    counts: dict[str, int]
+    scale: float
+    seconds: float
+    date: str
+    versions: str
+
+    @property
+    def wrong(self) -> int:
+        """In how many cases something was wrong."""
+        return sum(times for outcome, times in self.counts.items() if outcome not in GOOD)
+
+    def __str__(self) -> str:
+        total = sum(self.counts.values())
+        kinds = ", ".join(f"{outcome} {times:,}" for outcome, times in sorted(self.counts.items()) if outcome)
+        return f"{f'**{self.wrong:,}**' if self.wrong else '0'} of {total:,}" + (f" ({kinds})" if kinds else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,73 +54,58 @@ class Row:
 
     Attributes:
         name, title: of the experiment.
-        counts: system → outcome → how often.
-        scale: part of the long form.
-        seconds: it took.
-        date: of the run.
-        versions: of what ran.
+        cells: by the name of the system.
     """
 
     name: str
     title: str
-    counts: dict[str, dict[str, int]]
-    scale: float
-    seconds: float
-    date: str
-    versions: str
+    cells: dict[str, Cell]
 
     @property
     def failed(self) -> bool:
         """Whether ours did something wrong."""
-        return any(
-            outcome not in GOOD
-            for system, counts in self.counts.items()
-            if system.startswith("ours")
-            for outcome in counts
-        )
+        return any(cell.wrong for system, cell in self.cells.items() if system.startswith("ours"))
 
-    def cells(self) -> list[str]:
-        """Return the text of each column."""
-        return [_cell(self.counts.get(column)) for column in _COLUMNS]
+    def scales(self) -> str:
+        """Return the part of the long form: one number, or ours / Flax's."""
+        parts = [{f"{self.cells[name].scale:g}" for name in names if name in self.cells} for names in _SIDES]
+        return " / ".join(dict.fromkeys(", ".join(sorted(part)) for part in parts if part))
 
 
-def _cell(counts: dict[str, int] | None) -> str:
-    if not counts:
-        return "-"
-    total, wrong = sum(counts.values()), sum(times for outcome, times in counts.items() if outcome not in GOOD)
-    kinds = ", ".join(f"{outcome} {times:,}" for outcome, times in sorted(counts.items()) if outcome)
-    return f"{f'**{wrong:,}**' if wrong else '0'} of {total:,}" + (f" ({kinds})" if kinds else "")
-
-
-def row(name: str, tally: Tally, scale: float, seconds: float) -> Row:
-    """Return the row of a finished experiment."""
+def cell(tally: Tally, scale: float, seconds: float) -> Cell:
+    """Return the cell of an experiment that has ended."""
     versions = ", ".join(f"{one} {importlib.metadata.version(one)}" for one in ("flax", "orbax-checkpoint", "jax"))
-    counts = {system: dict(outcomes) for system, outcomes in tally.counts.items()}
-    return Row(name, tally.name, counts, scale, round(seconds, 1), time.strftime("%Y-%m-%d", time.gmtime()), versions)
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return Cell(dict(tally.counts), scale, round(seconds, 1), date, versions)
 
 
-def show(one: Row) -> None:
-    """Print a row."""
-    print(f"{one.title} (scale {one.scale:g}, {one.seconds:.0f} s)")
-    for column, cell in zip(_COLUMNS, one.cells(), strict=True):
-        print(f"  {column:<22}{cell.replace('*', '')}", flush=True)
+def show(system: str, cell: Cell) -> None:
+    """Print a cell."""
+    print(f"  {system:<22}{str(cell).replace('*', '')}; scale {cell.scale:g}, {cell.seconds:.0f} s", flush=True)
 
 
-def write(rows: list[Row]) -> None:
-    """Keep the rows, and write the table of all that are kept into the guide."""
-    kept = {one["name"]: one for one in json.loads(DATA.read_text(encoding="utf-8"))} if DATA.exists() else {}
-    kept.update({one.name: dataclasses.asdict(one) for one in rows})
+def write(row: Row) -> None:
+    """Keep the cells of a row, and write the table of all that are kept into the guide."""
     from tests.reliability.experiments import EXPERIMENTS
 
-    ordered = [kept[one.name] for one in EXPERIMENTS if one.name in kept]
-    DATA.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    PAGE.write_text(f"{before}{_BEGIN}\n{_table([Row(**one) for one in ordered])}{_END}{after}", encoding="utf-8")
+    with open(DATA, encoding="utf-8") as lock:  # two runs may write
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = {one.name: one for one in map(_row, json.loads(DATA.read_text(encoding="utf-8")))}
+        kept[row.name] = Row(row.name, row.title, {**(kept[row.name].cells if row.name in kept else {}), **row.cells})
+        rows = [kept[one.name] for one in EXPERIMENTS if one.name in kept]
+        DATA.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1) + "\n", encoding="utf-8")
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+        PAGE.write_text(f"{before}{_BEGIN}\n{_table(rows)}{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+
+
+def _row(stored: dict[str, Any]) -> Row:
+    return Row(stored["name"], stored["title"], {name: Cell(**held) for name, held in stored["cells"].items()})
 
 
 def _table(rows: list[Row]) -> str:
     lines = ["| what was injected | " + " | ".join(_COLUMNS) + " | scale |", "|---" * (len(_COLUMNS) + 2) + "|"]
-    lines += [f"| {one.title} | " + " | ".join(one.cells()) + f" | {one.scale:g} |" for one in rows]
-    ran = sorted({f"{one.date} with {one.versions}" for one in rows})
+    for row in rows:
+        cells = [str(row.cells.get(column, "-")) for column in _COLUMNS]
+        lines.append(f"| {row.title} | {' | '.join(cells)} | {row.scales()} |")
+    ran = sorted({f"{held.date} with {held.versions}" for row in rows for held in row.cells.values()})
     return "\n".join(lines) + "\n\nRun on " + "; ".join(ran) + ".\n"

@@ -101,7 +101,7 @@ def judge_all(system: System, found: list[State], tally: Tally, name: str, limit
         ended = forks.run(lambda batch=batch, start=start: _judged(system, batch, start), timeout=120)
         outcomes = ended.value or [f"crash: {ended.error or ended}"] * len(batch)
         for state, wrong in zip(batch, outcomes, strict=True):
-            tally.add(system, wrong, f"{name}, {state.where}")
+            tally.add(wrong, f"{name}, {state.where}")
 
 
 def _judged(system: System, batch: list[State], start: int) -> list[str]:

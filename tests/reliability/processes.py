@@ -111,7 +111,7 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
                     team.close()
                     team = Team(_COUNT)
                 wrong = _case(system, scenario, base, team, *case)
-                tally.add(system, wrong, f"{scenario.name}, {case} of {counts}")
+                tally.add(wrong, f"{scenario.name}, {case} of {counts}")
     team.close()
 
 
