@@ -175,4 +175,12 @@ def outcome_of(system: System, folder: str, tree: Tree) -> str:
         return f"raw: {type(error).__name__}: {error}" if system.is_ours else "found"
     if same_leaves(restored, tree()):
         return "same"
-    return "nothing: restored None" if restored is None else "silent: other values"
+    if restored is None:
+        return "skipped" if system.is_ours and _is_empty(folder) else "nothing: restored None"
+    return "silent: other values"
+
+
+def _is_empty(folder: str) -> bool:
+    """Return whether a checkpoint is an empty file: ours warns and looks for another, as after an interrupted copy."""
+    names = [name for name in os.listdir(folder) if name.startswith("checkpoint")]
+    return any(os.path.getsize(os.path.join(folder, name)) == 0 for name in names)

@@ -10,14 +10,20 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import damage, forks
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import SYSTEMS, System
+from tests.support import ocdbt_files
 
 _INPUTS = 500_000
 _BATCH = 2_000
+_SAME_WRITER = 100  # inputs made of one system's checkpoint: copying it takes longer than restoring it
+_MANIFEST = b"\x0c\xdb\x3a\x2a"
+_OCDBT = re.compile(re.escape(_MANIFEST) + b"|\x0c\xdb\x20\xde")
+_SHORTEST = 18  # bytes of a manifest or node
 _NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 2**63 - 1, 2**64 - 1)
 _TOKENS = (
     b"\xc1",
@@ -30,6 +36,8 @@ _TOKENS = (
     b"-1",
 )
 _TOKENS += (b"1e999", b"\x94\x94\x94\x94", b"[" * 50, b"../../..", b"\x00" * 16, b'"x"', b"zlib", b"<f8", b"|O")
+
+_crc32c = checksums.crc32c or ocdbt_files.crc32c
 
 
 def fuzz(system: System, tally: Tally, extent: Extent) -> None:
@@ -52,25 +60,39 @@ def fuzz(system: System, tally: Tally, extent: Extent) -> None:
 def _outcomes(system: System, folder: str, seed: int, count: int) -> Iterator[str]:
     system.use()
     signal.alarm(20)
-    chance, corpus = random.Random(seed), _corpus(folder)
-    names, run = sorted(corpus), f"{folder}/fuzzed-{seed}"
-    for _ in range(count):
+    chance, corpus, run = random.Random(seed), _corpus(folder), f"{folder}/fuzzed-{seed}"
+    pieces = sorted(corpus.values())
+    for number in range(count):
+        if number % _SAME_WRITER == 0:
+            writer = chance.choice(sorted({name.split("/")[0] for name in corpus}))
+            names = sorted(name for name in corpus if name.startswith(f"{writer}/"))
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(f"{folder}/{writer}", run)
         name = chance.choice(names)
-        source = os.path.join(folder, name.split("/")[0])
         copy = os.path.join(run, *name.split("/")[1:])
-        if not os.path.isdir(run) or chance.random() < 0.01:
-            shutil.rmtree(run, ignore_errors=True)
-        if not os.path.exists(copy):
-            shutil.rmtree(run, ignore_errors=True)
-            shutil.copytree(source, run)
-        with open(copy, "wb") as file:
-            file.write(_mutated(corpus[name], corpus, chance))
-        try:
-            yield _outcome(system, run)
-        finally:
-            with open(copy, "wb") as file:
-                file.write(corpus[name])
+        mutated = _mutated(corpus[name], pieces, chance)
+        _write(copy, _sealed(mutated) if chance.random() < 0.5 else mutated)
+        yield _outcome(system, run)
+        _write(copy, corpus[name])
     shutil.rmtree(run, ignore_errors=True)
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def _sealed(data: bytes) -> bytes:
+    """Return data in which the lengths and checksums of OCDBT's manifests and nodes are right again."""
+    sealed = bytearray(data)
+    for start in (found.start() for found in _OCDBT.finditer(data)):
+        length = int.from_bytes(data[start + 4 : start + 12], "little")
+        whole = start == 0 and data.startswith(_MANIFEST)  # alone in its file
+        end = len(data) if whole or length > len(data) - start else start + length
+        if end - start >= _SHORTEST:
+            sealed[start + 4 : start + 12] = (end - start).to_bytes(8, "little")
+            sealed[end - 4 : end] = _crc32c(sealed[start : end - 4]).to_bytes(4, "little")
+    return bytes(sealed)
 
 
 def _outcome(system: System, run: str) -> str:
@@ -94,10 +116,10 @@ def _corpus(folder: str) -> dict[str, bytes]:
     return found
 
 
-def _mutated(data: bytes, corpus: dict[str, bytes], chance: random.Random) -> bytes:
+def _mutated(data: bytes, pieces: list[bytes], chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 2, 4, 8))):
         at, size = chance.randrange(len(data) + 1), chance.choice((1, 2, 4, 8, 64))
-        other = chance.choice(sorted(corpus.values()))
+        other = chance.choice(pieces)
         start = chance.randrange(len(other) + 1)
         number = chance.choice(_NUMBERS).to_bytes(8, "big")
         piece = chance.choice(
