@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from flax_ckpt_compat._core import checksums, paths
-from flax_ckpt_compat._core.local.syncing import start_writeback
+from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_writeback
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
@@ -73,7 +73,12 @@ class Database:
         }
         # No cache: nodes are cached by path, and another directory may have this path later.
         self._context = ts.Context(
-            {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": _FILE_THREADS}},
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "file_io_concurrency": {"limit": _FILE_THREADS},
+                # It also syncs directories, and fails where that is impossible; `writer.sync_database` does it then.
+                "file_io_sync": can_sync_directories(path),
+            },
             parent=paths.storage_of(url or path).context(),
         )
         self._database = ts.KvStore.open(self._spec, context=self._context).result()

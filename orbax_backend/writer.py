@@ -19,6 +19,7 @@ import sys
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core.local.syncing import can_sync_directories, sync_file, sync_tree
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_PREFIX,
@@ -26,6 +27,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     COMMIT_FILE,
     DATA_DIRECTORY,
     JAX_ARRAY,
+    MANIFEST,
     SHARDING,
     STEP_METADATA,
     STRINGS,
@@ -142,10 +144,15 @@ def finish_arrays(path: str, database: Database | None) -> None:
 
 
 def sync_database(path: str) -> None:
-    """Sync the directory of a database's data files, which exists if any value was written."""
+    """Sync the directory of a database's data files, which exists if any value was written, and what is not synced."""
     files = os.path.join(path, DATA_DIRECTORY)
-    if os.path.isdir(files):
-        sync_directory(files)
+    if not os.path.isdir(files):
+        return
+    if not can_sync_directories(path):
+        with translated(path, "synced"):
+            sync_file(os.path.join(path, MANIFEST))
+            sync_tree(files)
+    sync_directory(files)
 
 
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).with_name("shim.c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "network.c")]  # the first sees calls first
 
 
 class Action(enum.IntEnum):
@@ -49,13 +49,13 @@ def _compiler() -> str | None:
 
 
 @functools.cache
-def library() -> str:
-    """Compile the shim, once per version of its source, and return its path."""
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
-    built = Path(tempfile.gettempdir(), f"reliability-shim-{os.getuid()}-{digest}.so")
+def _library(source: Path) -> str:
+    """Compile a library, once per version of its source, and return its path."""
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    built = Path(tempfile.gettempdir(), f"reliability-{source.stem}-{os.getuid()}-{digest}.so")
     if not built.exists():
         part = f"{built}.{os.getpid()}"
-        options = ["-O1", "-shared", "-fPIC", "-Wall", "-o", part, str(SOURCE), "-ldl", "-lpthread"]
+        options = ["-O1", "-shared", "-fPIC", "-Wall", "-o", part, str(source), "-ldl", "-lpthread"]
         subprocess.run([str(_compiler()), *options], check=True)
         os.replace(part, built)
     return str(built)
@@ -63,7 +63,12 @@ def library() -> str:
 
 def environment() -> dict[str, str]:
     """Return the variables of a process that the shim is loaded into."""
-    return {**os.environ, "LD_PRELOAD": library(), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    return {
+        **os.environ,
+        "LD_PRELOAD": ":".join(map(_library, _SOURCES)),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def is_loaded() -> bool:
@@ -87,6 +92,19 @@ def arm(directory: str, at: int = 0, action: Action = Action.PASS, errno: int = 
 def disarm() -> int:
     """Stop; return how many calls there were."""
     return int(_loaded().shim_disarm())
+
+
+class Network(enum.IntEnum):
+    """Rules of a file system; the values are those in network.c."""
+
+    OFF = 0
+    ONE_MACHINE = 1  # what is removed while it is open stays as ``.nfs...``
+    OTHER_MACHINE = 2  # reading on what was removed gives ESTALE
+
+
+def network(directory: str, rules: Network) -> None:
+    """Let a directory have the rules of NFS, for this process and its forks."""
+    _loaded().network_rules(os.fsencode(os.path.realpath(directory)), int(rules))
 
 
 def mark(text: str) -> None:

@@ -68,7 +68,7 @@ def _remove_leftover(path: str) -> bool:
             if gda_folder.is_link_marker(os.path.basename(path)):
                 gda_folder.recover(path)
             else:
-                delete(path)
+                delete(_never_put_back(path))
     except OSError as error:
         _log.warning("Cannot remove %s, left by an interrupted save: %s", path, error)
         return False
@@ -123,10 +123,20 @@ def publish(temporary: str, final: str, *, new: bool = False) -> None:
 def _remove_replaced(replaced: str, final: str) -> None:
     """Delete the replaced checkpoint; only log a failure, because the new one is in place."""
     try:
-        delete(replaced)
+        delete(_never_put_back(replaced))
         sync_directory(os.path.dirname(final))
     except OSError as error:
         _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
+
+
+def _never_put_back(path: str) -> str:
+    """Rename what `restore_set_aside` would put back, half deleted, if this process ended now."""
+    match = parse(os.path.basename(path))
+    if match is None or match["role"] != "old":
+        return path
+    doomed = temporary_path(os.path.join(os.path.dirname(path), match["name"]))
+    os.rename(path, doomed)
+    return doomed
 
 
 def _put_in_place(temporary: str, final: str, new: bool) -> str | None:

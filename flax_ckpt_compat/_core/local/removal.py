@@ -5,10 +5,13 @@ Nothing is deleted under a checkpoint's name: a directory is renamed, the names 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
@@ -17,6 +20,7 @@ from flax_ckpt_compat._core.local.temporaries import GONE, abandon, temporary_pa
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
+_STILL_OPEN = ".nfs"
 
 
 def discard(paths: Iterable[str]) -> dict[str, StorageError]:
@@ -60,12 +64,36 @@ def _hide(path: str) -> str | None:
 
 
 def delete(path: str) -> None:
-    """Delete a file or directory whose name counts for nothing, such as a temporary."""
-    with translated(path), suppress(*GONE):
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
+    """Delete a file or directory whose name counts for nothing, such as a temporary; or let the next save do it.
+
+    NFS renames what is open to ``.nfs...`` until it is closed, so that its directory stays, which is no failure."""
+    try:
+        with translated(path), suppress(*GONE):
+            if os.path.isdir(path) and not os.path.islink(path):
+                _delete_tree(path)
+            else:
+                os.unlink(path)
+    finally:
+        if os.path.lexists(path):
+            abandon(path)
+
+
+def _delete_tree(path: str) -> None:
+    """Delete a directory; raise the first failure unless only files are left that are open."""
+    failures: list[OSError] = []
+
+    def go_on(_: object, __: str, raised: Any) -> None:
+        error = raised if isinstance(raised, OSError) else raised[1]  # Python 3.11 passes what sys.exc_info() returns
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY):
+            raise error
+        failures.append(error)
+
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(path, onexc=go_on)
+    else:
+        shutil.rmtree(path, onerror=go_on)
+    if failures and not all(name.startswith(_STILL_OPEN) for _, _, names in os.walk(path) for name in names):
+        raise failures[0]
 
 
 def remove_temporary(temporary: str) -> None:

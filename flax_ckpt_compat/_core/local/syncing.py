@@ -12,6 +12,7 @@ from typing import Any
 # Some network file systems cannot sync directories, and a directory may be writable but not readable.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EPERM, errno.EACCES)
 _warned: set[int] = set()  # devices
+_can_sync: dict[int, bool] = {}  # by device
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -33,11 +34,7 @@ def _sync_file_range() -> Any:
 def sync_directory(path: str) -> None:
     """Sync the names in a directory to disk; warn, once for a file system, where that is impossible."""
     try:
-        descriptor = os.open(path or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path or ".")
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
@@ -49,6 +46,29 @@ def sync_directory(path: str) -> None:
                 "power loss may undo the last saves; save to another file system to be safe from that, too",
                 path, error.strerror,
             )  # fmt: skip
+
+
+def can_sync_directories(path: str) -> bool:
+    """Return whether directories can be synced on the file system of one of them, which is tried once."""
+    device = os.stat(path).st_dev
+    if device not in _can_sync:
+        try:
+            sync_file(path)
+            _can_sync[device] = True
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
+            _can_sync[device] = False
+    return _can_sync[device]
+
+
+def sync_file(path: str) -> None:
+    """Sync the bytes of a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_file(path: str, data: bytes, *, new: bool = True) -> None:
@@ -63,9 +83,5 @@ def sync_tree(path: str) -> None:
     """Sync all files and directories below a directory, and itself."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(os.path.join(folder, name))
         sync_directory(folder)
