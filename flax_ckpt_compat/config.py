@@ -26,6 +26,8 @@ setting                   values (default first)     meaning
                                                      them and records the result beside the checkpoints
 ``compression``           none, crc32c, zstd, gzip,  codec of array data in Orbax-format checkpoints; with crc32c, which
                           blosc                      does not compress, and the others every reader checks each chunk
+``oldest_orbax``          0.6, 0.3                   oldest release of Orbax that reads Orbax-format checkpoints; for
+                                                     0.3 to 0.5 they hold the tree in a second form, too
 ``coordination_timeout``  600.0, any number > 0      seconds that process 0 waits for the others at each barrier of a
                                                      save; they wait for it twice as long, and look-ups four times as
                                                      long for this process's part of a background save
@@ -63,6 +65,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "checksums": ("verify", "write", "off"),
     "shadow": (False, True),
     "compression": (None, "crc32c", "zstd", "gzip", "blosc"),
+    "oldest_orbax": ("0.6", "0.3"),
 }
 _SECONDS = ("coordination_timeout",)
 _NAMES = (*_VALUES, *_SECONDS)
@@ -83,6 +86,7 @@ class Settings:
     checksums: str = "verify"
     shadow: bool = False
     compression: str | None = None
+    oldest_orbax: str = "0.6"
     coordination_timeout: float = 600.0
 
 

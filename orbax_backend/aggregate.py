@@ -1,4 +1,4 @@
-"""Read the msgpack file ``checkpoint`` that Orbax wrote until 0.5.15: the tree, and some of its values.
+"""Read and write the msgpack file ``checkpoint`` that Orbax wrote until 0.5.15: the tree, and some of its values.
 
 Each leaf is its value or a placeholder text. As in real Orbax, what follows the placeholder's scheme is ignored
 (format of releases 0.1 to 0.5, measured).
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
@@ -16,7 +19,7 @@ from flax_ckpt_compat._core.orbax_layout import DICT_KEY, MSGPACK_FILE, SEQUENCE
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 
 from .files import CheckpointFiles
-from .save_plan import EMPTY_MARKERS
+from .save_plan import EMPTY_MARKERS, Entry, SavePlan
 
 # The second prefix is of releases up to 0.0.22 (history of Orbax).
 _PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
@@ -66,6 +69,29 @@ def open_aggregate(path: str, open_msgpack: OpenMsgpack | None) -> Aggregate | N
         )
     CheckpointFiles(path).check(MSGPACK_FILE)
     return Aggregate(open_msgpack(file))
+
+
+def encode_structure(plan: SavePlan) -> bytes:
+    """Return the file of a tree, with a placeholder for every leaf: the values are in the database."""
+    root: list[Any] = []
+    for entry in plan.entries:
+        node: Any = root
+        keys = (("0", True), *entry.keys)
+        for (name, is_index), below in zip(keys, (*keys[1:], None), strict=True):
+            value = _structure_leaf(entry) if below is None else [] if below[1] else {}
+            if not is_index:
+                node = node.setdefault(name, value)
+                continue
+            if int(name) == len(node):
+                node.append(value)
+            node = node[int(name)]
+    return bytes(msgpack.packb(*root))
+
+
+def _structure_leaf(entry: Entry) -> Any:
+    if entry.marker is None:
+        return _PLACEHOLDERS[0] + entry.name
+    return {"Dict": {}, "List": [], "Tuple": []}.get(entry.marker)
 
 
 def _is_placeholder(leaf: LeafHandle) -> bool:

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.orbax_layout import DICT_KEY, JAX_ARRAY, SEQUENCE_KE
 
 from .encode import EncodedLeaf
 from .save_plan import SavePlan
-from .shardings import ShardingEncoder
+from .shardings import ShardingEncoder, with_old_entries
 from .zarr import chunk_shape
 
 # A text as JSON.
@@ -54,17 +54,14 @@ def _value(described: tuple[str | None, str | None, tuple[int, ...] | None]) -> 
     return json.dumps(value if write_shape is None else {**value, "write_shape": write_shape})
 
 
-def shardings(plan: SavePlan) -> str:
+def shardings(plan: SavePlan, *, for_old_orbax: bool = False) -> str:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
     texts, quoted = ShardingEncoder(), Memo(_text)
-    found = [(name, texts.of(stored.sharding)) for name, stored in _jax_arrays(plan)]
-    # Base64 needs no quoting.
-    entries = [
-        f'"{base64.urlsafe_b64encode(name.encode()).decode()}": {quoted[text]}'
-        for name, text in found
-        if text is not None
-    ]
-    return f"{{{', '.join(entries)}}}"
+    found = {name: text for name, stored in _jax_arrays(plan) if (text := texts.of(stored.sharding)) is not None}
+    entries = {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in found.items()}
+    if for_old_orbax:
+        entries = with_old_entries(entries, found)
+    return f"{{{', '.join([f'{quoted[key]}: {quoted[text]}' for key, text in entries.items()])}}}"
 
 
 def array_metadatas(plan: SavePlan, splits: bool) -> str:

@@ -47,7 +47,7 @@ def begin(
     _upload: MultiprocessUpload | None = None,
 ) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
-    encoding_of(options.compression)
+    encoding_of(options)
     make_directory(path)
     if metadata.has_jax_arrays(plan):
         make_directory(os.path.join(path, ARRAY_METADATAS))
@@ -69,7 +69,7 @@ def write(
             f"directory that they share, on a network file system or an object store",
             path=path,
         )
-    encoding, own = encoding_of(options.compression), _database_of(path, process.index, upload)
+    encoding, own = encoding_of(options), _database_of(path, process.index, upload)
     make_directory(own)
     arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spans_processes]
     recorder, files = Recorder() if options.checksums else None, dict[str, bytes]()
@@ -81,7 +81,7 @@ def write(
             write_files(files)
             sync_directory(os.path.join(path, ARRAY_METADATAS))
         if is_primary:
-            found = tree_files(path, plan, encoding)
+            found = tree_files(path, plan, options)
             write_files(found)
             files |= found
     finally:
@@ -106,7 +106,7 @@ def end(
     in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
     if metadata.arrays(plan):
         _merge(path, databases, upload)
-        _check(path, plan, encoding_of(options.compression), upload)
+        _check(path, plan, encoding_of(options), upload)
     in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
     commit(path, plan, plan.record if options.checksums else None)
 

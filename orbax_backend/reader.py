@@ -30,7 +30,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, show_path
 
-from .aggregate import OpenMsgpack, open_aggregate
+from .aggregate import OpenMsgpack
 from .build_tree import build_tree
 from .checksum_file import Checksums
 from .chunks import ArrayRead, checked_data
@@ -327,14 +327,13 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verif
     """Open a directory and read its structure; see `Backend.open`.
 
     ``open_msgpack`` opens the msgpack file of old releases."""
-    aggregate = open_aggregate(path, open_msgpack)
     recorded = Checksums(path) if verify else None
+    structure = read_structure(path, open_msgpack, None if recorded is None else recorded.check_file)
     try:
-        structure = read_structure(path, aggregate, None if recorded is None else recorded.check_file)
         return OrbaxReader(path, structure, recorded)
     except BaseException:
-        if aggregate is not None:
-            aggregate.reader.close()
+        if structure.aggregate is not None:
+            structure.aggregate.reader.close()
         raise
 
 

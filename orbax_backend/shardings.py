@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,12 @@ from flax_ckpt_compat._core.tree import normalize_index
 from .files import Check, read_json
 
 _log = logging.getLogger("flax_ckpt_compat")
+_SINGLE = "SingleDeviceSharding"
+_CPU, _OLD_CPU = '"cpu:', '"TFRT_CPU_'  # jax 0.8, and before
+# numpy's -1: as many devices as there are.
+_MESH_OF_ALL = json.dumps(
+    {"sharding_type": "NamedSharding", "shape": [-1], "axis_names": ["devices"], "partition_spec": []}
+)
 
 
 class ShardingEncoder:
@@ -52,7 +58,7 @@ def _describe(sharding: Any) -> str | None:
 
 
 def _single(device: Any) -> str:
-    return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
+    return json.dumps({"sharding_type": _SINGLE, "device_str": str(device)})
 
 
 def _named(sharding: Any) -> dict[str, Any]:
@@ -111,6 +117,19 @@ def _is_cell(box: tuple[slice, ...], part: tuple[int, ...]) -> bool:
     return all(
         side.start % piece == 0 and side.stop - side.start == piece for side, piece in zip(box, part, strict=True)
     )
+
+
+def with_old_entries(entries: Mapping[str, str], shardings: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of ``_sharding`` so that Orbax 0.3 to 0.5 read them too (measured).
+
+    Releases 0.5 know devices by jax's old names; earlier ones look for the plain names of arrays, and know only meshes.
+
+    Args:
+        entries: encoded name → text.
+        shardings: name → text.
+    """
+    plain = {name: _MESH_OF_ALL if _SINGLE in text else text for name, text in shardings.items()}
+    return plain | {name: text.replace(_CPU, _OLD_CPU) for name, text in entries.items()}
 
 
 def read_shardings(path: str, names: Collection[str], check: Check | None = None) -> dict[str, str]:

@@ -36,7 +36,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from .aggregate import Aggregate, Kinds
+from .aggregate import Aggregate, Kinds, OpenMsgpack, open_aggregate
 from .files import Check, corrupt, read_ahead, read_json, stays_inside
 from .items import holds_array_folder, is_single_array, is_typed_key
 from .key_index import holds_array, process_databases
@@ -126,17 +126,36 @@ class Structure:
         )
 
 
-def read_structure(path: str, aggregate: Aggregate | None, check: Check | None = None) -> Structure:
-    """Read the JSON files of a directory; without ``_METADATA``, its msgpack file has the structure."""
+def read_structure(path: str, open_msgpack: OpenMsgpack | None, check: Check | None = None) -> Structure:
+    """Read the files of a directory that describe the tree; without ``_METADATA``, its msgpack file does.
+
+    ``open_msgpack`` opens that file. In our own directories it holds nothing that ``_METADATA`` lacks, and is not read.
+    """
     read_ahead(path, (TREE_METADATA, STRINGS, *([] if check is None else [CHECKSUMS])))
     metadata = read_json(path, TREE_METADATA, check)
+    annotations = parse_annotations((metadata or {}).get("custom_metadata"), os.path.join(path, TREE_METADATA))
+    aggregate = open_aggregate(path, open_msgpack) if annotations is None else None
+    try:
+        return _structure(path, metadata, annotations, aggregate, check)
+    except BaseException:
+        if aggregate is not None:
+            aggregate.reader.close()
+        raise
+
+
+def _structure(
+    path: str,
+    metadata: dict[str, Any] | None,
+    annotations: TypeAnnotations | None,
+    aggregate: Aggregate | None,
+    check: Check | None,
+) -> Structure:
     file = os.path.join(path, TREE_METADATA)
     use_ocdbt = (metadata or {}).get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(path)
     entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(path, aggregate, use_ocdbt)
-    annotations = parse_annotations((metadata or {}).get("custom_metadata"), file)
     has_array = len(entries) == 1 and entries[0][:2] == ((SINGLE_ARRAY,), (DICT_KEY,)) and aggregate is None
     return Structure(
         path=path,

@@ -3,6 +3,7 @@
     _METADATA                    the tree, and our type annotations (metadata.py, type_annotations.py)
     _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (metadata.py)
     _strings.json                leaves of type str
+    checkpoint                   the tree again, if releases up to 0.5 shall read it (aggregate.py)
     manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (database.py, zarr.py)
     _CHECKPOINT_METADATA         when the save was
     flax_ckpt_compat.checksums   of the arrays and of the files above (checksum_file.py)
@@ -28,6 +29,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     DATA_DIRECTORY,
     JAX_ARRAY,
     MANIFEST,
+    MSGPACK_FILE,
     SHARDING,
     STEP_METADATA,
     STRINGS,
@@ -37,6 +39,7 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray
 
 from . import metadata
+from .aggregate import encode_structure
 from .checksum_file import Record
 from .database import Database
 from .encode import EncodedLeaf
@@ -62,10 +65,10 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
 
     Raises:
-        SettingError: the compression is unknown; nothing was written.
+        SettingError: the compression is unknown, or not for old releases of Orbax; nothing was written.
         StorageError: the file system refused.
     """
-    encoding, lists_arrays = encoding_of(options.compression), metadata.has_jax_arrays(plan)
+    encoding, lists_arrays = encoding_of(options), metadata.has_jax_arrays(plan)
     make_directory(path)
     recorder = Recorder() if options.checksums else None
     database = start_arrays(path, metadata.arrays(plan), encoding, recorder)
@@ -73,7 +76,7 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
         listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
-        files = {**listed, **tree_files(path, plan, encoding)}
+        files = {**listed, **tree_files(path, plan, options)}
         write_files(files)
         if recorder is not None:
             recorder.record.add_files(path, files)
@@ -84,11 +87,17 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     commit(path, plan, None if recorder is None else recorder.record)
 
 
-def encoding_of(compression: str | None) -> Encoding:
-    """Return how chunks are stored with a setting of ``compression``; raise SettingError if it is unknown."""
+def encoding_of(options: WriteOptions) -> Encoding:
+    """Return how chunks are stored; raise SettingError if the compression is unknown, or not for the oldest reader."""
+    compression = options.compression
     if compression not in _ENCODINGS:
         known = [name for name in _ENCODINGS if name is not None]
         raise SettingError(f"compression={compression!r} is unknown; expected None or one of {known}")
+    if options.for_old_orbax and compression is not None:
+        raise SettingError(
+            f"compression={compression!r} needs zarr v3, which Orbax 0.3 and 0.4 cannot read; set compression=None, or "
+            "oldest_orbax='0.6'"
+        )
     return _ENCODINGS[compression]
 
 
@@ -98,14 +107,17 @@ def array_metadatas(path: str, plan: SavePlan, encoding: Encoding, process: int)
     return {os.path.join(path, ARRAY_METADATAS, f"{ARRAY_METADATA_PREFIX}{process}"): content.encode()}
 
 
-def tree_files(path: str, plan: SavePlan, encoding: Encoding) -> dict[str, bytes]:
-    """Return path → content of the JSON files of the primary process."""
-    files = {TREE_METADATA: metadata.tree_metadata(plan, zarr3=encoding.checksums)}
+def tree_files(path: str, plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
+    """Return path → content of the files of the primary process that describe the tree."""
+    old = options.for_old_orbax
+    files = {TREE_METADATA: metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
     if metadata.has_jax_arrays(plan):
-        files[SHARDING] = metadata.shardings(plan)
+        files[SHARDING] = metadata.shardings(plan, for_old_orbax=old).encode()
     if plan.strings:
-        files[STRINGS] = json.dumps(plan.strings)
-    return {os.path.join(path, name): content.encode() for name, content in files.items()}
+        files[STRINGS] = json.dumps(plan.strings).encode()
+    if old:
+        files[MSGPACK_FILE] = encode_structure(plan)
+    return {os.path.join(path, name): content for name, content in files.items()}
 
 
 def start_arrays(

@@ -130,6 +130,7 @@ def test_mistakes_are_refused(change: dict[str, str]) -> None:
         ("MISSING_LEAVES", " Keep ", "missing_leaves='keep'"),
         ("COMPRESSION", "none", "compression=None"),
         ("COMPRESSION", "zstd", "compression='zstd'"),
+        ("OLDEST_ORBAX", "0.3", "oldest_orbax='0.3'"),
     ],
 )
 def test_the_environment(name: str, text: str, expected: str) -> None:

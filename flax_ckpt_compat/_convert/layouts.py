@@ -14,13 +14,14 @@ from flax_ckpt_compat._convert.contents import Contents
 from flax_ckpt_compat._convert.jobs import TO_STEPS
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import Format, WriteOptions
+from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.opening import Opened
+from flax_ckpt_compat._save.request import write_options
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _V1 = "orbax.checkpoint.experimental.v1._src.handlers."
@@ -51,8 +52,7 @@ def check(contents: Contents, to: str) -> Any:
 
 def write(temporary: str, to: str, contents: Contents, prepared: Any, final: str) -> None:
     """Write and sync a checkpoint at a temporary path."""
-    settings = config.current()
-    options = WriteOptions(settings.compression, checksums=settings.checksums != "off")
+    options = write_options(config.current())
     if to == "safetensors":
         with writing(final, temporary, contents.trees[""]):
             safetensors.write(temporary, prepared[""])

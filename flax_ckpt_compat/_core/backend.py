@@ -198,10 +198,12 @@ class WriteOptions:
         compression: name of a codec of the format (``zstd``, ``gzip``, …), or None. The msgpack format has no
             compression and ignores it.
         checksums: record checksums of what is written.
+        for_old_orbax: also write what Orbax 0.3 to 0.5 read; the msgpack format ignores it.
     """
 
     compression: str | None = None
     checksums: bool = True
+    for_old_orbax: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -136,10 +136,17 @@ def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
     settings = config.current()
     return SaveRequest(
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
-        options=WriteOptions(settings.compression, checksums=settings.checksums != "off"),
+        options=write_options(settings),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
         **fields,
+    )
+
+
+def write_options(settings: config.Settings) -> WriteOptions:
+    """Return a backend's options by the settings."""
+    return WriteOptions(
+        settings.compression, checksums=settings.checksums != "off", for_old_orbax=settings.oldest_orbax != "0.6"
     )
 
 
