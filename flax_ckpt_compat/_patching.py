@@ -251,8 +251,16 @@ def _make_stand_in(module: types.ModuleType) -> None:
         ours = importlib.import_module("flax_ckpt_compat.checkpoints")
         namespace.update({name: vars(ours)[name] for name in ours.__all__}, __all__=list(ours.__all__))
         namespace["__doc__"] = ours.__doc__
+        namespace["__getattr__"] = _missing_name
     with _State.lock:
         _State.stand_ins[module.__name__] = module
+
+
+def _missing_name(name: str) -> Any:
+    raise AttributeError(
+        f"module {_TARGET!r} has no attribute {name!r}: Flax's own module is missing or cannot be imported, and"
+        " flax_ckpt_compat, which takes its place, has its public names only"
+    )
 
 
 _FINDER = _Finder()

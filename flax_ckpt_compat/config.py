@@ -208,7 +208,19 @@ def use_orbax_format() -> bool:
     """Return Flax's flag ``flax_use_orbax_checkpointing``, read at each call: scripts change it midway."""
     from flax import config as flax_config
 
-    return bool(getattr(flax_config, "flax_use_orbax_checkpointing", False))
+    try:
+        return bool(flax_config.flax_use_orbax_checkpointing)
+    except AttributeError:  # a later Flax without the flag; the environment still has the user's choice
+        return _flag_in_environment()
+
+
+def _flag_in_environment() -> bool:
+    value = os.environ.get("FLAX_USE_ORBAX_CHECKPOINTING", "true")
+    if value.lower() in ("y", "yes", "t", "true", "on", "1"):
+        return True
+    if value.lower() in ("n", "no", "f", "false", "off", "0"):
+        return False
+    raise SettingError(f"FLAX_USE_ORBAX_CHECKPOINTING is {value!r}; set it to true or false")
 
 
 def __getattr__(name: str) -> Any:

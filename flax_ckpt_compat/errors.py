@@ -71,6 +71,20 @@ __all__ = [
 ]
 
 
+def _add_missing_classes() -> None:
+    """Give `flax.errors` the classes that a later Flax lacks, for programs that catch them there."""
+
+    def __init__(self: Any, *args: Any) -> None:  # noqa: N807
+        Exception.__init__(self, *args)
+
+    for name in __all__:
+        if name.startswith(("Invalid", "MPA")) and not hasattr(_flax, name):
+            setattr(_flax, name, type(name, (_flax.FlaxError,), {"__init__": __init__, "__module__": _flax.__name__}))
+
+
+_add_missing_classes()
+
+
 class _FlaxTooError(CheckpointError):
     """Base of errors that are both ours and Flax's, with our attributes and message."""
 
