@@ -12,7 +12,7 @@ import pytest
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic
-from tests.support.saves import names, tree
+from tests.support.saves import names, tree, use_flag
 
 
 @pytest.fixture
@@ -101,3 +101,25 @@ def test_a_replaced_checkpoint_that_cannot_be_removed(
         ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
     assert ours.restore_checkpoint(tmp_path, None)["n"] == 1
     assert "checkpoint_1 was saved, but what it replaced cannot be removed" in caplog.text
+
+
+def test_arrays_stay_with_a_checkpoint_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A msgpack file without the folder beside it would look complete, and not restore."""
+    array, unlink = tmp_path / "checkpoint_1_gda" / "w" / ".zarray", os.unlink
+
+    def refusing(path: Any, **options: Any) -> None:
+        if Path(path) == tmp_path / "checkpoint_1":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, **options)
+
+    with use_flag(False):
+        ours.save_checkpoint(tmp_path, tree(1), 1)
+        array.parent.mkdir(parents=True)
+        array.write_text("{}")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refusing)
+            with pytest.raises(errors.CleanupError, match="checkpoint_2 was saved, but"):
+                ours.save_checkpoint(tmp_path, tree(2), 2)
+        assert array.exists()
+        ours.save_checkpoint(tmp_path, tree(3), 3)
+    assert names(tmp_path) == ["checkpoint_3"]

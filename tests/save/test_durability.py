@@ -132,6 +132,26 @@ def test_removals_are_synced(
     assert changes.count(("fsync", tmp_path)) == 2 + bool(hidden)
 
 
+def test_new_directories_are_synced_before_the_checkpoint(flag: bool, tmp_path: Path, changes: Changes) -> None:
+    """A power loss after the save takes none of the directories that it made, nor those that were there."""
+    checkpoints.save_checkpoint(tmp_path / "new" / "run", TREE, 1)
+    published = [path for _, path in changes].index(tmp_path / "new" / "run" / "checkpoint_1")
+    assert all(position(changes, "fsync", path) < published for path in (tmp_path, tmp_path / "new"))
+
+
+def test_a_save_that_fails_closes_its_files(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that goes on after a full disk, step by step, does not run out of descriptors."""
+
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(errors.StorageError, match=os.strerror(errno.EIO)):
+        checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    opened = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.lexists(link.path)]
+    assert [path for path in opened if path.startswith(str(tmp_path))] == []
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES])
 def test_a_directory_that_cannot_be_synced_is_said_once(
     flag: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

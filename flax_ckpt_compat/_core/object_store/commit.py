@@ -186,15 +186,15 @@ def _remove_folder(url: str) -> None:
 
 
 def stale_names(directory: str) -> dict[str, list[str]]:
-    """Return the folders in which dead writers left something, each with their markers."""
+    """Return the folders in which dead writers left something and none writes, each with their markers."""
     with client.listing_cache(directory):
         there = {name: client.keys(f"{directory}/{name}") for name in client.names(directory)}
     found = {}
     for name, inside in there.items():
-        markers = [marker for marker in inside if is_marker(marker) and is_expired(marker)]
+        markers = list(filter(is_marker, inside))
         main = name.removesuffix(ARRAYS_POSTFIX)
         # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
-        if markers and (main == name or main not in there):
+        if markers and all(map(is_expired, markers)) and (main == name or main not in there):
             found[name] = markers
     return found
 
