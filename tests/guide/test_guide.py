@@ -4,12 +4,14 @@ That its Python runs is tested in ``guide/test_readme.py``, for every page.
 """
 
 import logging
+import os
 import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -84,10 +86,97 @@ def test_what_orbax_sees(leaf: str, orbax_sees: str, reader: str, tmp_path: Path
 
 
 def test_every_error_is_explained() -> None:
-    """The page on errors has one row for each class that the library raises, and for no other."""
-    explained = [row[0] for row in rows("troubleshooting.md", "Errors")]
-    assert len(set(explained)) == len(explained)
-    assert set(explained) == set(errors.__all__) - {"CheckpointError"}
+    """The page on errors has one section for each class, for no other, and each says what to do."""
+    text = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
+    assert sorted(name for name, _ in sections) == sorted(set(errors.__all__) - {"CheckpointError"})
+    assert all("\n**Do:** " in section for _, section in sections)
+
+
+@flax.struct.dataclass
+class Run:
+    """A state."""
+
+    loss: float = 0.0
+
+
+@flax.struct.dataclass
+class LongerRun(Run):
+    """The state with one field more."""
+
+    epoch: int = 0
+
+
+def _restored(tree: Any, target: Any) -> Callable[[Any], Any]:
+    return lambda module: module.restore_checkpoint(module.save_checkpoint(os.path.abspath("runs"), tree, 1), target)
+
+
+def _restored_file(content: bytes) -> Callable[[Any], Any]:
+    def act(module: Any) -> Any:
+        Path("checkpoint_1").write_bytes(content)
+        return module.restore_checkpoint(".", None)
+
+    return act
+
+
+def _save_twice(module: Any) -> None:
+    for _ in range(2):
+        module.save_checkpoint(os.path.abspath("runs"), {"a": 1}, 1)
+
+
+def _remove(module: Any) -> None:
+    os.remove(module.save_checkpoint(os.path.abspath("runs"), {"a": 1}, 1))
+
+
+# What Flax says, with this flag, when this is done, and the error here.
+SAID: dict[str, tuple[bool, Callable[[Any], Any], type[Exception] | None]] = {
+    "The target dict keys and state dict keys do not match": (
+        False,
+        _restored({"a": 1}, {"a": 0, "b": 0}),
+        errors.MissingLeavesError,
+    ),
+    "Missing field": (False, _restored(Run(), LongerRun()), errors.MissingLeavesError),
+    "Unknown field(s)": (False, _restored(LongerRun(), Run()), None),
+    "The size of the list and the state dict do not match": (
+        False,
+        _restored([1], [1, 2]),
+        errors.MissingLeavesError,
+    ),
+    "Unpack failed: incomplete input": (False, _restored_file(b"\x81\xa1a"), errors.CorruptCheckpointError),
+    "unpack(b) received extra data": (False, _restored_file(b"<html>"), errors.UnrecognizedFormatError),
+    "Trying to save an outdated checkpoint at step": (False, _save_twice, errors.InvalidCheckpointError),
+    "Destination": (True, _save_twice, errors.InvalidCheckpointError),
+    "Checkpoint path should be absolute": (True, lambda module: module.save_checkpoint("runs", {"a": 1}, 1), None),
+    "JAX array with PRNGKey dtype cannot be converted": (
+        False,
+        lambda module: module.save_checkpoint("runs", {"a": jax.random.key(0)}, 1),
+        None,
+    ),
+    "Is a directory": (True, _remove, IsADirectoryError),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_flax_says(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real Flax says what the page quotes, and the same call raises here what the page says, or nothing."""
+    flag, act, ours = SAID[said]
+    for name, module, expected in (("flax", flax_checkpoints, Exception), ("ours", checkpoints, ours)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        with use_flag(flag), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if expected is None:
+                act(module)
+                continue
+            with pytest.raises(expected) as caught:
+                act(module)
+        if module is flax_checkpoints:
+            assert said in str(caught.value) or said in repr(caught.value)
+
+
+def test_what_flax_says_is_all_on_the_page() -> None:
+    """The page quotes each of these messages, and no other."""
+    assert [row[0].split("`")[0] for row in rows("troubleshooting.md", "What Flax and Orbax say")] == list(SAID)
 
 
 def test_every_step_is_there() -> None:
