@@ -93,10 +93,20 @@ def _of_commands() -> Iterator[str]:
 
 
 def unannounced(old: list[str], new: list[str], changelog: str) -> list[str]:
-    """Return the names that differ between two lists and that Unreleased in the changelog does not have."""
+    """Return the names that differ between two lists, and of which Unreleased has neither them nor a new parameter."""
     section = changelog.partition("## [Unreleased]")[2].partition("\n## [")[0]
-    changed = {re.split(r"[( ]", line.removeprefix("flax-ckpt "))[0] for line in {*old} ^ {*new}}
-    return sorted(name for name in changed if not re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", section))
+    announced = set(re.findall(r"\w+", section))
+    before, after = ({_name(line): set(re.findall(r"(\w+): ", line)) for line in lines} for lines in (old, new))
+    changed = {_name(line) for line in {*old} ^ {*new}}
+    return sorted(
+        name
+        for name in changed
+        if not announced & {name.rpartition(".")[2], *(before.get(name, set()) ^ after.get(name, set()))}
+    )
+
+
+def _name(line: str) -> str:
+    return re.split(r"[( ]", line.removeprefix("flax-ckpt "))[0]
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ OLD = ["flax_ckpt_compat.restore(path: str) -> Any", "flax_ckpt_compat.Plan.why"
         ([OLD[0].replace("str", "int"), *OLD[1:]], "", ["flax_ckpt_compat.restore"]),
         ([OLD[0].replace("str", "int"), *OLD[1:]], "- `restore` takes numbers.", []),
         ([OLD[0].replace("str", "int"), *OLD[1:]], "- The restored files.", ["flax_ckpt_compat.restore"]),
+        ([OLD[0].replace(")", ", how: str)"), *OLD[1:]], "- The argument `how`.", []),
         (OLD[1:], "", ["flax_ckpt_compat.restore"]),
         (OLD[:2], "- `Plan.why` is longer.", ["ls"]),
         ([*OLD, "flax_ckpt_compat.Plan.how"], "- `Plan.how` is new.", []),
