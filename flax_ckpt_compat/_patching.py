@@ -97,7 +97,14 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Install within a ``with`` block; nests, and never undoes an outer install."""
+    """Install within a ``with`` block; nests, and never undoes an outer install.
+
+    Example:
+        >>> with installed():
+        ...     from flax.training.checkpoints import save_checkpoint
+        >>> save_checkpoint is checkpoints.save_checkpoint
+        True
+    """
     with _State.lock:
         _State.contexts += 1
         _add_finder()

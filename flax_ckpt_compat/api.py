@@ -91,6 +91,13 @@ def restore(
         SettingError: a policy has no such value.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
         StorageError: the file system or store failed.
+
+    Example:
+        >>> _ = save("runs", {"w": np.ones(2)}, step=1)
+        >>> restore("runs", {"w": np.zeros(2)})
+        {'w': array([1., 1.])}
+        >>> restore("runs", {"v": np.zeros(2)}, transforms=[rules.rename("w", "v")])
+        {'v': array([1., 1.])}
     """
     options = RestoreOptions.strict(
         transforms,
@@ -149,6 +156,12 @@ def save(
         MPACheckpointingRequiredError: an array is not fully addressable from this process.
         CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system or store failed.
+
+    Example:
+        >>> save("runs", {"w": np.ones(2)}, step=1, keep=3)
+        'runs/checkpoint_1'
+        >>> save("runs/best", {"w": np.ones(2)}, format="msgpack")
+        'runs/best'
     """
     chosen = _format(format)
     if step is None and (keep is not None or keep_every_n_steps is not None):

@@ -96,6 +96,10 @@ def save_checkpoint(
         MPACheckpointingRequiredError: an array is not fully addressable from this process.
         CleanupError: the step was saved, but an old checkpoint could not be removed.
         StorageError: the file system or store failed.
+
+    Example:
+        >>> checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1, keep=3)
+        'runs/checkpoint_1'
     """
     request = save_request.of_step(
         _directory(ckpt_dir),
@@ -203,6 +207,11 @@ def restore_checkpoint(
             find them, if they are clear.
         TransformError: a transform or rule is invalid, or does not fit.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be restored.
+
+    Example:
+        >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
+        >>> checkpoints.restore_checkpoint("runs", target={"w": np.zeros(2)})
+        {'w': array([1., 1.])}
     """
     if gda_manager is not None:
         gda_manager.wait_until_finished()
@@ -220,6 +229,11 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
     Args:
         ckpt_dir: directory of the checkpoints.
         prefix: literal text before the step in the checkpoints' names; may contain ``/``.
+
+    Example:
+        >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
+        >>> checkpoints.latest_checkpoint("runs")
+        'runs/checkpoint_1'
     """
     checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
@@ -239,6 +253,11 @@ def available_steps(
 
     Raises:
         StepError: a step that ``step_type`` does not take, such as 2.5 for int.
+
+    Example:
+        >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
+        >>> checkpoints.available_steps("runs")
+        [1]
     """
     checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)

@@ -186,6 +186,13 @@ def override(**changes: Any) -> Iterator[Settings]:
 
     Raises:
         SettingError: no such setting, or not one of its values.
+
+    Example:
+        >>> with config.override(must_exist=True):
+        ...     checkpoints.restore_checkpoint("nowhere", target=None)
+        Traceback (most recent call last):
+            ...
+        flax_ckpt_compat._core.errors.CheckpointNotFoundError: ...
     """
     token = _block.set({**_block.get(), **_validated(changes)})
     try:

@@ -61,6 +61,11 @@ def convert(
         CheckpointNotFoundError: there is none, or not the step.
         SettingError: no such layout, shard, target or transforms.
         StepError: a result would be in ``src``.
+
+    Example:
+        >>> _ = save("runs", {"w": np.ones(2)}, step=1, format="msgpack")
+        >>> [result.status for result in convert("runs", "runs_orbax", "orbax")]
+        ['converted']
     """
     jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, shard=shard)
     results = list(run(jobs, executor, dry_run=dry_run, resume=resume))

@@ -43,6 +43,12 @@ def open_checkpoint(
         CheckpointNotFoundError: there is no such checkpoint.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be opened.
         StorageError: the file system refused.
+
+    Example:
+        >>> _ = save("runs", {"params": {"w": np.ones(2)}, "epoch": 4}, step=1)
+        >>> with open_checkpoint("runs") as view:
+        ...     print(sorted(view.leaves()), view.read("epoch"))
+        ['epoch', 'params/w'] {'epoch': 4}
     """
     ckpt_dir = os.fspath(path)
     verify = config.current().checksums == "verify"

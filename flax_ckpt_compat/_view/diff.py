@@ -100,6 +100,11 @@ def diff(
         CheckpointNotFoundError: there is no such checkpoint.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: one cannot be opened or read.
         StorageError: the file system or store refused.
+
+    Example:
+        >>> a, b = save("a", {"w": np.ones(2)}), save("b", {"w": np.array([1, 1.5])})
+        >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
+        [('w', 0.5)]
     """
     paths = os.fspath(a), os.fspath(b)
     for path in paths:

@@ -55,6 +55,11 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
 
     Raises:
         StorageError: the file system refused.
+
+    Example:
+        >>> _ = [save("runs", {"w": np.ones(2)}, step=step) for step in (1, 2)]
+        >>> [(record.step, record.complete) for record in iter_checkpoints("runs")]
+        [(1, True), (2, True)]
     """
     checkpoint_dir = listing.checkpoint_dir(os.fspath(directory), prefix)
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.

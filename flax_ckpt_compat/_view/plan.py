@@ -166,6 +166,12 @@ def plan_restore(
         TransformError, NameCollisionError: a rule or transform that does not fit.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: the checkpoint cannot be opened.
         StorageError: the file system refused.
+
+    Example:
+        >>> _ = save("runs", {"Dense_0": np.ones(2)}, step=1)
+        >>> plan = plan_restore("runs", {"encoder": np.zeros(2)})
+        >>> plan.raises, plan.missing, [str(rule) for rule in plan.suggestion.rules]
+        ('MissingLeavesError', ('encoder',), ["rules.rename('Dense_0', 'encoder')"])
     """
     ckpt_dir = os.fspath(path)
     options = RestoreOptions.strict(

@@ -54,6 +54,11 @@ def verify(
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         StorageError: the file system or store refused to list the directory.
+
+    Example:
+        >>> _ = save("runs", {"w": np.ones(2)}, step=1)
+        >>> verify("runs").ok
+        True
     """
     root = paths.absolute(os.fspath(path))
     found = _found(root, step, prefix)

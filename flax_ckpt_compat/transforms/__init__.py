@@ -126,6 +126,10 @@ def apply_transformations(
     Raises:
         TransformError: an invalid transform, or one that asks for a leaf that is not in the old tree.
         NameCollisionError: two leaves have the same name when joined with ``/``.
+
+    Example:
+        >>> apply_transformations({"a": 1}, {"b": Transform(original_key="a")}, {"b": 0})
+        {'b': 1}
     """
     leaves, structure = named_leaves(new_tree)
     if not leaves and not new_tree:
