@@ -20,37 +20,43 @@ _PAUSE = 0.02  # between saves: without one, a reader may be overtaken ten times
 _SLACK = 8 << 20  # bytes that a process may grow by over all saves; real leaks are of the size of the tree
 
 
-def reader(system: System, tally: Tally, extent: Extent) -> None:
-    """Restore the latest checkpoint again and again while another process saves with ``keep=2``."""
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder, forks.running(lambda: _rotate(system, folder)):
-        _watch(system, folder, tally, extent, lambda found, last: found >= last)
+def reader(system: System, tally: Tally, extent: Extent, url: str = "") -> None:
+    """Restore the latest checkpoint again and again while another process saves with ``keep=2``, on disk or there."""
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        run = url or f"{folder}/run"
+        with forks.running(lambda: _rotate(system, folder, run)):
+            _watch(system, folder, run, tally, extent, lambda found, last: found >= last)
 
 
 def writers(system: System, tally: Tally, extent: Extent) -> None:
     """The same while two processes save the same steps with ``overwrite=True``, as scripts do by mistake."""
-    both = [lambda mine=mine: _rotate(system, folder, overwrite=True, mine=mine) for mine in (0, 1_000_000)]
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder, forks.running(*both):
-        _watch(system, folder, tally, extent, lambda *_: True)
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        run = f"{folder}/run"
+        both = [lambda mine=mine: _rotate(system, folder, run, overwrite=True, mine=mine) for mine in (0, 1_000_000)]
+        with forks.running(*both):
+            _watch(system, folder, run, tally, extent, lambda *_: True)
 
 
-def _rotate(system: System, folder: str, *, overwrite: bool = False, mine: int = 0) -> None:
+def _rotate(system: System, notes: str, folder: str, *, overwrite: bool = False, mine: int = 0) -> None:
     system.use()
     for step in range(1, 1_000_000):
         try:
-            Save(step, 2, overwrite).run(system, f"{folder}/run", mine + step)
+            Save(step, 2, overwrite).run(system, folder, mine + step)
         except Exception as error:
-            with open(f"{folder}/failures", "a", encoding="utf-8") as file:
+            with open(f"{notes}/failures", "a", encoding="utf-8") as file:
                 file.write(f"blocked: the save: {text_of(error)}\n")
         time.sleep(_PAUSE * (2 if mine else 1))  # the steps of two writers drift apart
 
 
-def _watch(system: System, folder: str, tally: Tally, extent: Extent, right: Callable[[int, int], bool]) -> None:
+def _watch(
+    system: System, notes: str, folder: str, tally: Tally, extent: Extent, right: Callable[[int, int], bool]
+) -> None:
     seconds = max(0.5, _SECONDS * extent.scale)
-    seen = forks.run(lambda: _reads(system, f"{folder}/run", seconds, right), timeout=seconds + 120)
+    seen = forks.run(lambda: _reads(system, folder, seconds, right), timeout=seconds + 120)
     for outcome, times in (seen.value or {f"crash: {seen}": 1}).items():
         tally.add(outcome, "a restore", times)
-    if os.path.exists(f"{folder}/failures"):
-        with open(f"{folder}/failures", encoding="utf-8") as file:
+    if os.path.exists(f"{notes}/failures"):
+        with open(f"{notes}/failures", encoding="utf-8") as file:
             for line in file:
                 tally.add(line.strip(), "the writer")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tests.reliability import concurrent, damage, fuzz, kills, power, processes
+from tests.reliability import concurrent, damage, fuzz, kills, network, power, processes, stores
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import SCENARIOS, SHARED_SYSTEMS, SYSTEMS, System
@@ -65,10 +65,14 @@ WITH_SHIM = (
         processes.at_calls,
         SHARED_SYSTEMS[:2],
     ),
+    Experiment("network calls", "a network file system (NFS's rules): killed at a call", network.at_calls),
+    Experiment("network reader", "the same: restored while another process saves with keep=2", network.reader),
     Experiment("team power", "two processes save; power is lost", processes.lose_power, SHARED_SYSTEMS),
 )
 WITHOUT_SHIM = (
     Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),
+    Experiment("reader s3", "the same, on `s3://`", stores.reader("s3"), SYSTEMS[:2]),
+    Experiment("reader gs", "the same, on `gs://`", stores.reader("gs"), SYSTEMS[:2]),
     Experiment("writers", "two processes save the same steps, overwrite=True", concurrent.writers),
     Experiment(
         "bytes",

@@ -104,7 +104,8 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
                 for victim, count in enumerate(counts)
                 for at in range(1, count + 1)
             ]
-            for case in random.Random(scenario.name).sample(cases, extent.times(len(cases))):
+            chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
+            for case in sorted(chosen, key=lambda case: case[0] != "killed"):  # first, should time run out
                 if extent.is_over:
                     break
                 if team.broken:
