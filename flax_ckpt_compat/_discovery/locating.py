@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -27,8 +28,8 @@ from flax_ckpt_compat._discovery.absence import Absence
 
 _Result = TypeVar("_Result")
 # Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
-# takes longer than the writer keeps a checkpoint.
-_ROUNDS = 10
+# takes longer than the writer keeps a checkpoint; a reader that only had to wait for the processor gets more.
+_ROUNDS, _SECONDS = 10, 5.0
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
@@ -139,7 +140,9 @@ def read_found(
         CheckpointNotFoundError: there is no checkpoint, or the named one was removed during the read.
     """
     removed: tuple[str, Exception] | None = None
-    for _ in range(_ROUNDS):
+    rounds, end = 0, time.monotonic() + _SECONDS
+    while rounds < _ROUNDS or time.monotonic() < end:
+        rounds += 1
         found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
         if isinstance(found, Absence):
             return _nothing(ckpt_dir, prefix, found, otherwise, doing)
@@ -157,7 +160,7 @@ def read_found(
             removed = found.path, error
     assert removed is not None
     path, cause = removed
-    message = f"{path} was removed or replaced while it was read, as were {_ROUNDS - 1} before it"
+    message = f"{path} was removed or replaced while it was read, as were {rounds - 1} before it"
     raise CheckpointNotFoundError(f"{message}; keep more checkpoints (keep=), or save less often", path=path) from cause
 
 

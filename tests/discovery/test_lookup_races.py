@@ -16,6 +16,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._discovery import locating
 from tests.support.interrupting import count_calls, interrupted
 from tests.support.saves import start_python, tree, use_flag
 
@@ -174,6 +175,29 @@ def test_the_only_checkpoint_goes_away(flag: bool, tmp_path: Path) -> None:
         except errors.CheckpointNotFoundError as error:
             told.append(str(error))
     assert told and all("removed while it was read, and there is no other" in message for message in told)
+
+
+def test_a_reader_that_is_overtaken_more_than_ten_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has to wait for the processor tries for some seconds, and after that only ten times in all."""
+    step = 1
+    checkpoints.save_checkpoint(tmp_path, tree(step), step)
+
+    def overtaken(path: str, times: int) -> str:
+        nonlocal step
+        if step > times:
+            return path
+        step += 1
+        checkpoints.save_checkpoint(tmp_path, tree(step), step)
+        raise FileNotFoundError(path)
+
+    def read(times: int) -> str:
+        return locating.read_found(str(tmp_path), None, "checkpoint_", lambda path: overtaken(path, times))
+
+    monkeypatch.setattr(locating, "_SECONDS", 600.0)
+    assert read(14) == str(tmp_path / "checkpoint_15")
+    monkeypatch.setattr(locating, "_SECONDS", 0.0)
+    with pytest.raises(errors.CheckpointNotFoundError, match="as were 9 before it"):
+        read(100)
 
 
 def test_a_step_that_is_overwritten_again_and_again(flag: bool, tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""The experiments on a network file system, whose rules network.c has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.reliability import concurrent, kills
+from tests.reliability.extent import Extent
+from tests.reliability.shim import Network
+from tests.reliability.tally import Tally
+from tests.reliability.workloads import SCENARIOS, System
+
+
+def at_calls(system: System, tally: Tally, extent: Extent) -> None:
+    """Kill each kind of save at each of its calls."""
+    there = dataclasses.replace(system, network=Network.ONE_MACHINE)
+    for scenario in extent.of(SCENARIOS):
+        kills.at_calls(there, scenario, ["killed"], tally, extent)
+
+
+def reader(system: System, tally: Tally, extent: Extent) -> None:
+    """Restore beside a process that saves, first on the same machine, then on another."""
+    for rules in (Network.ONE_MACHINE, Network.OTHER_MACHINE):
+        half = dataclasses.replace(extent, scale=extent.scale / 2)
+        concurrent.reader(dataclasses.replace(system, network=rules), tally, half)
