@@ -46,7 +46,7 @@ def fuzz(system: System, tally: Tally, extent: Extent) -> None:
         writers = [one for one in SYSTEMS if one.orbax == system.orbax]
         for number, writer in enumerate(writers):
             forks.run(lambda number=number, writer=writer: damage.save(writer, f"{folder}/{number}", damage.small))
-        left, seed = extent.times(_INPUTS, 20), 0
+        left, seed = extent.times(_INPUTS, 20), int(os.environ.get("RELIABILITY_SEED", "0"))
         while left > 0 and not extent.is_over:
             count = min(_BATCH, left)
             outcomes = damage.try_all(
