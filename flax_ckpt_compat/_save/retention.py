@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 from jax import monitoring
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CleanupError, StorageError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import prefixes
@@ -92,13 +93,15 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str]) -> list
 
 def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:
     """Yield paths to remove, and note their names; two writers that evict each other's would leave nothing."""
-    for name in names:
-        # Not in a store: one more request for each.
-        if not paths.is_url(checkpoint_dir.directory) and not paths.lexists(checkpoint_dir.path(saved)):
-            return
-        _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
-        begun.append(name)
-        yield checkpoint_dir.path(name)
+    is_local = not paths.is_url(checkpoint_dir.directory)
+    with removal.locked(checkpoint_dir.directory) if is_local else nullcontext():
+        for name in names:
+            # Not in a store: one more request for each.
+            if is_local and not paths.lexists(checkpoint_dir.path(saved)):
+                return
+            _log.info("Removing checkpoint at %s", checkpoint_dir.path(name))
+            begun.append(name)
+            yield checkpoint_dir.path(name)
 
 
 def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> Iterable[StorageError]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._discovery import listing
+from flax_ckpt_compat._save import retention
 from tests.support.saves import names, tree, use_flag
 
 LITERAL_PREFIXES = ["ck[1]_", "ck*_", "a-", "v1.", "run2", "sub/ck_", "sub/deep/", "", "x y_", "é_"]
@@ -339,6 +343,56 @@ def test_two_writers_that_evict_each_others_leave_something(
     monkeypatch.setattr(listing, "complete_steps", then_evicted)
     ours.save_checkpoint(tmp_path, tree(3), 3, keep=1, overwrite=True)
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_two_writers_that_evict_each_others_at_the_same_time_leave_one(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One removes what is newer, the other what is older, and each has just seen that its own is there."""
+    published, removes, hide, remove_others = (
+        threading.Event(),
+        threading.Event(),
+        removal._hide,
+        retention._remove_others,
+    )
+
+    def remove_later(request: Any) -> None:
+        if request.name == "checkpoint_7":
+            published.set()
+            assert removes.wait(60)
+        remove_others(request)
+
+    def hide_later(path: str) -> Any:
+        if path.endswith("checkpoint_7"):
+            removes.set()
+            other.join(0.5)
+        return hide(path)
+
+    monkeypatch.setattr(retention, "_remove_others", remove_later)
+    monkeypatch.setattr(removal, "_hide", hide_later)
+    other = threading.Thread(target=lambda: ours.save_checkpoint(tmp_path, tree(7), 7, keep=1))
+    other.start()
+    assert published.wait(60)
+    ours.save_checkpoint(tmp_path, tree(5), 5, overwrite=True)
+    other.join()
+    assert names(tmp_path) == ["checkpoint_5"]
+
+
+def test_a_writer_that_is_stopped_while_it_evicts_stops_no_other(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is given up after a while, and a file system without locks needs none."""
+    monkeypatch.setattr(removal, "_LOCK_SECONDS", 0.1)
+    ours.save_checkpoint(tmp_path, tree(1), 1)
+    with removal.locked(str(tmp_path)):
+        ours.save_checkpoint(tmp_path, tree(2), 2)
+
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    ours.save_checkpoint(tmp_path, tree(3), 3)
+    assert names(tmp_path) == ["checkpoint_3"]
 
 
 CHECKPOINTERS: dict[str, Any] = {

@@ -6,11 +6,13 @@ Nothing is deleted under a checkpoint's name: a directory is renamed, the names 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -21,6 +23,34 @@ from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
 _STILL_OPEN = ".nfs"
+_LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.005
+
+
+@contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        _lock(descriptor)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):  # a fork of this process may have the descriptor, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    end = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_LOCK_POLL_SECONDS)
 
 
 def discard(paths: Iterable[str]) -> dict[str, StorageError]:
