@@ -43,7 +43,17 @@ suppress_warnings = ["myst.header"]  # the tables of results have no sections of
 PARTS = {
     "Learn": ["guide", "changed_state", "recipes", "moving", "convert", "*"],
     "Look up": ["troubleshooting", "commands", "settings", "differences", "reference/index", "glossary"],
-    "Know more": ["formats", "object_stores", "reliability", "speed", "scale", "results", "stability", "changelog"],
+    "Know more": [
+        "call_flow",
+        "formats",
+        "object_stores",
+        "reliability",
+        "speed",
+        "scale",
+        "results",
+        "stability",
+        "changelog",
+    ],
 }
 # Files of the repository that the site has as pages, by how the Markdown pages link to them.
 INCLUDED = {"../CHANGELOG.md": "changelog.rst", "../tests/benchmarks/RESULTS.md": "results.rst"}
