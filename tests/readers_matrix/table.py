@@ -1,0 +1,82 @@
+"""The table of the guide, from ``results.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results.json")
+GUIDE = Path(__file__).parents[2] / "migration_guide" / "formats.md"
+_PLACE = re.compile(
+    r"(?<=<!-- table: python -m tests.readers_matrix --write -->\n).*(?=<!-- end of the table -->)", re.DOTALL
+)
+_COLUMNS = [
+    "msgpack",
+    *(f"{way}-{how}" for how in ("default", "old") for way in ("flax", "pytree", "standard", "manager")),
+]
+_HEAD = """\
+| | msgpack file | Orbax's format | | | | with `oldest_orbax="0.3"` | | | |
+|---|---|---|---|---|---|---|---|---|---|
+| Flax, Orbax | Flax | Flax | PyTree | Standard | Manager | Flax | PyTree | Standard | Manager |
+"""
+_CASES = {"whole": "one device: ", "sharded": "sharded arrays: ", "text": "text: "}
+# What the release raised → why.
+_REASONS = {
+    r"structure file does not exist|IsADirectoryError|KeyError": "it needs the structure file, which the setting adds",
+    r"Sharding of jax.Array cannot be None": "it restores no arrays without a sharding",
+    r"\.zarray\S* does not exist": "it reads a folder for each array, a layout that this library does not write",
+    r"Unsupported type: <class 'str'>|NotImplementedError": "its reader takes no texts",
+}
+
+
+def record(name: str, found: dict[str, str]) -> None:
+    """Keep what a release reads: case/way → "", or the reason."""
+    RESULTS.write_text(json.dumps({**results(), name: found}, indent=1, ensure_ascii=False) + "\n")
+
+
+def results() -> dict[str, dict[str, str]]:
+    """Return what each release reads, by case/way."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def row(name: str, notes: list[str]) -> str:
+    """Return the line of a release; add its reasons to the notes."""
+    found = results()[name]
+    return f"| {name.replace('+', ', ')} | {' | '.join(_cell(way, found, notes) for way in _COLUMNS)} |"
+
+
+def _cell(way: str, found: dict[str, str], notes: list[str]) -> str:
+    reasons = {case: _reason(found[f"{case}/{way}"]) for case in _CASES if f"{case}/{way}" in found}
+    if not reasons:
+        return ""
+    failed = {case: why for case, why in reasons.items() if why}
+    if len(failed) == len(reasons):
+        return f"no {' '.join(_note(why, notes) for why in dict.fromkeys(failed.values()))}"
+    return "; ".join(["yes", *(f"{_CASES[case]}no {_note(why, notes)}" for case, why in failed.items())])
+
+
+def _reason(result: str) -> str:
+    return next(
+        (why for pattern, why in _REASONS.items() if re.search(pattern, result)), f"`{result}`" if result else ""
+    )
+
+
+def _note(reason: str, notes: list[str]) -> str:
+    if reason not in notes:
+        notes.append(reason)
+    return f"({notes.index(reason) + 1})"
+
+
+def text() -> str:
+    """Return the table with its notes."""
+    found, notes = results(), list[str]()
+    lines = [
+        row(name, notes) for name in sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    ]
+    return _HEAD + "\n".join(lines) + "\n\n" + "".join(f"{n}. {why}\n" for n, why in enumerate(notes, 1))
+
+
+def write_guide() -> None:
+    """Write the table between its marks."""
+    GUIDE.write_text(_PLACE.sub(lambda _: text(), GUIDE.read_text()))
