@@ -69,7 +69,7 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
     if paths.lexists(final) and not paths.holds_nothing(final):
         if not job.resume:
             raise StorageError(
-                f"{final} exists, and nothing is replaced; pass another destination, or resume", path=final
+                f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)", path=final
             )
         if not job.dry_run:
             verify.verify(final, job.to, contents, progress)

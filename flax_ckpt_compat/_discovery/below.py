@@ -65,7 +65,7 @@ def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
                 seen.add(resolved)
                 is_empty_step = _is_named_checkpoint(name) and not paths.listdir(path)
                 (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
-        yield folder, found
+        yield folder, [] if os.path.basename(folder) == steps.SHADOW_FOLDER else found
         pending += reversed(inside)
 
 

@@ -45,6 +45,8 @@ def find_leftovers(root: str) -> list[Leftover]:
         StorageError: the file system or store refused.
     """
     if not paths.isdir(root):
+        if paths.lexists(root):
+            raise CheckpointNotFoundError(f"{root} is a file: pass the directory of the checkpoints", path=root)
         raise CheckpointNotFoundError(absence.of_directory(root).why, path=root)
     return [leftover for folder, _ in below.folders_below(root) for leftover in _in_folder(folder)]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.equality import differences
 from flax_ckpt_compat._core.local.syncing import write_file
@@ -26,7 +26,7 @@ from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save.request import SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
-FOLDER = ".flax_ckpt_compat_shadow"
+FOLDER = steps.SHADOW_FOLDER
 _OTHER = {Format.MSGPACK: Format.ORBAX, Format.ORBAX: Format.MSGPACK}
 _MAX_DIFFERENCES = 20  # listed in a record
 

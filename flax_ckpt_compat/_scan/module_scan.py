@@ -150,9 +150,10 @@ def _api_calls(node: ast.Call, names: Names) -> Found:
 
 
 def _path_uses(tree: ast.Module, names: Names, paths: CheckpointPaths) -> Found:
+    guarded = set(_calls_on_files(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield from ((kind, node) for kind in _file_calls(node, names, paths))
+            yield from ((kind, node) for kind in _file_calls(node, names, paths) if (kind, node) not in guarded)
         elif isinstance(node, ast.While) and _polls(node, paths):
             yield "poll", node
         elif isinstance(node, ast.ListComp | ast.GeneratorExp) and _lists_directory(node, paths):
@@ -181,6 +182,16 @@ def _file_calls(node: ast.Call, names: Names, paths: CheckpointPaths) -> Iterato
         words = " ".join(str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant))
         if _COPIES.search(words) and not _RECURSIVE.search(words):
             yield "shell-copy"
+
+
+def _calls_on_files(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls, as removals or copies, that are made only where ``os.path.isdir`` said no, as in fixed code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp) and isinstance(node.test, ast.Call):
+            branches = node.orelse if isinstance(node.orelse, list) else [node.orelse]
+            if _last(node.test.func) in {"isdir", "is_dir"}:
+                calls = [part for branch in branches for part in ast.walk(branch) if isinstance(part, ast.Call)]
+                yield from ((kind, call) for call in calls for kind in ("remove", "copy"))
 
 
 def _writes(node: ast.Call) -> bool:

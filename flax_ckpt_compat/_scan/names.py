@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+_API, _OURS = "flax.training.checkpoints", "flax_ckpt_compat.checkpoints"
 _IMPORTERS = {"importlib.import_module", "__import__"}
 
 
@@ -34,7 +35,12 @@ class Names:
                     self._bound[name] = dotted
 
     def of(self, node: ast.AST) -> str | None:
-        """Return the dotted name that an expression stands for, or None."""
+        """Return the dotted name that an expression stands for, or None; our module is that of Flax."""
+        dotted = self._of(node)
+        is_ours = dotted is not None and f"{dotted}.".startswith(f"{_OURS}.")
+        return _API + dotted[len(_OURS) :] if dotted is not None and is_ours else dotted
+
+    def _of(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Name):
             return self._bound.get(node.id) or self._from_wildcard(node.id)
         if isinstance(node, ast.Attribute):
@@ -45,8 +51,7 @@ class Names:
         return None
 
     def _from_wildcard(self, name: str) -> str | None:
-        module = "flax.training.checkpoints"
-        return f"{module}.{name}" if module in self.wildcards and name in CHECKPOINT_API else None
+        return f"{_API}.{name}" if self.wildcards & {_API, _OURS} and name in CHECKPOINT_API else None
 
     def _of_call(self, node: ast.Call) -> str | None:
         function = self.of(node.func) or (node.func.id if isinstance(node.func, ast.Name) else "")

@@ -41,9 +41,9 @@ def print_report(report: ScanReport, console: Console, *, verbose: bool) -> None
         console.print(f"[yellow]Not read:[/] {escape(path)}: {escape(reason)}", soft_wrap=True)
     changes = sum(finding.about.action == CHANGE for finding in report.findings)
     files = len({finding.path for finding in report.findings})
+    uses = f"{len(report.findings)} uses in {files}; {changes} to change, {len(report.actions) - changes} to look at"
     console.print(
-        f"{report.files} files read; {len(report.findings)} uses in {files} of them; {changes} to change,"
-        f" {len(report.actions) - changes} to look at.",
+        f"{report.files} file{'s' * (report.files != 1)}; {uses if files else 'no use of flax.training.checkpoints'}.",
         highlight=False,
     )
 

@@ -12,6 +12,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._discovery import absence
 from flax_ckpt_compat._save.shadow import FOLDER
 
 _FORMATS = tuple(format.value for format in Format)
@@ -51,14 +52,18 @@ def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
         CheckpointNotFoundError: nothing was recorded there.
         CorruptCheckpointError: a record is not the JSON that shadow mode writes.
     """
-    path = paths.normal(os.fspath(directory))
+    path = paths.absolute(os.fspath(directory))
     folder = os.path.join(paths.local(path), FOLDER)
     with translated(folder):
         names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []
+    if not paths.isdir(path):
+        why = absence.of_directory(path).why
+        why = f"{path} is a file: pass the directory of the checkpoints" if paths.lexists(path) else why
+        raise CheckpointNotFoundError(why, path=path)
     if not names:
         raise CheckpointNotFoundError(
-            f"{directory} has no records of shadow mode; save with the setting shadow, for example by "
-            "FLAX_CKPT_COMPAT_SHADOW=true in the environment",
+            f"{directory} has no records of shadow mode: pass the directory that was saved to, or save with "
+            "FLAX_CKPT_COMPAT_SHADOW=true in the environment first",
             path=path,
         )
     records = [_record(os.path.join(folder, name)) for name in names]

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import traceback
@@ -19,6 +20,8 @@ from typing import IO, Any
 import click
 
 FOUND, INTERRUPTED = 1, 130
+# Messages that say already what to do.
+_OFFERS = re.compile(r"did you mean|available steps|pass the|list /|leave out|save with")
 
 
 class FailedError(click.ClickException):
@@ -90,10 +93,14 @@ def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = Fals
 
 
 def _paragraph(error: Exception) -> str:
-    from flax_ckpt_compat._core.errors import CheckpointError
+    from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
     from flax_ckpt_compat._core.escaping import printable
 
     text = printable(f"{type(error).__name__}: {error}")
+    if isinstance(error, CheckpointNotFoundError) and error.path and not _OFFERS.search(text):
+        from ._hints import next_step
+
+        return f"{text}. {next_step(error.path)}".rstrip(" ")
     if isinstance(error, CheckpointError):
         return text
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."

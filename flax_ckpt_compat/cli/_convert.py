@@ -16,6 +16,7 @@ from flax_ckpt_compat._convert import convert
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
+from flax_ckpt_compat._core.load_name import load_name
 
 from ._commands import FailedError, print_json
 
@@ -38,6 +39,8 @@ def run(
     as_json: bool,
 ) -> None:
     """Convert, and print what is done; see `flax_ckpt_compat.cli.convert`."""
+    for name in filter(None, (target, transforms)) if dask is None else ():
+        load_name(name)  # a wrong name is refused once, not for each checkpoint
     jobs = convert.plan(src, dst, to, step=steps or None, target=target, transforms=transforms, shard=shard)
     start = time.monotonic()
     results: list[Conversion] = []
@@ -78,6 +81,8 @@ def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_
 def _summary(results: Sequence[Conversion], seconds: float, *, dry_run: bool) -> str:
     counts = {status: sum(result.status == status for result in results) for status in _STATUSES}
     shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    if not counts["converted"] and not dry_run:
+        return f"{shown}."
     nbytes = sum(result.nbytes for result in results if result.status in ("converted", "planned"))
     text = f"{shown}: {format_size(nbytes)}"
     if dry_run:

@@ -18,6 +18,8 @@ from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
+from ._hints import next_step
+
 _HEADINGS = ("step", "format", "size", "saved", "state", "name")
 _NO_TIME = "-"
 
@@ -67,14 +69,15 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str) -> str:
             remedy = f"pass the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
             raise CheckpointNotFoundError(f"{path} is not a directory: {remedy}", path=path)
         near = absence.near_directory(path)
-        remedy = f"did you mean {near}?" if near else "check the path"
-        raise CheckpointNotFoundError(f"the directory {path} does not exist: {remedy}", path=path)
+        remedy = f": did you mean {near}?" if near else ""
+        raise CheckpointNotFoundError(f"the directory {path} does not exist{remedy}", path=path)
     if detect.is_orbax_directory(path) and not detect.has_no_orbax_marker(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path)
     if not paths.is_url(path) and not os.listdir(path):
-        return f"{path} is empty"
-    return absence.of_checkpoints(checkpoint_dir, prefix).why
+        return f"{path} is empty. {next_step(path)}"
+    why = absence.of_checkpoints(checkpoint_dir, prefix).why
+    return why if "did you mean" in why else f"{why}. {next_step(path)}".rstrip(" ")
 
 
 def _as_json(row: _Row) -> dict[str, Any]:

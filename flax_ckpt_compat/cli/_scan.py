@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.syntax import Syntax
 
 from flax_ckpt_compat import __version__
 from flax_ckpt_compat._scan.kinds import CHANGE
@@ -17,6 +16,8 @@ from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
 
 from ._commands import FOUND, FailedError, print_json
+
+_COLORS = {"-": "red", "+": "green", "@": "cyan"}
 
 
 def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, yes: bool, verbose: bool) -> None:
@@ -29,9 +30,13 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
         report = scan(code)
     if not (as_json or as_sarif):
         print_report(report, Console(soft_wrap=not sys.stdout.isatty()), verbose=verbose)
+    if not report.files:
+        raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
     if report.unreadable and not report.findings:
         sys.exit(FailedError.exit_code)
     if any(found.about.action == CHANGE for found in report.findings):
+        if not (as_json or as_sarif or do_fix):
+            click.echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
         sys.exit(FOUND)
 
 
@@ -48,8 +53,8 @@ def _fix(report: ScanReport, *, yes: bool) -> None:
         after = fix(before, [found for found in report.findings if found.path == path])
         if after != before:
             changed[Path(path)] = after
-            lines = difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm="")
-            Console().print(Syntax("\n".join(lines), "diff", word_wrap=False, background_color="default"))
+            for line in difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm=""):
+                click.secho(line, fg=_COLORS.get(line[0]), bold=line.startswith(("---", "+++")))
     if any(found.cell for found in report.findings):
         click.echo(
             "Notebooks are not changed: put `import flax_ckpt_compat; flax_ckpt_compat.install()` into the first cell."

@@ -103,3 +103,40 @@ def test_guide() -> None:
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `flax-ckpt ")]
     assert sorted(row[0].split()[1].strip("`") for row in rows) == NAMES
     assert all(len(row) == 4 for row in rows)
+
+
+@pytest.fixture
+def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory ``runs`` with one run of two steps, an empty directory and a foreign file."""
+    for step in (1, 2):
+        save(tmp_path / "runs" / "a", {"w": np.ones(3)}, step=step, format="msgpack", keep=9)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("hello\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "hint"),
+    [
+        *(((name, "runs/b"), 2, "/runs has a") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
+        *(((name, "run"), 2, "did you mean") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
+        *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
+        *(((name, "runs"), 2, "There are checkpoints in ") for name in ("show", "plan")),
+        (("ls", "runs"), 0, "There are checkpoints in "),
+        *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
+        *(((name, "notes.txt"), 2, "looks like a text file") for name in ("show", "verify", "plan")),
+        *(((name, "notes.txt"), 2, "is a file: pass the directory") for name in ("clean", "shadow-report")),
+        (("shadow-report", "runs/a"), 2, "FLAX_CKPT_COMPAT_SHADOW=true"),
+        (("diff", "runs/a", "runs/b"), 2, "/runs has a"),
+        (("convert", "empty", "out", "--to", "orbax"), 2, "Pass a checkpoint, or a directory"),
+        (("convert", "runs", "out", "--to", "orbax", "--target", "math:sine"), 2, "math has no sine; did you mean"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_to_do_next(arguments: tuple[str, ...], code: int, hint: str, tree_of_runs: Path) -> None:
+    """Wrong paths, empty directories and foreign files are answered with what there is instead, in one paragraph."""
+    result = CliRunner().invoke(cli.main, arguments)
+    assert (result.exit_code, hint in result.output) == (code, True), result.output
+    assert len(result.output.splitlines()) == 1
+    assert not (tree_of_runs / "out").exists()

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints, config, convert, verify
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._save import shadow
 from flax_ckpt_compat._view.shadow_report import shadow_report
@@ -103,6 +103,8 @@ def test_difference(folder: str, shadowed, monkeypatch: pytest.MonkeyPatch, capl
     assert record["differences"] == 1 and record["different_leaves"][0].startswith("w: float32 [2, 3]")
     assert not shadow_report(folder).is_clean and "1 leaves differ" in caplog.text
     assert os.path.isfile(os.path.join(folder, shadow.FOLDER, "checkpoint_1"))
+    assert [one.path for one in verify(folder).checkpoints] == [path]
+    assert [one.source for one in convert(folder, f"{folder}-managed", "manager")] == [path]
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(path, None)["w"], TREE["w"])
 
 

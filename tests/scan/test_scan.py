@@ -113,6 +113,17 @@ def test_fixed_imports(code: str, fixed: str, tmp_path: Path) -> None:
     assert fix(code, scan([file]).findings) == fixed
 
 
+def test_fixed_program_is_scanned(tmp_path: Path) -> None:
+    """Once the import is ours, what still breaks is still found, and what --fix mended is not."""
+    file = tmp_path / "code.py"
+    file.write_text(
+        "import os, shutil\nfrom flax_ckpt_compat import checkpoints\npath = checkpoints.latest_checkpoint('d')\n"
+        "open(path, 'rb')\nshutil.rmtree(path) if os.path.isdir(path) else os.remove(path)\n"
+        "if os.path.isdir(path):\n  pass\nelse:\n  os.remove(path)\n"
+    )
+    assert [(one.line, one.kind) for one in scan([file]).findings] == [(3, "lookup"), (4, "open")]
+
+
 def test_notebook(tmp_path: Path) -> None:
     """Cells of a notebook share names; magics are passed over; places are counted by cell."""
     cells = [
@@ -154,3 +165,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command("train.py", "--fix", "--yes").exit_code == 0
     assert "from flax_ckpt_compat import checkpoints" in file.read_text()
     assert command("nowhere.py").exit_code == 2
+    (tmp_path / "empty").mkdir()
+    nothing = command("empty")
+    assert nothing.exit_code == 2 and "pass the files or folders of your code" in nothing.stderr
