@@ -41,7 +41,17 @@ suppress_warnings = ["myst.header"]  # the tables of results have no sections of
 
 # The start page stays free of directives, which GitHub would show as code. "*" are pages that no part names.
 PARTS = {
-    "Learn": ["guide", "old_checkpoints", "changed_state", "recipes", "many_hosts", "moving", "convert", "leaving", "*"],
+    "Learn": [
+        "guide",
+        "old_checkpoints",
+        "changed_state",
+        "recipes",
+        "many_hosts",
+        "moving",
+        "convert",
+        "leaving",
+        "*",
+    ],
     "Look up": ["troubleshooting", "commands", "settings", "differences", "reference/index", "glossary"],
     "Know more": [
         "call_flow",
