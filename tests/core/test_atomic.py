@@ -105,6 +105,20 @@ def test_long_names_have_temporaries_too(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("role", ["new", "old"])
+def test_temporaries_are_no_longer_than_names_may_be(role: str, tmp_path: Path) -> None:
+    """Nor is the folder of arrays beside a new one; a name that would not fit whole cannot be set aside."""
+    limit, refused = os.pathconf(tmp_path, "PC_NAME_MAX"), 0
+    for length in range(100, limit + 1):
+        try:
+            found = os.path.basename(atomic.temporary_path(str(tmp_path / ("n" * length)), role))
+        except StorageError:
+            refused += 1
+        else:
+            assert len(found) + len("_gda") * (role == "new") <= limit
+    assert (refused > 0) == (role == "old")
+
+
 def test_two_temporaries_never_share_a_name(tmp_path: Path) -> None:
     """Each call gives a new name."""
     path = str(tmp_path / "c_1")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND
-from flax_ckpt_compat.legacy.gda_tree import choose_subpaths
+from flax_ckpt_compat.legacy import BACKEND, gda_write
+from flax_ckpt_compat.legacy.gda_tree import DistributedArray, choose_subpaths
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local import atomic, gda_folder
-from flax_ckpt_compat._core.tree import KeyData
+from flax_ckpt_compat._core.tree import KeyData, Shard
 from tests.support.saves import names
 from tests.support.spread import OPTIONS, Spread, half, load, save, write
 from tests.support.trees import fill, to_branches
@@ -128,6 +130,30 @@ def test_a_process_that_wrote_nothing_is_found_out(tmp_path: Path) -> None:
         BACKEND.finish_multiprocess(temporary, prepared, OPTIONS, ProcessInfo(0, 2))
     atomic.remove_temporary(temporary)
     assert names(tmp_path) == []
+
+
+def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow disk a save holds no more copies of shards than its bound and one more."""
+    taken, written, held = [], [], []
+    write, shards = gda_write._write, DistributedArray.shards
+
+    def slow(opened: Any, base: str, array: DistributedArray, shard: Shard) -> None:
+        time.sleep(0.02)
+        write(opened, base, array, shard)
+        written.append(shard.data.nbytes)
+
+    def counted(array: DistributedArray) -> Iterator[Shard]:
+        for shard in shards(array):
+            taken.append(shard.data.nbytes)
+            held.append(sum(taken) - sum(written))
+            yield shard
+
+    monkeypatch.setattr(gda_write, "_IN_FLIGHT", 100)
+    monkeypatch.setattr(gda_write, "_write", slow)
+    monkeypatch.setattr(DistributedArray, "shards", counted)
+    save(tmp_path / "c_1", {f"a{n}": Spread(np.zeros(16)) for n in range(20)})
+    assert len(held) == 40
+    assert max(held) <= 100 + 64
 
 
 def test_processes_with_different_trees_are_told(tmp_path: Path) -> None:

@@ -102,6 +102,14 @@ def test_what_flax_never_writes(scratch: Any, name: str) -> None:
     agree(path)
 
 
+def test_one_level_too_many(scratch: Any) -> None:
+    """The bound on nested containers holds for small files too."""
+    path = scratch()
+    path.write_bytes(b"\x81\xa1a" * (format.MAX_DEPTH + 1) + b"\x07")
+    with pytest.raises(CorruptCheckpointError, match=f"more than {format.MAX_DEPTH} nested containers"):
+        BACKEND.open(str(path))
+
+
 def test_same_length_of_another_header(scratch: Any) -> None:
     """Arrays of the same size in other shapes, and scalars with the bytes of arrays, are told apart."""
     shapes = [(2, 3), (3, 2), (6,), (1, 6), (6, 1)] * 5

@@ -74,6 +74,21 @@ def test_decodes_nodes_that_do_not_tell_their_length(tmp_path: Path, level: int,
     assert _values(tmp_path) == values
 
 
+def test_the_longest_name(tmp_path: Path) -> None:
+    """TensorStore takes keys of up to 65,535 bytes."""
+    values = {b"k" * 65535: b"1", b"l": b"2"}
+    _database(tmp_path, values)
+    assert _values(tmp_path) == values
+
+
+def test_frames_that_end_in_an_empty_block() -> None:
+    """RFC 8878, 3.1.1.2: a stream that is closed after its last flush ends so; blocks have a header of 3 bytes."""
+    start, header = bytes.fromhex("28b52ffd 00 50"), (3 << 3).to_bytes(3, "little")
+    assert ocdbt_encoding.decompress_zstd(start + header + b"abc" + b"\1\0\0") == b"abc"
+    with pytest.raises(ValueError, match="the last block of a Zstandard frame was expected, found the end at byte 12"):
+        ocdbt_encoding.decompress_zstd(start + header + b"abc")
+
+
 def test_finds_nothing_in_an_empty_database(tmp_path: Path) -> None:
     """A version without a root has no keys."""
     store = _database(tmp_path, {b"a": b"1"})

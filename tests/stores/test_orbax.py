@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax_ckpt_compat.orbax_backend.chunks import group_neighbours
+from flax_ckpt_compat.orbax_backend.files import ByteRange
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
@@ -35,6 +38,16 @@ TREE = {
 NEVER_MERGED = corpus.Case("flax-0.7.5_orbax-0.4.4", "orbax_pytree_no_ocdbt/plain")
 NESTED = "flax-0.7.4_orbax-0.4.1"
 MANY_FILES = tuple(f"no_ocdbt/{name}" for name in ("aggregate", "flax_save_args", "full", "zarr3"))
+
+
+def test_ranges_that_one_request_reads() -> None:
+    """Ranges of one object with gaps of up to 64 KiB, 16 MiB in all; never of two objects."""
+    a, gap, most = ("a", 0, 10), 64 << 10, 16 << 20
+    together = [[a, ("a", 10, 5)], [a, ("a", 10 + gap, 5)], [a, ("a", 10, most - 10)]]
+    apart = [[a, ("a", 11 + gap, 5)], [a, ("b", 10, 5)], [a, ("b", 0, 5)], [a, ("a", 10, most - 9)]]
+    for ranges in (*together, *apart):
+        pieces: list[Any] = [types.SimpleNamespace(extent=ByteRange(*one)) for one in ranges]
+        assert len(group_neighbours(pieces)) == (1 if ranges in together else 2), ranges
 
 
 @pytest.fixture(autouse=True)

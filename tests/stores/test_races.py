@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,41 @@ def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
         first.commit(["a"])
     timer.join()
     assert bucket.keys("run/") == [f"run/checkpoint_1/{second.marker}"]
+
+
+def test_a_commit_after_another_writer_has_removed_all(bucket: Bucket) -> None:
+    """The commit file, which that one did not see, goes too: what it removed must not count as a checkpoint."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    first = lease.WriteLease(url)
+    client.write(f"{url}/a", b"1")
+    second = lease.WriteLease(url)
+    second.clear()
+    with pytest.raises(lease.ConcurrentWriteError, match="another process"):
+        first.commit(["a"])
+    assert bucket.keys("run/") == [f"run/checkpoint_1/{second.marker}"]
+
+
+@pytest.mark.parametrize("moment", ["/_METADATA", "/commit_success.txt"])
+def test_an_overwrite_that_another_writer_interrupts(moment: str, bucket: Bucket) -> None:
+    """The old checkpoint stays whole, and nothing of the new one, if its data are removed or a newer writer begins."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    flax_ckpt_compat.save(url, tree(1), format="orbax")
+    before = bucket.keys("run/")
+    marker = f"run/checkpoint_1/_begun.{int(time.time()) + 60}.{'f' * 32}"
+
+    def rule(method: str, path: str) -> str:
+        if method == "PUT" and "/_next." in path and path.endswith(moment):
+            if moment == "/_METADATA":
+                for key in set(bucket.keys("run/checkpoint_1/d/")).difference(before):
+                    bucket.delete(key)
+            else:
+                bucket.put(marker, b"")
+        return ""
+
+    with bucket.proxy.failing(rule), pytest.raises(lease.ConcurrentWriteError, match="another process"):
+        flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
+    assert bucket.keys("run/") == sorted([*before, *([] if moment == "/_METADATA" else [marker])])
+    check(url, 1)
 
 
 def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:

@@ -93,6 +93,22 @@ def test_tolerances(rtol: float | None, atol: float | None, tmp_path: Path) -> N
     assert (found.identical, found.tolerated) == (1, 5 - len(expected))
 
 
+def test_the_tolerance_is_included() -> None:
+    """As with numpy's isclose, a distance of just ``atol + rtol * |b|`` is within it."""
+    for tolerance, a, b in [({"atol": 0.5}, 1.5, 1.0), ({"rtol": 0.5}, 3.0, 2.0)]:
+        assert np.isclose(a, b, **({"atol": 0.0, "rtol": 0.0} | tolerance))
+        values = Values(**tolerance)
+        values.add(np.array([a]), np.array([b]))
+        assert (values.other_values, values.outside) == (1, 0)
+
+
+def test_text_of_other_lengths() -> None:
+    """Numpy's arrays of text are compared by value, although longer texts have another dtype."""
+    values = Values()
+    values.add(np.array(["ab", "c"]), np.array(["ab", "dddd"]))
+    assert (values.size, values.other_values, values.outside) == (2, 1, 1)
+
+
 def test_zeros_and_nan(tmp_path: Path) -> None:
     """-0.0 and NaNs with other bits differ in bits alone; NaN in one side only is always a difference."""
     other_nan = np.array([0x7FC00001], np.uint32).view(np.float32)
