@@ -382,3 +382,22 @@ def test_a_source_that_is_replaced_meanwhile_is_not_mixed(tmp_path: Path, monkey
     with pytest.raises(errors.ConversionError, match="was replaced while it was read"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["msgpack", "orbax"])
+def test_what_appears_meanwhile_stays(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that saves the step itself during its conversion keeps its own, and the conversion says so."""
+    from flax_ckpt_compat._convert import verify
+
+    flax_ckpt_compat.save(tmp_path / "src", {"n": 1}, step=1, format="orbax")
+    compare = verify.verify
+
+    def save_after_comparing(*arguments: Any) -> None:
+        compare(*arguments)
+        flax_ckpt_compat.save(tmp_path / "dst", {"n": 2}, step=1, format=to)
+
+    monkeypatch.setattr(verify, "verify", save_after_comparing)
+    with pytest.raises(errors.ConversionError, match="another process has saved a checkpoint of this name meanwhile"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
+    assert flax_ckpt_compat.restore(tmp_path / "dst") == {"n": 2}
+    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["checkpoint_1"]

@@ -31,15 +31,14 @@ def folder_of(path: str) -> str:
     return path + ARRAYS_POSTFIX
 
 
-def begin(temporary: str) -> str:
-    """Create the folder for a temporary's arrays and return its `generation_prefix`."""
+def begin(temporary: str) -> None:
+    """Create the folder for a temporary's arrays, with that of a generation where the final name is taken."""
     final, generation = temporaries.destination(temporary), temporaries.generation_of(temporary)
     folder = folder_of(temporary)
     os.mkdir(folder)
     taken = final is None or os.path.lexists(final) or os.path.lexists(folder_of(final))
     if generation is not None and taken:
         os.mkdir(os.path.join(folder, generation))
-    return generation_prefix(temporary)
 
 
 def generation_prefix(temporary: str) -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shlex
 import subprocess
 
 import wandb
@@ -16,6 +17,7 @@ def keep(workdir, state, bucket, blob):
     subprocess.run(["gsutil", "cp", latest, bucket], check=True)  # expect: shell-copy
     subprocess.run(["gsutil", "cp", "-r", latest, bucket], check=True)
     os.system(f"aws s3 cp {latest} {bucket}")  # expect: shell-copy
+    subprocess.run(shlex.split("cp " + shlex.quote(latest) + " /backup"), check=True)  # expect: shell-copy
     artifact = wandb.Artifact("model", type="model")
     artifact.add_file(latest)  # expect: upload
     blob.upload_from_filename(os.path.join(workdir, "model_3"))  # expect: upload
