@@ -83,7 +83,7 @@ def test_hostile_files(load_bytes: Any, document: bytes, message: str) -> None:
 
 
 ODD = {
-    "int keys": {1: np.ones(2), "b": 2},
+    "int keys": {1: np.ones(2), -1: 3, -200: 4, "b": 2},
     "list": {"a": [np.ones(2)]},
     "empty list": {"a": []},
     "bytes": {"a": b"x" * 300, "e": b""},

@@ -22,6 +22,7 @@ from flax_ckpt_compat._core import paths, storage_errors
 from flax_ckpt_compat._core.object_store import client, retrying, uploads
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
+from tests.support.store_places import AnyBucket
 
 KEYS = ["a", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "a-", "b/%2F+&?", "c"]
 
@@ -48,6 +49,13 @@ def test_a_folder_that_a_console_made_is_no_object(bucket: Bucket) -> None:
     flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format="msgpack")
     assert paths.listdir(f"{bucket.url}/run") == ["checkpoint_1"]
     assert ours.available_steps(f"{bucket.url}/run/") == [1]
+
+
+def test_one_byte_is_not_nothing(any_bucket: AnyBucket) -> None:
+    """A msgpack file may be a single byte; an empty object is no checkpoint."""
+    for content in (b"", b"\x07", b"ab"):
+        any_bucket.put("run/file", content)
+        assert client.is_empty(f"{any_bucket.url}/run/file") == (not content)
 
 
 def test_long_listings_are_whole(bucket: Bucket) -> None:

@@ -16,7 +16,7 @@ import rich.console
 from flax import serialization
 from flax.training import train_state
 
-from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules
+from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
 from flax_ckpt_compat.errors import CheckpointNotFoundError, MissingLeavesError, ShapeMismatchError, TransformError
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.samples import fingerprint
@@ -320,6 +320,26 @@ def test_misspelt_transforms_are_told(saved: str, tmp_path: Path, caplog: pytest
     several = RestoreTransform(multi_value_fn=lambda *_: 0, multi_value_fn_input_args={"params/scal": None})
     with pytest.raises(TransformError, match="params/scale"):
         checkpoints.restore_checkpoint(tmp_path, TARGET, orbax_transforms={"step": several})
+
+
+def test_names_that_were_swapped(tmp_path: Path) -> None:
+    """Where no name is missing, but shapes differ, rules are proposed too; with them every value finds its place."""
+
+    def layers(*shapes: tuple[int, int]) -> Any:
+        names = ("conv", "head")
+        return {
+            "params": {name: {"kernel": fill(n), "bias": fill(n[1:])} for name, n in zip(names, shapes, strict=True)}
+        }
+
+    def fill(shape: tuple[int, ...]) -> Any:
+        return np.full(shape, len(shape) * shape[-1], np.float32)
+
+    save(tmp_path / "c", layers((3, 4), (4, 5)), format="orbax")
+    target = jax.tree.map(np.zeros_like, layers((4, 5), (3, 4)))
+    plan = plan_restore(tmp_path / "c", target)
+    assert plan.missing == () and plan.suggestion is not None
+    restored = restore(tmp_path / "c", target, transforms=[step.rule for step in plan.suggestion.steps])
+    jax.tree.map(np.testing.assert_array_equal, restored, layers((4, 5), (3, 4)))
 
 
 def test_a_plan_travels(saved: str, tmp_path: Path) -> None:
