@@ -43,9 +43,15 @@ def _find_crc32c() -> Any:
     return crc32c
 
 
-# crc32c(data, value=0): the CRC-32C of a buffer, or of what ``value`` is the CRC-32C of and the buffer. None where no
-# installed package computes it: TensorStore does so only as a codec.
-crc32c: Any = _find_crc32c()
+def __getattr__(name: str) -> Any:
+    """Find ``crc32c`` on first use: its packages load a tenth of what a command does.
+
+    ``crc32c(data, value=0)`` is the CRC-32C of a buffer, or of what ``value`` is the CRC-32C of and the buffer; None
+    where no installed package computes it: TensorStore does so only as a codec.
+    """
+    if name != "crc32c":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, _find_crc32c())
 
 
 class BlockSums:
