@@ -86,6 +86,14 @@ class ArrayRead:
         """Return whether it is exactly the bytes of one chunk, as almost all arrays and shards are."""
         return self.cell is not None and self.info.raw and not self.info.checksum_nbytes
 
+    def bytes_in(self, chunk: ByteRange) -> ByteRange | None:
+        """Return the range of bytes that is the result, if the array is one raw chunk; None for several ranges."""
+        if self.box is None or not self.info.is_one_raw_chunk:
+            return chunk if self.is_one_raw_chunk else None
+        count, _ = grid.runs(self.info.shape, self.box, self.shape, grid.full_box(self.shape))
+        start = grid.offset(self.info.shape, self.box) * self.info.dtype.itemsize
+        return ByteRange(chunk.file, chunk.offset + start, self.nbytes) if count == math.prod(self.shape) else None
+
     @property
     def is_raw(self) -> bool:
         """Return whether all chunks are raw and their byte ranges are known."""

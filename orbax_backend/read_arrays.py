@@ -171,10 +171,11 @@ class ArrayReader:
                 raise self._corrupt(read, f"the file {file} has {size} bytes, expected at least {offset + length}")
 
     def _map(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
-        """Map arrays that are one raw chunk of a file; what cannot be mapped is read afterwards."""
+        """Map what is one range of a raw chunk of a file; what cannot be mapped is read afterwards."""
         files: dict[str, list[tuple[ArrayRead, ByteRange]]] = {}
-        for read, extent in extents:
-            if read.is_one_raw_chunk and extent.length >= mapping.MIN_BYTES:
+        for read, chunk in extents:
+            extent = read.bytes_in(chunk)
+            if extent is not None and extent.length >= mapping.MIN_BYTES:
                 files.setdefault(extent.file, []).append((read, extent))
         for file, wanted in files.items():
             with contextlib.suppress(OSError):  # the read that follows reports it

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flax_ckpt_compat._convert import stored_trees
@@ -45,19 +44,6 @@ class Contents:
     def nbytes(self) -> int:
         """Return the size of all arrays in memory, in bytes."""
         return sum(array_nbytes(leaf) for leaf in self.leaves.values())
-
-    def report_reads(self, progress: Callable[[int], None]) -> None:
-        """Report the size of each array whenever it is read."""
-        for leaf in self.leaves.values():
-            array = leaf.data if isinstance(leaf, KeyData) else leaf
-            if isinstance(array, StoredArray):
-                array.read = functools.partial(_reported, array.read, array.nbytes, progress)
-
-
-def _reported(read: Callable[[], Any], nbytes: int, progress: Callable[[int], None]) -> Any:
-    value = read()
-    progress(nbytes)
-    return value
 
 
 def array_nbytes(leaf: Any) -> int:

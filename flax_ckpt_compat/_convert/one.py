@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import layouts, verify
 from flax_ckpt_compat._convert.contents import Contents, contents_of
+from flax_ckpt_compat._convert.digests import Digests
 from flax_ckpt_compat._convert.jobs import Conversion, Job
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import StorageError
@@ -76,12 +77,12 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
         return "kept"
     if job.dry_run:
         return "planned"
-    contents.report_reads(progress)
     paths.prepare_directory(final.rpartition("/")[0])
     temporary = paths.storage_of(final).temporary_path(final)
     try:
-        layouts.write(temporary, job.to, contents, prepared, final)
-        verify.verify(temporary, job.to, contents, progress)
+        with Digests(contents, progress) as digests:
+            layouts.write(temporary, job.to, contents, prepared, final)
+        verify.verify(temporary, job.to, contents, progress, digests.crcs)
         check_unchanged()
         paths.publish(temporary, final, new=True)
     except BaseException:

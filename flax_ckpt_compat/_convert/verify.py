@@ -1,25 +1,32 @@
-"""Compare a written checkpoint with its source, bit by bit."""
+"""Compare a written checkpoint with its source, bit by bit, or with the checksums of what was read of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._convert import layouts, stored_trees
 from flax_ckpt_compat._convert.contents import Contents
+from flax_ckpt_compat._convert.digests import Name
 from flax_ckpt_compat._convert.safetensors import FileArray
+from flax_ckpt_compat._core import checksums, grid, memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import Branch, KeyData, Path, StoredArray, show_path
+from flax_ckpt_compat._core.tree import Branch, KeyData, StoredArray, show_path
 
-Name = tuple[str, Path]
-Pair = tuple[Callable[[], Any], Callable[[], Any]]
+# Returns the number of bytes of a part, and whether they are equal.
+_Check = Callable[[], tuple[int, bool]]
+_NONE: Mapping[Name, int] = MappingProxyType({})
 # Bytes; larger arrays are compared in parts, so many at once.
 _PART = 8 << 20
 _AT_ONCE = 3
@@ -30,14 +37,17 @@ class DifferentError(CheckpointError):
     """A result does not hold what its source holds."""
 
 
-def verify(path: str, to: str, contents: Contents, progress: Callable[[int], None]) -> None:
-    """Raise unless a checkpoint holds exactly these leaves; the arrays of its source are read again.
+def verify(
+    path: str, to: str, contents: Contents, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
+) -> None:
+    """Raise unless a checkpoint holds exactly these leaves.
 
     Args:
         path: the checkpoint.
         to: its layout.
         contents: what it should hold.
         progress: takes numbers of bytes of arrays that are compared in parts.
+        crcs: CRC-32s of arrays of the source; all others are read again.
 
     Raises:
         DifferentError: names the leaves that differ.
@@ -47,26 +57,31 @@ def verify(path: str, to: str, contents: Contents, progress: Callable[[int], Non
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
-        parts: list[tuple[Name, Pair]] = []
+        parts: list[tuple[Name, _Check]] = []
+        sums: dict[Name, list[_Sum]] = {}
         for name in expected.keys() & found.keys() if differences else found:
             leaf = small.leaf(found[name])
             if why := _difference(expected[name], leaf):
                 differences[name] = why
             elif isinstance(leaf, StoredArray | FileArray):
                 pair = expected[name], leaf
-                if _is_in_parts(expected[name]):
+                if name in crcs and (boxes := _consecutive_boxes(leaf)):
+                    sums[name] = [_Sum(leaf, box) for box in boxes]
+                    parts += [(name, one.compute) for one in sums[name]]
+                elif _is_in_parts(expected[name]):
                     parts += [(name, part) for part in _parts(*pair)]
                 elif not same_bits(np.asarray(expected[name]), np.asarray(leaf)):
                     differences[name] = _OTHER_VALUES
 
-        def compare(part: tuple[Name, Pair]) -> None:
-            name, (left, right) = part
-            one, other = left(), right()
-            progress(one.nbytes)
-            if not same_bits(one, other):
+        def compare(part: tuple[Name, _Check]) -> None:
+            name, check = part
+            nbytes, same = check()
+            progress(nbytes)
+            if not same:
                 differences[name] = _OTHER_VALUES
 
         in_parallel(compare, parts, _AT_ONCE)
+        differences |= {name: _OTHER_VALUES for name, found_sums in sums.items() if _joined(found_sums) != crcs[name]}
     if differences:
         shown = one_line(f"{show_path(keys)} {why}" for (_, keys), why in differences.items())
         raise DifferentError(
@@ -96,18 +111,51 @@ def _is_in_parts(expected: StoredArray) -> bool:
     return expected.handle is not None and expected.nbytes > _PART
 
 
-def _parts(expected: StoredArray, found: StoredArray | FileArray) -> Iterator[Pair]:
-    """Yield the readers of equal parts of two arrays."""
+def _parts(expected: StoredArray, found: StoredArray | FileArray) -> Iterator[_Check]:
+    """Yield checks of equal parts of two arrays."""
     handle = expected.handle
     for box in handle.reader.boxes(handle, _PART):
-        left = functools.partial(_read_part, handle, box)
-        yield (
-            left,
-            functools.partial(found.part, box)
-            if isinstance(found, FileArray)
-            else functools.partial(_read_part, found.handle, box),
-        )
+        yield functools.partial(_compare_part, handle, found, box)
 
 
-def _read_part(handle: LeafHandle, box: tuple[slice, ...]) -> Any:
-    return handle.reader.read([ArraySlice(handle, box)])[0]
+def _compare_part(expected: LeafHandle, found: StoredArray | FileArray, box: grid.Box) -> tuple[int, bool]:
+    one = expected.reader.read([ArraySlice(expected, box)])[0]
+    return one.nbytes, same_bits(one, _part_of(found, box))
+
+
+def _part_of(array: StoredArray | FileArray, box: grid.Box) -> Any:
+    """Return a part of an array of the result, mapped if it can be: nobody else writes to it."""
+    if isinstance(array, FileArray):
+        return array.part(box)
+    return array.handle.reader.read([ArraySlice(array.handle, box)], mapped=True)[0]
+
+
+def _consecutive_boxes(array: StoredArray | FileArray) -> list[grid.Box]:
+    """Return boxes whose bytes, one after another, are those of an array in C order; none if its chunks make others."""
+    if isinstance(array, FileArray):
+        limit = max(1, _PART // array.dtype.itemsize)
+        return list(grid.readable_boxes(array.shape, array.shape, limit, splits_chunks=True))
+    boxes = list(array.handle.reader.boxes(array.handle, _PART))
+    sizes = [math.prod(grid.shape_of(box)) for box in boxes]
+    starts = [grid.offset(array.shape, box) for box in boxes]
+    return boxes if starts == list(itertools.accumulate(sizes, initial=0))[:-1] else []
+
+
+@dataclasses.dataclass(slots=True)
+class _Sum:
+    """The CRC-32 of a part of an array of the result."""
+
+    array: StoredArray | FileArray
+    box: grid.Box
+    crc: int = 0
+    nbytes: int = 0
+
+    def compute(self) -> tuple[int, bool]:
+        data = memory.as_bytes(np.ascontiguousarray(_part_of(self.array, self.box)))
+        self.crc, self.nbytes = checksums.crc32(data), len(data)
+        return self.nbytes, True
+
+
+def _joined(sums: Sequence[_Sum]) -> int:
+    """Return the CRC-32 of all parts, one after another."""
+    return functools.reduce(lambda crc, part: checksums.combine(crc, part.crc, part.nbytes), sums, 0)
