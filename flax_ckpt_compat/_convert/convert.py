@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from typing import Any, Literal
 
 from flax_ckpt_compat._convert import find, managers
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
-from flax_ckpt_compat._convert.one import Progress, convert_one
+from flax_ckpt_compat._convert.one import Progress, convert_one, loaded
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import ConversionError, SettingError
 from flax_ckpt_compat._core.folding import MAX_SHOWN
@@ -31,7 +31,7 @@ def convert(
 ) -> list[Conversion]:
     """Convert a checkpoint, a directory of steps, or a tree of runs; never touch the source.
 
-    Each result is compared with its source, bit by bit, before it gets its name. The memory needed is that of the
+    Each result is read back and compared with its source before it gets its name. The memory needed is that of the
     largest array, besides buffers, for each checkpoint that is converted at the same time.
 
     Args:
@@ -123,6 +123,10 @@ def run(
         progress: as for `convert_one`; called in the executor's threads, so for one of other processes leave it out.
     """
     jobs = [dataclasses.replace(job, dry_run=dry_run, resume=resume) for job in jobs]
+    if jobs and (executor is None or isinstance(executor, ThreadPoolExecutor)):
+        # Once: a function that returns the target may build a model. Other processes load it by its name.
+        target, transforms = loaded(jobs[0].target, jobs[0].transforms)
+        jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
         managers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
     do: Callable[..., Conversion] = convert_one

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import layouts, verify
@@ -42,7 +43,8 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
             with ExitStack() as watched, ExitStack() as files:
                 watched.enter_context(unchanged(job.source))
                 opened = files.enter_context(closing(Opened(job.source, verify=verifies)))
-                found = contents_of(opened, _loaded(job))
+                target, transforms = loaded(job.target, job.transforms)
+                found = contents_of(opened, dataclasses.replace(job, target=target, transforms=transforms))
                 status = _run(job, found, progress, watched.close)
     except Exception as failure:  # noqa: BLE001  (of one checkpoint: the others are converted)
         _log.debug("%s could not be converted", job.source, exc_info=True)
@@ -53,13 +55,11 @@ def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
     return Conversion(job.source, job.destination, status, leaves, nbytes, time.monotonic() - start, notes, error)
 
 
-def _loaded(job: Job) -> Job:
-    """Return the job with its target and transforms loaded, if they are named as ``module:name``."""
-    target, transforms = job.target, job.transforms
-    return dataclasses.replace(
-        job,
-        target=load_value(target) if isinstance(target, str) else target,
-        transforms=load_name(transforms) if isinstance(transforms, str) else transforms,
+def loaded(target: Any, transforms: Any) -> tuple[Any, Any]:
+    """Return target and transforms of a job, loaded if they are named as ``module:name``."""
+    return (
+        load_value(target) if isinstance(target, str) else target,
+        load_name(transforms) if isinstance(transforms, str) else transforms,
     )
 
 

@@ -52,7 +52,7 @@ def command(src: str, dst: str, **options: Any) -> None:
     For one checkpoint DST is the path of the result, else the directory of the results, which lie in it as below
     SRC; for the steps of a manager it is the manager's directory. Nothing in DST is replaced.
 
-    Each result is compared with its source, bit by bit, before it gets its name. An interrupted conversion
+    Each result is read back and compared with its source before it gets its name. An interrupted conversion
     leaves no half results: run it again with --resume. Memory: the largest array of each checkpoint that is
     converted at the same time, besides buffers.
 

@@ -80,7 +80,9 @@ def test_target_and_transforms_are_loaded(runs: Path, tmp_path: Path, monkeypatc
     (tmp_path / "my_project_for_convert.py").write_text(
         "import numpy as np\n"
         "from flax_ckpt_compat import rules\n"
+        "calls = []\n"
         "def state():\n"
+        "    calls.append(1)\n"
         "    return {'c': np.zeros(500, np.float32), 'b': (np.zeros(250),)}\n"
         "how = [rules.rename('a', 'c')]\n",
         encoding="utf-8",
@@ -93,8 +95,9 @@ def test_target_and_transforms_are_loaded(runs: Path, tmp_path: Path, monkeypatc
     assert restored.keys() == {"b", "c"}
     assert isinstance(restored["b"], tuple)
     assert (restored["c"] == 2).all()
+    assert sys.modules["my_project_for_convert"].calls == [1]  # once for both checkpoints
     result = convert("runs", "more", "--to", "orbax", "--target", "my_project_for_convert:none")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "my_project_for_convert" in result.stderr
 
 

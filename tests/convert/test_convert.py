@@ -318,7 +318,7 @@ def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeyp
     """A bit that changes between writing and publishing fails the conversion, and leaves nothing."""
     from flax_ckpt_compat._convert import layouts
 
-    for n, size in enumerate((3, 9 << 20)):  # compared at once, and in parts
+    for n, size in enumerate((3, 9 << 20)):  # compared with the source, and with a checksum of it
         flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.uint8)}, step=n, format="msgpack")
     write = layouts.write
 
@@ -332,6 +332,20 @@ def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeyp
     with pytest.raises(errors.ConversionError, match=r"(?s)2 of 2.*a has other values.*a has other values"):
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
     assert list((tmp_path / "dst").iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["orbax", "msgpack", "safetensors"])
+def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
+    """Large arrays of the source are read to write them, and not again to verify the result."""
+    from flax_ckpt_compat._core.backend import LeafHandle
+
+    tree = {"in_parts": np.arange(5 << 19), "at_once": np.arange(1 << 16)}
+    flax_ckpt_compat.save(tmp_path / "src", tree, step=1, format="orbax")
+    reads: list[Any] = []
+    read = LeafHandle.read
+    monkeypatch.setattr(LeafHandle, "read", lambda handle: reads.append(handle.path) or read(handle))
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
+    assert sorted(reads) == [("at_once",), ("in_parts",)]
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")

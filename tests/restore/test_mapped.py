@@ -22,6 +22,7 @@ from hypothesis.extra import numpy as hnp
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.local import mapping
 from tests.support.interpreters import start_python
 from tests.support.saves import use_flag
@@ -185,3 +186,18 @@ def test_truncated_files(mapped: bool, code: int, flag: bool, tmp_path: Path) ->
     out, err = program.communicate(timeout=120)
     assert program.returncode == code, err
     assert out == ("300000.0\n" if code == 0 else "")
+
+
+@linux
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_slices_are_mapped_where_their_bytes_lie_together(tmp_path: Path, format: Any) -> None:
+    """Rows of a plain array are mapped; columns, and what is short, are read."""
+    array = np.arange(1 << 16, dtype=np.int32).reshape(256, 256)
+    flax_ckpt_compat.save(tmp_path, {"a": array}, step=1, format=format)
+    with flax_ckpt_compat.open_checkpoint(tmp_path) as opened:
+        handle = opened.leaves()["a"]
+        for box, is_mapped in ((np.s_[64:128, 0:256], True), (np.s_[3:4, 0:256], False), (np.s_[0:256, 8:16], False)):
+            (part,) = handle.reader.read([ArraySlice(handle, box)], mapped=True)
+            np.testing.assert_array_equal(part, array[box])
+            assert bool(mapped_files(tmp_path)) == is_mapped
+            del part
