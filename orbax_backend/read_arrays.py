@@ -191,6 +191,9 @@ class ArrayReader:
         try:
             return memory.empty(read.shape, read.info.dtype)
         except (MemoryError, ValueError) as error:
+            stored = paths.storage_of(self._path).total_size(self._path)
+            if isinstance(error, MemoryError) and read.nbytes <= stored * _MAX_RATIO:
+                raise
             raise self._corrupt(read, f"there is no memory for {read}") from error
 
     def _read_pieces(self, pieces: list[Piece], verifier: Verifier | None) -> None:

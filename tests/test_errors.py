@@ -25,6 +25,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "NameCollisionError": (ValueError,),
     "ConversionError": (ValueError,),
     "DepthError": (ValueError, RecursionError),
+    "OutOfMemoryError": (MemoryError,),
     "CheckpointerError": (ValueError,),
     "TransformError": (ValueError,),
     "StepError": (ValueError,),

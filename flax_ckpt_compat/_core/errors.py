@@ -20,6 +20,7 @@ CheckpointError
 ├── ConversionError(ValueError)              some checkpoints could not be converted
 ├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
 │   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
+├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
 └── StorageError(OSError)                    the file system or object store refused
     └── CleanupError                         the checkpoint was saved; an older one could not be removed
 
@@ -113,6 +114,10 @@ class TransformError(CheckpointError, ValueError):
 
 class UnsupportedLeafError(CheckpointError, TypeError, ValueError):
     """A leaf of the tree to save has a type or dtype that no checkpoint format can hold."""
+
+
+class OutOfMemoryError(CheckpointError, MemoryError):
+    """This process has too little memory for what is to be restored or saved."""
 
 
 class DepthError(CheckpointError, ValueError, RecursionError):

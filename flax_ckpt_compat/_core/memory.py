@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core.errors import OutOfMemoryError
+from flax_ckpt_compat._core.escaping import format_size
+
 # Bytes. jax on the CPU takes over host memory without a copy only if it is aligned like this.
 ALIGNMENT = 64
 _BLOCK = 256 * 2**10  # bytes of small arrays that share memory
+# Address space of TensorStore's library and of each of its threads: it aborts at 60 MiB on two cores (measured).
+_TENSORSTORE_BYTES, _THREAD_BYTES = 80 << 20, 16 << 20
+_REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
 
 
 @contextmanager
@@ -36,11 +44,41 @@ def pause_gc(*, enabled: bool = True) -> Iterator[None]:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return an uninitialised, writable, C-order array on a 64-byte boundary."""
+    """Return an uninitialised, writable, C-order array on a 64-byte boundary.
+
+    Raises:
+        OutOfMemoryError: there is not so much memory.
+    """
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(size + ALIGNMENT, np.uint8)
+    except MemoryError as error:
+        message = f"there is no memory for {dtype.name}{list(shape)} ({format_size(size)}); {_REMEDY}"
+        raise OutOfMemoryError(message) from error
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def check_address_space() -> None:
+    """Check, where it is limited, that enough is left to load TensorStore, which else aborts the process.
+
+    Raises:
+        OutOfMemoryError: it is not.
+    """
+    with suppress(ImportError, OSError, ValueError):  # other systems than Linux
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY or "tensorstore" in sys.modules:
+            return
+        with open("/proc/self/statm", "rb") as file:
+            left = limit - int(file.read().split()[0]) * resource.getpagesize()
+        needed = _TENSORSTORE_BYTES + (os.cpu_count() or 1) * _THREAD_BYTES
+        if left < needed:
+            raise OutOfMemoryError(
+                f"{format_size(max(0, left))} of address space are left to this process, but TensorStore, which reads "
+                f"and writes Orbax's format, needs {format_size(needed)}; {_REMEDY}"
+            )
 
 
 def pack(

@@ -6,6 +6,7 @@ import functools
 import importlib
 from typing import cast
 
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import Backend, Format, Reader
 
 _LEGACY, _ORBAX = "flax_ckpt_compat.legacy", "flax_ckpt_compat.orbax_backend"
@@ -22,6 +23,7 @@ def _msgpack() -> Backend:
 
 
 def _orbax() -> Backend:
+    memory.check_address_space()
     # Directories of Orbax before 0.5.16 hold a msgpack file.
     return cast(Backend, importlib.import_module(_ORBAX).OrbaxBackend(_open_msgpack))
 
