@@ -145,7 +145,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("before", "after"), KINDS)
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_step(tmp_path: Path, before: str, after: str, every: int) -> None:
     """The old checkpoint or the new one restores, whole; the next writer removes all that is left of the other."""
     out, _ = run_python(KILLS, tmp_path, before, after, every, PYTHONWARNINGS="ignore")

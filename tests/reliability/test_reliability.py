@@ -64,6 +64,7 @@ def test_damage_is_found(scale: float) -> None:
 
 
 @needs_shim
+@pytest.mark.slow
 def test_the_harness_finds_what_flax_loses() -> None:
     """Flax with the flag off syncs nothing (measured with strace), so that losing power loses what it acknowledged."""
     out = _command("--only", "power", "--scale", 0.005, "--system", "Flax, flag off")

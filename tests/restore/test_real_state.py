@@ -32,7 +32,14 @@ def assert_same(restored: Any, saved: Any) -> None:
 
 
 # What takes longest is to compile the steps that make them.
-LIKE_OTHERS = ("nnx split", "optax masked", "optax sgd without momentum", "optax accumulated", "optax injected")
+LIKE_OTHERS = (
+    "nnx split",
+    "optax masked",
+    "optax sgd without momentum",
+    "optax accumulated",
+    "optax injected",
+    "nnx pure dict",
+)
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in STATES]
 
 

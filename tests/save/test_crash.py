@@ -103,8 +103,8 @@ for _ in range(kills):
 @pytest.mark.parametrize(
     "mode",
     [
-        "msgpack", "orbax", "mixed", "async msgpack", "async orbax",
-        "same msgpack", "same orbax", "same mixed", "same orbax in two steps",
+        "orbax", "mixed", "async msgpack", "same orbax", "same mixed", "same orbax in two steps",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("msgpack", "async orbax", "same msgpack")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])

@@ -5,11 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from flax_ckpt_compat._scan.fix import fix
 from flax_ckpt_compat._scan.project import scan
 from flax_ckpt_compat.cli import main
 
@@ -63,6 +63,13 @@ print(sorted(os.listdir(folder)), checkpoints.restore_checkpoint(folder, None)['
 """
 
 
+def fixed_by_us(code: str, findings: Any) -> str:
+    """What --fix makes of a program. libcst is imported here: it takes each process of pytest-xdist half a second."""
+    from flax_ckpt_compat._scan.fix import fix
+
+    return fix(code, findings)
+
+
 def run(code: str, folder: Path, backend: str) -> str:
     """Run a program in a process of its own and return what it prints."""
     folder.mkdir()
@@ -76,7 +83,7 @@ def test_fixed_program_runs(tmp_path: Path) -> None:
     """After --fix, a program does on Orbax's format what it did with Flax on msgpack files; its layout stays."""
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
-    fixed = fix(PROGRAM, scan([file]).findings)
+    fixed = fixed_by_us(PROGRAM, scan([file]).findings)
     expected = run(PROGRAM, tmp_path / "before", "msgpack")
     assert "['checkpoint_2', 'checkpoint_3'] [3 4 5] TrainState" in expected
     assert run(fixed, tmp_path / "after", "orbax") == expected
@@ -110,7 +117,7 @@ def test_fixed_imports(code: str, fixed: str, tmp_path: Path) -> None:
     """Imports come from us; what else they import stays where it was."""
     file = tmp_path / "code.py"
     file.write_text(code)
-    assert fix(code, scan([file]).findings) == fixed
+    assert fixed_by_us(code, scan([file]).findings) == fixed
 
 
 def test_fixed_program_is_scanned(tmp_path: Path) -> None:

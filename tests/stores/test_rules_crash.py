@@ -127,7 +127,9 @@ for n in itertools.count(first):
 """
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax", "mixed"])
+@pytest.mark.parametrize(
+    "format", [pytest.param("msgpack", marks=pytest.mark.slow), pytest.param("orbax", marks=pytest.mark.slow), "mixed"]
+)
 def test_writers_killed_at_random(bucket: Bucket, format: str) -> None:
     """What was acknowledged is there, whole; nothing half done is ever the latest; the next writer goes on."""
     root, chance, sure = f"{bucket.url}/run", np.random.default_rng(7), 0

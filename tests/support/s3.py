@@ -31,6 +31,7 @@ server = make_server("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), th
 threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stdin.read()
 """
+PAGE = 200  # keys in one answer; 1,000 on S3 itself
 _PATIENCE = 60.0  # s
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
@@ -336,6 +337,7 @@ def server(command: Callable[[int], list[str]], environment: dict[str, str] | No
 def serving() -> Iterator[tuple[int, Proxy]]:
     """The port of a new server, and a proxy before it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOTO_"))}
+    environment["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE)
     with server(lambda port: [sys.executable, "-W", "ignore", "-c", _SERVER, str(port)], environment) as port:
         proxy = Proxy(port)
         yield port, proxy

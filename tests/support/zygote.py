@@ -10,7 +10,7 @@ import gc
 import importlib
 import json
 import os
-import signal
+import selectors
 import socket
 import sys
 import types
@@ -34,28 +34,40 @@ def serve() -> types.CodeType:
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     gc.collect()
     gc.freeze()
-    while True:
-        message, files, *_ = socket.recv_fds(control, 1, 4)
-        if not message:
-            os._exit(0)
-        if os.fork() == 0:
-            control.close()
-            return _become(*files)
-        for file in files:
-            os.close(file)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # keepers that have ended since
-                pass
+    running: dict[int, tuple[int, socket.socket]] = {}  # of each program's pidfd: its process id, and who waits for it
+    with selectors.PollSelector() as ready:  # forks share nothing with it
+        ready.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fd in running:
+                    ready.unregister(key.fd)
+                    os.close(key.fd)
+                    _report(*running.pop(key.fd))
+                    continue
+                message, files, *_ = socket.recv_fds(control, 1, 4)
+                if not message:
+                    os._exit(0)
+                program = os.fork()
+                if program == 0:
+                    control.close()
+                    for pidfd, (_, channel) in running.items():
+                        os.close(pidfd)
+                        channel.close()
+                    return _become(*files)
+                for file in files[:3]:
+                    os.close(file)
+                channel = socket.socket(fileno=files[3])
+                pidfd = os.pidfd_open(program)
+                running[pidfd] = (program, channel)
+                ready.register(pidfd, selectors.EVENT_READ)
+                with suppress(BrokenPipeError):
+                    channel.sendall(program.to_bytes(8, "big"))
 
 
 def _become(stdin: int, stdout: int, stderr: int, answers: int) -> types.CodeType:
-    """Fork the program's process, in which this returns; the process itself stays as its keeper."""
-    with socket.socket(fileno=answers) as channel:
-        with channel.makefile(encoding="utf-8") as lines:
-            request = json.loads(lines.readline())
-        program = os.fork()
-        if program:
-            _keep(program, channel, (stdin, stdout, stderr))
+    """Make this fork the program's process."""
+    with socket.socket(fileno=answers) as channel, channel.makefile(encoding="utf-8") as lines:
+        request = json.loads(lines.readline())
     for number, file in enumerate((stdin, stdout, stderr)):
         os.dup2(file, number)
         os.close(file)
@@ -68,13 +80,8 @@ def _become(stdin: int, stdout: int, stderr: int, answers: int) -> types.CodeTyp
     return compile(request["code"], "<string>", "exec", dont_inherit=True)
 
 
-def _keep(program: int, channel: socket.socket, files: tuple[int, ...]) -> None:
-    """Send the process id of the program and, once it has ended, its exit code; never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for file in files:
-        os.close(file)
-    with suppress(BrokenPipeError):
-        channel.sendall(program.to_bytes(8, "big"))
-        status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+def _report(program: int, channel: socket.socket) -> None:
+    """Send the exit code of a program that has ended."""
+    status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    with channel, suppress(BrokenPipeError):
         channel.sendall(status.to_bytes(8, "big", signed=True))
-    os._exit(0)
