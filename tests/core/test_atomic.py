@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import subprocess
@@ -202,6 +203,17 @@ def test_without_exchange_a_crash_between_the_renames_is_mended(
     make(temporary_of(dead, final, "new"), "half", "directory")
     atomic.remove_stale(str(tmp_path))
     assert (read(final), names(tmp_path)) == ("old", ["c_1"])
+
+
+def test_a_system_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C libraries of older systems have no such function; then a directory is replaced with two renames."""
+    for text in "ab":
+        temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+        make(temporary, text, "directory")
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+        atomic.publish(temporary, str(tmp_path / "c_1"))
+        assert read(tmp_path / "c_1") == text
+    assert names(tmp_path) == ["c_1"]
 
 
 def test_without_exchange_a_failing_rename_puts_the_old_one_back(

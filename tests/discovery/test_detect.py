@@ -263,6 +263,15 @@ def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, ZEROS, orbax_transforms={})
 
 
+def test_the_file_that_hugging_face_saves_is_named(tmp_path: Path) -> None:
+    """A model's folder is no checkpoint; the error names its file, also beside other msgpack files."""
+    for name in ("config.json", "flax_model.msgpack", "diffusion_flax_model.msgpack"):
+        (tmp_path / "checkpoint_5").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint_5" / name).write_bytes(b"\x81\xa1a\x01")
+    with pytest.raises(UnrecognizedFormatError, match=r"Restore the file in it: .*/checkpoint_5/flax_model\.msgpack"):
+        checkpoints.restore_checkpoint(tmp_path, None, step=5)
+
+
 def test_an_explicit_directory_of_something_else(tmp_path: Path) -> None:
     """A step that is a directory of something else is an error that says what is missing."""
     (tmp_path / "checkpoint_5").mkdir()

@@ -14,7 +14,7 @@ import pytest
 from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.tree import iter_leaves
-from flax_ckpt_compat._restore import casting
+from flax_ckpt_compat._restore import cast_losses, casting
 from tests.support.saves import use_flag
 from tests.support.stored import Memory
 
@@ -97,3 +97,9 @@ def test_x64_is_switched_within_a_process(flag: bool, tmp_path: Path) -> None:
             assert np.asarray(restored).tobytes() == values.tobytes()
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+@pytest.mark.parametrize("values, lost", [([1.5, -2.0, np.inf, np.nan, -np.inf], False), ([1.0, np.inf, 1e6], True)])
+def test_infinities_and_nan_are_no_loss(values: list[float], lost: bool) -> None:
+    """They stay what they are; what becomes infinite is lost: float16 ends at 65504 (IEEE 754)."""
+    assert cast_losses.is_lossy(np.array(values, np.float32), np.dtype(np.float16)) == lost

@@ -47,6 +47,8 @@ BAD = {
     "one name twice": {"fields": {"0": "left", "1": "left"}, "values": {"0": 1, "1": 2}},
     "more values": {"fields": {"0": "left", "1": "right"}, "values": {"0": 1, "1": 2, "2": 3}},
     "numbers as names": {"fields": {"0": 1, "1": 2}, "values": {"0": 1, "1": 2}},
+    "no names": {"fields": 3, "values": {"0": 1, "1": 2}},
+    "no values": {"fields": {"0": "left", "1": "right"}, "values": 3},
     "a list that is none": {"fields": {"a": "left", "b": "right"}, "values": {"a": 1, "b": 2}},
 }
 
