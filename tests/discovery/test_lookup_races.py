@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -175,6 +176,27 @@ def test_the_only_checkpoint_goes_away(flag: bool, tmp_path: Path) -> None:
         except errors.CheckpointNotFoundError as error:
             told.append(str(error))
     assert told and all("removed while it was read, and there is no other" in message for message in told)
+
+
+@pytest.mark.parametrize("how", [*READS, *LOOKUPS])
+def test_another_machine_removes_what_is_listed(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, reading on in a directory that another machine has removed is ESTALE, and not ENOENT."""
+    with use_flag(True):
+        for step in (1, 2):
+            checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=2)
+    call = {**READS, **LOOKUPS}[how]
+    listdir, doomed = os.listdir, tmp_path / "checkpoint_2"
+
+    def stale(path: Any) -> list[str]:
+        if Path(path) == doomed and doomed.exists():
+            shutil.rmtree(doomed)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", stale)
+    found = call(tmp_path)
+    assert (found["n"] if how in READS else found) == 1
+    assert not doomed.exists(), "nothing was listed"
 
 
 def test_a_reader_that_is_overtaken_more_than_ten_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,9 @@ def is_empty(path: str) -> bool:
         if os.path.isdir(path):
             return not os.listdir(path)
         return os.path.isfile(path) and os.path.getsize(path) == 0
-    except GONE:
+    except OSError as error:
+        if error.errno != errno.ESTALE and not isinstance(error, GONE):
+            raise
         return False
 
 

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.storage_errors import storage_error, translated
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
 # Errors of a path that certainly does not exist.
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE}
 
 
 class LocalStorage:
@@ -36,7 +36,12 @@ class LocalStorage:
         return os.path.realpath(path)
 
     def listdir(self, path: str) -> list[str]:
-        return os.listdir(path)
+        try:
+            return os.listdir(path)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            raise FileNotFoundError(errno.ENOENT, "removed by another machine", path) from error
 
     def isdir(self, path: str) -> bool:
         return stat.S_ISDIR(_mode(path))
