@@ -34,7 +34,7 @@ if _typing.TYPE_CHECKING:
         merge_trees,
     )
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Checkpoint",

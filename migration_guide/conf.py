@@ -7,7 +7,7 @@ docstrings, and pages that include files from elsewhere in the repository; those
 import flax_ckpt_compat
 
 project = "flax-ckpt-compat"
-author = "the flax-ckpt-compat authors"
+author = "The flax_ckpt_compat authors"
 version = release = flax_ckpt_compat.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["conf.py"]

@@ -36,7 +36,6 @@ _STATUS = re.compile(r"http_response_code='(\d+)'")
 _OBJECT_STATUSES = ("", "200", "206", "404", "412", "416")
 _EXPIRED = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant")
 _STATUS_OF_CODE = {"NOT_FOUND": "404", "UNAUTHENTICATED": "401"}
-_EXTRAS = {"s3": "s3", "gs": "gcs"}
 _ENDPOINT_SETTINGS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -223,8 +222,7 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
     if last == "403" or "AccessDenied" in codes:
         return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
     if "is not registered" in codes:
-        extra = f"flax-ckpt-compat[{_EXTRAS[scheme]}]"
-        return f"this build of tensorstore has no driver for it: pip install --upgrade '{extra}'"
+        return "this build of tensorstore has no driver for it: pip install --upgrade 'tensorstore>=0.1.86'"
     if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:
         return f"the bucket {bucket!r} is in another region, or at another endpoint: set {_ENDPOINT_SETTINGS[scheme]}"
     if last.isdigit() and last.startswith("4"):

@@ -1,6 +1,6 @@
 """Change the imports of a program, and file operations that can be made safe; formatting and comments stay.
 
-Needs libcst (``pip install 'flax-ckpt-compat[scan]'``), which keeps every character that is not changed.
+Needs libcst (``pip install libcst``), which keeps every character that is not changed.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
         try:
             from distributed import Client
         except ImportError:
-            raise FailedError("--dask needs the package distributed: pip install flax-ckpt-compat[dask]") from None
+            raise FailedError("--dask needs the package distributed: pip install distributed") from None
         try:
             client = Client(dask, timeout=30)  # type: ignore[no-untyped-call]
         except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from flax_ckpt_compat._core.escaping import aligned
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flax_ckpt_compat import Plan
     from flax_ckpt_compat.cli._demo_checks import Entry, Timing
 
 _NEEDS = {"optax": "optax", "orbax.checkpoint": "orbax-checkpoint", "sklearn": "scikit-learn"}
@@ -56,8 +58,7 @@ def command(workdir: str | None) -> None:
     if missing:
         raise click.ClickException(
             f"the demo also needs {', '.join(missing)}. Install {'it' if len(missing) == 1 else 'them'} with\n\n"
-            "    python -m pip install 'flax-ckpt-compat[demo]'\n\n"
-            "or, in a checkout of the repository,\n\n    python -m pip install '.[demo]'"
+            f"    python -m pip install {' '.join(missing)}"
         )
     if workdir:
         _prepare(workdir)
@@ -114,11 +115,12 @@ def _run_stages(folder: str, *, keep: bool) -> bool:
     verdicts = [
         _stage_killed(console, run, old),
         _stage_resumed(console, run),
-        _stage_grown(console, old),
+        _stage_changed(console, old),
     ]
     _stage_timed(console, os.path.join(folder, "timing"))
     good = all(verdicts)
     console.print("\nEvery value is bit-identical." if good else "\nNOT IDENTICAL: see above.", style="bold")
+    _show_next_steps(console)
     if keep:
         console.print(f"The files are in {folder}")
     return good
@@ -142,26 +144,52 @@ def _stage_resumed(console: Console, run: str) -> bool:
     return good and result["resumed_at"] >= _KILL_AT and result["step"] == _STEPS
 
 
-def _stage_grown(console: Console, old: str) -> bool:
+def _stage_changed(console: Console, old: str) -> bool:
     from flax_ckpt_compat import checkpoints
     from flax_ckpt_compat.cli import _demo_checks
 
-    _headline(console, "3", "the old msgpack checkpoint, into a TrainState with a new field `batch_stats`")
+    _headline(console, "3", "the old checkpoint, into a changed state: `Dense_2` is now `head`,")
+    console.print("   and the field `batch_stats` is new", style="bold")
     path = checkpoints.latest_checkpoint(old)
     assert path is not None
-    entry, kept = _demo_checks.restore_into_grown_state(path)
+    plan, entry, kept = _demo_checks.restore_into_changed_state(path)
+    _show_plan(console, plan)
     _show_entries(console, [entry])
     console.print(f"  batch_stats, which the file lacks, {'kept from' if kept else 'NOT KEPT from'} the target")
     return entry.identical and kept
+
+
+def _show_plan(console: Console, plan: Plan) -> None:
+    """Show the plan's summary and the rules that it proposes; the demo restores with them."""
+    summary = itertools.takewhile(lambda line: not line.startswith(("  leaf", "from ")), str(plan).splitlines()[1:])
+    console.print('  >>> print(plan_restore("old_run", state))', markup=False)
+    for line in [line for line in summary if line.strip()]:
+        console.print(f"  {line.strip()}", markup=False)
+    console.print("  transforms = [", markup=False)
+    for rule in plan.suggestion.rules if plan.suggestion is not None else ():
+        console.print(f"      {rule.source},", markup=False)
+    console.print('  ]\n  >>> restore("old_run", state, transforms=transforms)', markup=False)
 
 
 def _stage_timed(console: Console, folder: str) -> None:
     from flax_ckpt_compat.cli import _demo_checks
 
     _headline(console, "4", f"the same TrainState by us and by Flax itself, median of {_demo_checks.ROUNDS} turns")
-    with console.status("timing") as status:
-        timings = _demo_checks.time_both(folder, status.update)
-    _show_timings(console, timings)
+    try:
+        with console.status("timing") as status:
+            timings = _demo_checks.time_both(folder, status.update)
+    except ImportError as error:
+        console.print(f"  left out: {error}")
+    else:
+        _show_timings(console, timings)
+
+
+def _show_next_steps(console: Console) -> None:
+    _headline(console, "", "Go on:")
+    console.print("  flax-ckpt run train.py …    your own script, unchanged")
+    console.print("  flax-ckpt scan src          what in your code breaks on directories")
+    console.print("  flax-ckpt plan --help       what a restore into your state would do")
+    console.print("  migration_guide/index.md    recipes, errors, settings, and how to leave")
 
 
 def _train(console: Console, run: str, *, flag: bool, kill_at: int | None = None) -> dict[str, Any]:
@@ -210,7 +238,7 @@ def _fail(console: Console, code: int, printed: str) -> NoReturn:
 
 
 def _headline(console: Console, number: str, text: str) -> None:
-    console.print(f"\n[bold]{number}  {text}[/bold]")
+    console.print(f"\n[bold]{f'{number}  {text}'.strip()}[/bold]")
 
 
 def _show_directory(console: Console, run: str) -> bool:

@@ -29,9 +29,8 @@ class Classifier(nn.Module):
         return nn.Dense(10)(hidden)
 
 
-def create_state(seed):
+def create_state(seed, model=Classifier()):  # noqa: B008 - modules are immutable
     """Create a TrainState with Adam."""
-    model = Classifier()
     params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
     return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
 

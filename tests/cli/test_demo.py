@@ -43,6 +43,8 @@ def test_the_demo_passes_and_is_readable(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Every value is bit-identical." in done.stdout
     assert "resumed at step 200, trained to step 600" in done.stdout
+    assert "rules.rename('Dense_2', 'head')" in done.stdout and "MissingLeavesError" in done.stdout
+    assert "flax-ckpt run train.py" in done.stdout
     assert "\x1b" not in done.stdout
     report, _, _ = done.stdout.partition("The files are in")
     assert max(map(len, report.splitlines())) <= 80
@@ -94,12 +96,32 @@ def test_a_wrong_bit_is_seen(checks: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_failed_stage_is_a_failed_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit code is 1 as soon as one stage did not find everything identical."""
-    for stage in ("killed", "grown", "timed"):
+    for stage in ("killed", "changed", "timed"):
         monkeypatch.setattr(demo, f"_stage_{stage}", lambda *_: True)
     monkeypatch.setattr(demo, "_stage_resumed", lambda *_: False)
     result = CliRunner().invoke(demo.command)
     assert result.exit_code == 1
     assert "NOT IDENTICAL" in result.output
+
+
+def test_a_changed_state_is_restored_with_what_the_plan_proposes(checks: Any, tmp_path: Path) -> None:
+    """The stage is bad as soon as no rule is proposed, or the result is not what Flax's reader says under new names."""
+    state = checks.demo_train.create_state(seed=3)
+    path = checkpoints.save_checkpoint(tmp_path, state, 5)
+    plan, entry, kept = checks.restore_into_changed_state(path)
+    assert (len(plan.missing), plan.raises, entry.identical, kept) == (7, "MissingLeavesError", True, True)
+    out = io.StringIO()
+    demo._show_plan(Console(file=out, soft_wrap=True), plan)
+    assert "rules.rename('Dense_2', 'head')," in out.getvalue()
+    assert "7 missing" in out.getvalue() and max(map(len, out.getvalue().splitlines())) <= 80
+
+
+def test_without_flaxs_own_module_nothing_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A Flax that has no checkpoints leaves nothing to compare with; the demo says so and goes on."""
+    monkeypatch.setitem(sys.modules, "flax.training.checkpoints", None)
+    out = io.StringIO()
+    demo._stage_timed(Console(file=out, soft_wrap=True), str(tmp_path))
+    assert "left out: import of flax.training.checkpoints halted" in out.getvalue()
 
 
 def test_missing_extras_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +130,7 @@ def test_missing_extras_are_named_with_the_command(monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(demo.command)
     assert result.exit_code == 1
     assert "needs scikit-learn. Install it with" in result.output
-    assert "    python -m pip install '.[demo]'\n" in result.output
+    assert "    python -m pip install scikit-learn\n" in result.output
 
 
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:
