@@ -4,12 +4,14 @@
 - Exit code 0: done, and all is well. 1: done, and what was looked for is there (damage, a difference, a restore that
   would raise). 2: refused or failed; standard error has one paragraph that says what to do, ``--debug`` the traceback.
   130: interrupted.
-- Results go to standard output, warnings and errors to standard error. Commands that read have ``--json``.
+- Results go to standard output, warnings and errors to standard error. Commands that read have ``--json``. Colours
+  are for terminals, and ``NO_COLOR`` in the environment turns them off.
 - A command starts in less than 0.3 s: it imports jax only to place arrays, and everything slow when it runs.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -55,6 +57,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; translate what it raises."""
         debug = ctx.params.pop("debug")
+        if os.environ.get("NO_COLOR"):  # rich knows it, click does not
+            ctx.color = False
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
