@@ -48,7 +48,7 @@ def find_leftovers(root: str) -> list[Leftover]:
         if paths.lexists(root):
             raise CheckpointNotFoundError(f"{root} is a file: pass the directory of the checkpoints", path=root)
         raise CheckpointNotFoundError(absence.of_directory(root).why, path=root)
-    return [leftover for folder, _ in below.folders_below(root) for leftover in _in_folder(folder)]
+    return [leftover for folder, _ in below.folders_below(root) for leftover in in_folder(folder)]
 
 
 def remove(leftover: Leftover) -> bool:
@@ -58,10 +58,10 @@ def remove(leftover: Leftover) -> bool:
         StorageError: the file system or store refused.
     """
     folder, name = os.path.split(leftover.path)
-    if any(not one.kept for one in _in_folder(folder, [name])):
+    if any(not one.kept for one in in_folder(folder, [name])):
         with translated(leftover.path):
             _remove(folder, name)
-    return not list(_in_folder(folder, [name]))
+    return not list(in_folder(folder, [name]))
 
 
 def _remove(folder: str, name: str) -> None:
@@ -77,8 +77,8 @@ def _remove(folder: str, name: str) -> None:
             raise error
 
 
-def _in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Leftover]:
-    """Yield the leftovers in a folder, or those with these names."""
+def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Leftover]:
+    """Yield the leftovers directly in a folder (absolute path, or URL), or those with these names."""
     if paths.is_url(folder):
         yield from (one for one in _in_store(folder) if names is None or os.path.basename(one.path) in names)
         return

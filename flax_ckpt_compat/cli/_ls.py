@@ -1,4 +1,4 @@
-"""List the checkpoints of a directory by names and sizes, without opening them or importing jax or flax."""
+"""Print the checkpoints of a directory, by names and sizes unless leaves are asked for; without jax or flax."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -16,48 +15,45 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
-from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
+from flax_ckpt_compat._view.inventory import iter_checkpoints
 
 from ._hints import next_step
+from ._ls_folders import Folder, Row, folder_of, folders_below
 
-_HEADINGS = ("step", "format", "size", "saved", "state", "name")
-_NO_TIME = "-"
-
-
-class _Row(NamedTuple):
-    """A checkpoint's record, and the modification time of its file or directory, if known."""
-
-    record: CheckpointRecord
-    saved: datetime.datetime | None
+_RIGHT = {"step", "leaves", "size", "age"}
+_NO_VALUE = "-"
+_UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))  # seconds
 
 
-def show(directory: str, prefix: str, *, as_json: bool) -> None:
+def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json: bool) -> None:
     """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`.
 
     Raises:
         CheckpointError: the directory cannot be listed.
     """
     checkpoint_dir = listing.checkpoint_dir(directory, prefix)
-    rows = [_Row(record, _saved(record.path)) for record in iter_checkpoints(directory, prefix)]
-    empty_reason = None if rows else _empty_reason(checkpoint_dir, prefix)
-    if as_json:
-        click.echo(json.dumps([_as_json(row) for row in rows], indent=2))
-    elif empty_reason is not None:
-        click.echo(printable(empty_reason))
-    elif sys.stdout.isatty():
-        _show_table(rows)
+    if recursive and paths.isdir(checkpoint_dir.directory):
+        folders = folders_below(checkpoint_dir, leaves=leaves)
     else:
-        click.echo("\n".join(aligned([_HEADINGS, *map(_cells, rows)], right={0, 2})))
+        folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
+    # Raises for what is no directory of checkpoints.
+    empty_reason = (
+        None
+        if any(one.rows or one.strangers for one in folders)
+        else _empty_reason(checkpoint_dir, prefix, recursive=recursive)
+    )
+    if as_json:
+        click.echo(json.dumps([record for folder in folders for record in _as_json(folder)], indent=2))
+        return
+    if empty_reason is not None:
+        click.echo(printable(empty_reason))
+    for number, folder in enumerate(folders):
+        if recursive:
+            click.echo(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
+        _show_folder(folder, leaves=leaves)
 
 
-def _saved(path: str) -> datetime.datetime | None:
-    if not paths.is_url(path):
-        with suppress(FileNotFoundError):  # another process has just removed it
-            return datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
-    return None
-
-
-def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str) -> str:
+def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursive: bool) -> str:
     """Return why a directory has no checkpoints.
 
     Raises:
@@ -77,45 +73,97 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str) -> str:
     if not paths.is_url(path) and not os.listdir(path):
         return f"{path} is empty. {next_step(path)}"
     why = absence.of_checkpoints(checkpoint_dir, prefix).why
+    if recursive:
+        return f"{why}, and none is below it"
     return why if "did you mean" in why else f"{why}. {next_step(path)}".rstrip(" ")
 
 
-def _as_json(row: _Row) -> dict[str, Any]:
-    record, saved = row
-    return {
-        "name": os.path.basename(record.path),
-        "step": record.step,
-        "path": record.path,
-        "format": record.format,
-        "nbytes": record.nbytes,
-        "saved": saved and saved.isoformat(timespec="seconds"),
-        "complete": record.complete,
-        "why": record.why,
-    }
+def _as_json(folder: Folder) -> list[dict[str, Any]]:
+    checkpoints = [("checkpoint", row) for row in folder.rows] + [("stranger", row) for row in folder.strangers]
+    found: list[dict[str, Any]] = [
+        {
+            "kind": kind,
+            "name": os.path.basename(record.path),
+            "step": record.step,
+            "path": record.path,
+            "format": record.format,
+            "leaves": leaves,
+            "nbytes": record.nbytes,
+            "saved": saved and saved.isoformat(timespec="seconds"),
+            "complete": record.complete and problem is None,
+            "why": record.why or problem,
+        }
+        for kind, (record, saved, leaves, problem) in checkpoints
+    ]
+    left = ({"kind": "leftover", "path": one.path, "nbytes": one.nbytes, "why": one.what} for one in folder.left)
+    return [*found, *left]
 
 
-def _cells(row: _Row) -> tuple[str, ...]:
-    record, saved = row
-    name = os.path.basename(record.path)
-    step = _NO_TIME if record.step is None else str(record.step)
-    when = saved.astimezone().isoformat(" ", "seconds")[: len("2026-01-01 00:00:00")] if saved else _NO_TIME
+def _show_folder(folder: Folder, *, leaves: bool) -> None:
+    if folder.rows:
+        headings = ["step", "format", *(["leaves"] if leaves else []), "size", "saved", "age", "state", "name"]
+        rows = [[cells[heading] for heading in headings] for cells in map(_cells, folder.rows)]
+        if sys.stdout.isatty():
+            _show_table(headings, rows, [row.record.complete and row.problem is None for row in folder.rows])
+        else:
+            right = {number for number, heading in enumerate(headings) if heading in _RIGHT}
+            click.echo("\n".join(aligned([headings, *rows], right)))
+    _show_apart(
+        "Cannot be opened:", [(row.record.path, row.record.nbytes, row.problem) for row in folder.rows if row.problem]
+    )
+    apart = [(row.record.path, row.record.nbytes, str(row.record.why)) for row in folder.strangers]
+    _show_apart("Named like checkpoints:", apart)
+    _show_apart(
+        f"Left by interrupted saves (flax-ckpt clean {folder.shown}):",
+        [(one.path, one.nbytes, f"{one.what}; {one.kept}" if one.kept else one.what) for one in folder.left],
+    )
+
+
+def _show_apart(heading: str, found: Sequence[tuple[str, int, str]]) -> None:
+    if found:
+        click.echo(printable(heading, one_line=True))
+    for path, nbytes, what in found:
+        line = f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}"
+        click.echo(printable(line, one_line=True))
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """Return heading → text."""
+    record, saved, leaves, problem = row
     state = "complete" if record.complete else f"incomplete: {record.why}"
-    if record.format == UNKNOWN_FORMAT:
-        state = str(record.why)
-    cells = step, record.format, format_size(record.nbytes), when, state, name
-    return tuple(printable(cell, one_line=True) for cell in cells)
+    cells = {
+        "step": _NO_VALUE if record.step is None else str(record.step),
+        "format": record.format,
+        "leaves": _NO_VALUE if leaves is None else str(leaves),
+        "size": format_size(record.nbytes),
+        "saved": saved.astimezone().isoformat(" ", "seconds")[: len("2026-01-01 00:00:00")] if saved else _NO_VALUE,
+        "age": _age(saved) if saved else _NO_VALUE,
+        "state": state if problem is None else "cannot be opened",
+        "name": os.path.basename(record.path),
+    }
+    return {heading: printable(cell, one_line=True) for heading, cell in cells.items()}
 
 
-def _show_table(rows: Sequence[_Row]) -> None:
+def _age(saved: datetime.datetime) -> str:
+    seconds = max(0.0, (datetime.datetime.now(datetime.UTC) - saved).total_seconds())
+    unit, length = next((one for one in _UNITS if seconds >= 2 * one[1]), _UNITS[-1])
+    return f"{seconds // length:.0f} {unit}"
+
+
+def _show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], good: Sequence[bool]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(highlight=False)
+    # Between narrow columns there is no room for two forms of the time.
+    dropped = None if console.width >= 100 else "saved" if "leaves" in headings else "age"
+    shown = [n for n, heading in enumerate(headings) if heading != dropped]
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in _HEADINGS:
-        right, long = heading in ("step", "size"), heading in ("state", "name")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=not long)
-    for row in rows:
-        table.add_row(*map(Text, _cells(row)), style=None if row.record.complete else "yellow")
-    Console(highlight=False).print(table)
+    for heading in (headings[n] for n in shown):
+        long = heading in ("state", "name")
+        table.add_column(heading, justify="right" if heading in _RIGHT else "left", overflow="fold", no_wrap=not long)
+    for row, is_good in zip(rows, good, strict=True):
+        table.add_row(*(Text(row[n]) for n in shown), style=None if is_good else "yellow")
+    console.print(table)

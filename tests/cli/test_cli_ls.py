@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -50,10 +51,11 @@ def test_plain_text_into_a_pipe(tmp_path: Path) -> None:
     result = ls(tmp_path)
     assert result.exit_code == 0
     heading, *lines = result.stdout.splitlines()
-    assert heading.split() == ["step", "format", "size", "saved", "state", "name"]
+    assert heading.split() == ["step", "format", "size", "saved", "age", "state", "name"]
     assert "\x1b" not in result.stdout
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(NOVEMBER))
-    first = f"1 msgpack {size / 1000:.2f} kB {saved} complete checkpoint_1"
+    years = int((time.time() - NOVEMBER) / (365.25 * 86400))
+    first = f"1 msgpack {size / 1000:.2f} kB {saved} {years} y complete checkpoint_1"
     assert lines[0].split() == first.split()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "-"]
     assert [line.split()[1] for line in lines] == ["msgpack", "orbax", "msgpack", "orbax", "msgpack", "msgpack"]
@@ -92,6 +94,53 @@ def test_prefix(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "there are gan_7" in result.stdout
     assert json.loads(ls(tmp_path, "--json").stdout) == []
+
+
+def test_leaves(tmp_path: Path) -> None:
+    """``--leaves`` opens each complete checkpoint of either format; one that is damaged is told apart."""
+    run_of_flax(tmp_path)
+    (tmp_path / "checkpoint_6").write_bytes((tmp_path / "checkpoint_1").read_bytes()[:100])
+    result = ls(tmp_path, "--leaves", "--json")
+    records = {record["name"]: record for record in json.loads(result.stdout)}
+    assert [records[f"checkpoint_{step}"]["leaves"] for step in (1, 2, 4, 6)] == [1, 1, None, None]
+    assert not records["checkpoint_6"]["complete"] and "truncated" in records["checkpoint_6"]["why"]
+    text = ls(tmp_path, "--leaves").stdout
+    assert text.splitlines()[0].split()[:4] == ["step", "format", "leaves", "size"]
+    assert "truncated" in text.partition("Cannot be opened:")[2]
+    assert {record["leaves"] for record in json.loads(ls(tmp_path, "--json").stdout)} == {None}
+
+
+def test_leftovers_and_strangers_are_apart(tmp_path: Path) -> None:
+    """What real Orbax would have left, and a folder with a checkpoint's name, are in no row of the table."""
+    run_of_flax(tmp_path)
+    shutil.copytree(tmp_path / "checkpoint_2", tmp_path / "checkpoint_8.orbax-checkpoint-tmp")
+    (tmp_path / "checkpoint_7").mkdir()
+    (tmp_path / "checkpoint_7" / "notes.md").write_text("a folder of notes")
+    table, _, rest = ls(tmp_path).stdout.partition("Named like checkpoints:\n")
+    strangers, _, left = rest.partition("Left by interrupted saves")
+    assert len(table.splitlines()) == 7
+    assert "checkpoint_7: not a checkpoint" in strangers
+    assert f"flax-ckpt clean {tmp_path}" in left and "checkpoint_8.orbax-checkpoint-tmp: unfinished save" in left
+    kinds = [record["kind"] for record in json.loads(ls(tmp_path, "--json").stdout)]
+    assert kinds == ["checkpoint"] * 6 + ["stranger", "leftover"]
+
+
+def test_recursive(tmp_path: Path) -> None:
+    """All directories below are listed, each with the checkpoints of all prefixes."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    with pytest.warns(DeprecationWarning):
+        for run, step, prefix in [("a", 1, "checkpoint_"), ("b/deep", 7, "gan_"), ("b/deep", 2, "checkpoint_")]:
+            flax_checkpoints.save_checkpoint(tmp_path / run, TREE, step, prefix=prefix)
+    assert "There are checkpoints in" in ls(tmp_path).stdout
+    found = json.loads(ls(tmp_path, "-r", "--json").stdout)
+    paths = [f"{tmp_path}/a/checkpoint_1", f"{tmp_path}/b/deep/checkpoint_2", f"{tmp_path}/b/deep/gan_7"]
+    assert [record["path"] for record in found] == paths
+    lines = ls(tmp_path, "--recursive").stdout.splitlines()
+    assert [line for line in lines if line.endswith(":")] == [f"{tmp_path}/a:", f"{tmp_path}/b/deep:"]
+    (tmp_path / "none").mkdir()
+    assert ls(tmp_path / "none", "-r").exit_code == 0
+    assert ls(tmp_path / "a" / "checkpoint_1", "-r").exit_code == 2
+    assert ls(tmp_path / "absent", "-r").exit_code == 2
 
 
 def test_empty_directory(tmp_path: Path) -> None:

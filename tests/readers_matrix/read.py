@@ -4,6 +4,7 @@ Prints one line of JSON: [case, way, result], where the result is "", or the rea
 """
 
 import base64
+import inspect
 import json
 import os
 import sys
@@ -80,7 +81,8 @@ def arguments(target):
 def manager(path, how):
     """Restore the step of a CheckpointManager without arguments, by an argument of that name, or with a target."""
     named = isinstance(how, str)
-    if hasattr(ocp, "args"):
+    # 0.4.4 has arguments, and a manager that takes none.
+    if hasattr(ocp, "args") and "item_names" in inspect.signature(ocp.CheckpointManager.__init__).parameters:
         given = {} if how is None else {"args": getattr(ocp.args, how)() if named else ocp.args.StandardRestore(how)}
         return ocp.CheckpointManager(path).restore(1, **given)
     given = {} if how is None or named else {"items": how, "restore_kwargs": {"restore_args": arguments(how)}}

@@ -24,9 +24,9 @@ _CASES = {"whole": "one device: ", "sharded": "sharded arrays: ", "text": "text:
 # What the release raised → why.
 _REASONS = {
     r"structure file does not exist|IsADirectoryError|KeyError": "it needs the structure file, which the setting adds",
+    r"Unsupported type: <class 'str'>|NotImplementedError|name/\.zarray\" in OCDBT": "its reader takes no texts",
     r"Sharding of jax.Array cannot be None": "it restores no arrays without a sharding",
     r"\.zarray\S* does not exist": "it reads a folder for each array, a layout that this library does not write",
-    r"Unsupported type: <class 'str'>|NotImplementedError": "its reader takes no texts",
 }
 
 

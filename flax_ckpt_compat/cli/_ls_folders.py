@@ -1,0 +1,119 @@
+"""Find what ``flax-ckpt ls`` lists: checkpoints, what is only named like one, and what interrupted saves left."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from typing import NamedTuple
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._discovery import below, detect, listing
+from flax_ckpt_compat._save.leftovers import Leftover, in_folder
+from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
+
+_DEFAULT_PREFIX = "checkpoint_"
+_NUMBERED = re.compile(r"(.+?)[-+]?\d[\d.eE+-]*", re.DOTALL)
+
+
+class Row(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+        record: by names and sizes.
+        saved: modification time of its file or directory, if known.
+        leaves: how many it has, if it was opened.
+        problem: why it cannot be opened, or None.
+    """
+
+    record: CheckpointRecord
+    saved: datetime.datetime | None
+    leaves: int | None = None
+    problem: str | None = None
+
+
+class Folder(NamedTuple):
+    """A directory.
+
+    Attributes:
+        shown: its path in the caller's form.
+        rows: its checkpoints.
+        strangers: what is named like a checkpoint and is none.
+        left: what interrupted saves left.
+    """
+
+    shown: str
+    rows: list[Row]
+    strangers: list[Row]
+    left: list[Leftover]
+
+
+def folder_of(checkpoint_dir: listing.CheckpointDir, records: Iterable[CheckpointRecord], *, leaves: bool) -> Folder:
+    """Return a directory with these checkpoints; with ``leaves``, open them."""
+    rows = [_row(record, leaves=leaves) for record in records]
+    path = checkpoint_dir.directory
+    return Folder(
+        checkpoint_dir.shown,
+        [row for row in rows if row.record.format != UNKNOWN_FORMAT],
+        [row for row in rows if row.record.format == UNKNOWN_FORMAT],
+        list(in_folder(path)) if paths.isdir(path) else [],
+    )
+
+
+def folders_below(root: listing.CheckpointDir, *, leaves: bool) -> list[Folder]:
+    """Return a directory and those below it that hold anything to list, with checkpoints of every prefix."""
+    folders = []
+    for path, found in below.folders_below(root.directory):
+        inside = os.path.relpath(path, root.directory)
+        shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
+        folder = folder_of(listing.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
+        if folder.rows or folder.strangers or folder.left:
+            folders.append(folder)
+    return folders
+
+
+def _records(path: str, shown: str, found: Sequence[str]) -> list[CheckpointRecord]:
+    """Return the records of a directory with these checkpoints: those of their prefixes, and others by themselves."""
+    if not found:
+        return []
+    names = {os.path.basename(one) for one in found}
+    matches = filter(None, map(_NUMBERED.fullmatch, names))
+    prefixes = {match[1] for match in matches if not match[1].startswith(_DEFAULT_PREFIX)}
+    records = dict[str, CheckpointRecord]()
+    for prefix in (_DEFAULT_PREFIX, *sorted(prefixes)):
+        for record in iter_checkpoints(shown, prefix):
+            records.setdefault(os.path.basename(record.path), record)
+    return [*records.values(), *(_single(path, shown, name) for name in sorted(names - records.keys()))]
+
+
+def _single(path: str, shown: str, name: str) -> CheckpointRecord:
+    full = os.path.join(path, name)
+    why = detect.what_is_missing(full)
+    format = "orbax" if paths.isdir(full) else "msgpack"
+    return CheckpointRecord(
+        None, os.path.join(shown, name), format, paths.storage_of(full).total_size(full), why is None, why
+    )
+
+
+def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
+    row = Row(record, _saved(record.path))
+    if not leaves or not record.complete:
+        return row
+    from flax_ckpt_compat._discovery.opening import Opened
+    from flax_ckpt_compat._view.stored_leaves import StoredLeaves
+
+    try:
+        with closing(Opened(paths.absolute(record.path), verify=False)) as opened:
+            return row._replace(leaves=len(StoredLeaves(opened).leaves))
+    except CheckpointError as error:
+        return row._replace(problem=str(error))
+
+
+def _saved(path: str) -> datetime.datetime | None:
+    if not paths.is_url(path):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            return datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
+    return None
