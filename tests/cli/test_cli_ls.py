@@ -146,7 +146,10 @@ def test_recursive(tmp_path: Path) -> None:
 def test_empty_directory(tmp_path: Path) -> None:
     """A directory with nothing in it is said to be empty, which is no error."""
     result = ls(tmp_path)
-    assert (result.exit_code, result.stdout) == (0, f"{tmp_path} is empty\n")
+    assert (result.exit_code, result.stdout) == (
+        0,
+        f"{tmp_path} is empty. Pass a checkpoint, or a directory of checkpoints.\n",
+    )
 
 
 def test_typo_in_the_path(tmp_path: Path) -> None:
