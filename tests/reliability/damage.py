@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+import flax_ckpt_compat
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import forks
 from tests.reliability.extent import Extent
@@ -165,7 +166,7 @@ def _overwrite(file: Any, data: bytes) -> None:
 
 
 def outcome_of(system: System, folder: str, tree: Tree) -> str:
-    """Restore, and return ``found``, ``same``, or what is wrong."""
+    """Restore, and return ``found``, ``same``, ``verify`` if `verify` finds what a restore need not, or what is wrong."""
     try:
         restored = system.restore(folder)
     except CheckpointError:
@@ -174,7 +175,7 @@ def outcome_of(system: System, folder: str, tree: Tree) -> str:
         # Real Flax has no errors of its own for damage: any counts.
         return f"raw: {type(error).__name__}: {error}" if system.is_ours else "found"
     if same_leaves(restored, tree()):
-        return "same"
+        return "verify" if system.is_ours and not flax_ckpt_compat.verify(folder).ok else "same"
     if restored is None:
         return "skipped" if system.is_ours and _is_empty(folder) else "nothing: restored None"
     return "silent: other values"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-GOOD = ("", "found", "same", "skipped", "value")
+GOOD = ("", "found", "same", "skipped", "value", "verify")
 _SHOWN = 5
 
 
