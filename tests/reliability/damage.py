@@ -166,7 +166,7 @@ def _overwrite(file: Any, data: bytes) -> None:
 
 
 def outcome_of(system: System, folder: str, tree: Tree) -> str:
-    """Restore, and return ``found``, ``same``, ``verify`` if `verify` finds what a restore need not, or what is wrong."""
+    """Restore, and return ``found``, ``same``, ``verify`` if only `verify` finds the damage, or what is wrong."""
     try:
         restored = system.restore(folder)
     except CheckpointError:
