@@ -65,9 +65,9 @@ WITH_SHIM = (
         processes.at_calls,
         SHARED_SYSTEMS[:2],
     ),
+    Experiment("team power", "two processes save; power is lost", processes.lose_power, SHARED_SYSTEMS),
     Experiment("network calls", "a network file system (NFS's rules): killed at a call", network.at_calls),
     Experiment("network reader", "the same: restored while another process saves with keep=2", network.reader),
-    Experiment("team power", "two processes save; power is lost", processes.lose_power, SHARED_SYSTEMS),
 )
 WITHOUT_SHIM = (
     Experiment("reader", "restored while another process saves with keep=2", concurrent.reader),

@@ -49,8 +49,9 @@ def test_nothing_of_two_processes_is_lost(scale: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.008])
 def test_readers_beside_writers_and_a_soak(scale: float) -> None:
-    """Every restore finds a whole checkpoint, and nothing piles up in the process."""
-    _command("--ours", "--scale", scale, "--only=reader", "--only=writers", "--only=soak")
+    """Every restore finds a whole checkpoint, on disks and in stores, and nothing piles up in the process."""
+    names = ("reader", "reader s3", "reader gs", "network calls", "network reader", "writers", "soak")
+    _command("--ours", "--scale", scale, *(f"--only={name}" for name in names))
 
 
 @pytest.mark.skipif(
