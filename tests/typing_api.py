@@ -1,5 +1,7 @@
 """Code as users write it, for the type checker alone; a line marked ``type: ignore`` must be an error."""
 
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
 from pathlib import Path
 from typing import Any
 

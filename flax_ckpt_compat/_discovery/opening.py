@@ -36,7 +36,9 @@ class Opened:
         self._open = ExitStack()
         with paths.listing_cache(path):
             found = detect.detect(path)
-            self.path, self.items, self.trees = path, found.items, found.trees
+            self.path: str = path
+            self.items: dict[str, detect.Item] = found.items
+            self.trees: dict[str, detect.Item] = found.trees
             if paths.is_url(path) and len(found.items) == 1:
                 self.reader(*found.items)  # now, while the listing is cached
         if found.unknown:

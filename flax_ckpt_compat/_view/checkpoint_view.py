@@ -80,9 +80,10 @@ class Checkpoint:
     def __init__(self, opened: opening.Opened, step: float | None):
         self._opened = opened
         self._root = self._whole()
-        self.path, self.step = opened.path, step
+        self.path: str = opened.path
+        self.step: float | None = step
         formats = {opened.reader(name).format for name in opened.parts}
-        self.format = (formats.pop() if len(formats) == 1 else Format.ORBAX).value
+        self.format: str = (formats.pop() if len(formats) == 1 else Format.ORBAX).value
         self.tree: Any = state_dict.from_stored(self._root, None, "stored")
 
     def __enter__(self) -> Checkpoint:
