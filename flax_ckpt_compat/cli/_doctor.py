@@ -81,7 +81,8 @@ def _listed(url: str, report: Report) -> str:
         with translated(url):
             local = paths.local(paths.normal(url))
             if not paths.isdir(local):
-                return "a file" if paths.isfile(local) else "reachable; nothing there"
+                missing = "reachable; nothing there" if paths.is_url(local) else "does not exist"
+                return "a file" if paths.isfile(local) else missing
             return f"reachable, {len(paths.listdir(local))} names"
     except Exception as error:  # noqa: BLE001 - reported
         report.problems.append(printable(f"{url} cannot be listed: {error}"))

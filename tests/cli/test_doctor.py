@@ -19,7 +19,10 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_report(tmp_path):
     """What it prints is what is installed and set."""
     (tmp_path / "checkpoint_1").touch()
-    found = run(*DOCTOR, str(tmp_path), "--json", FLAX_USE_ORBAX_CHECKPOINTING="true", FLAX_CKPT_COMPAT_DTYPE="target")
+    missing = str(tmp_path / "chekpoints")
+    found = run(
+        *DOCTOR, str(tmp_path), missing, "--json", FLAX_USE_ORBAX_CHECKPOINTING="true", FLAX_CKPT_COMPAT_DTYPE="target"
+    )
     assert found.returncode == 0, found.stderr
     sections = json.loads(found.stdout)
     for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
@@ -29,7 +32,7 @@ def test_report(tmp_path):
         "flax.training.checkpoints": "Flax's own; not patched",
     }
     assert sections["Settings"] == {"dtype": "target"}
-    assert sections["Paths"] == {str(tmp_path): "reachable, 1 names"}
+    assert sections["Paths"] == {str(tmp_path): "reachable, 1 names", missing: "does not exist"}
 
 
 def test_patched_and_unreachable():
