@@ -48,6 +48,7 @@ PARTS = {
         "recipes",
         "many_hosts",
         "moving",
+        "walk",
         "convert",
         "leaving",
         "*",

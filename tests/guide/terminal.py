@@ -113,10 +113,12 @@ def picture(text: str, title: str, name: str) -> str:
         title: the title of its window.
         name: what its identifiers begin with.
     """
-    colors = [(ColorTriplet(1, 2, 25 * number), *map(_color, pair)) for number, pair in enumerate(_COLORS)]
+    # Blends of these with the first are below 200, so that all differ.
+    marks = [ColorTriplet(1, 2, 200 + 5 * number if number else 0) for number in range(len(_COLORS))]
+    colors = [(mark, *map(_color, pair)) for mark, pair in zip(marks, _COLORS, strict=True)]
     background, foreground, *others = [mark for mark, _, _ in colors]
     console = Console(record=True, width=WIDTH, file=io.StringIO(), legacy_windows=False)
-    console.print(Text.from_ansi(text))
+    console.print(Text.from_ansi(text), end="\n\n")  # the last row is clipped at its baseline
     svg = console.export_svg(title=title, theme=TerminalTheme(background, foreground, others), unique_id=name)
     # Dim text is a blend with the background.
     colors += [tuple(blend_rgb(one, back, 0.4) for one, back in zip(color, colors[0], strict=True)) for color in colors]
