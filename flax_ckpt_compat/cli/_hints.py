@@ -19,7 +19,7 @@ def next_step(path: str) -> str:
     try:
         if paths.is_url(path) or os.path.isfile(path):
             return ""
-        return printable(_inside(path) if os.path.isdir(path) else _beside(path))
+        return _inside(path) if os.path.isdir(path) else _beside(path)
     except (OSError, CheckpointError):
         return ""
 
@@ -38,10 +38,12 @@ def _beside(path: str) -> str:
         parent = os.path.dirname(parent)
     names = [name for name in os.listdir(parent) if not name.startswith(".")]
     if parent == os.path.dirname(parent) or not names:
-        return f"Check the path; {parent} exists." if parent != "/" else "Check the path."
-    return f"{parent} has {_some(module_names.natural_sort(names, signed=False))}."
+        return f"Check the path; {printable(parent, one_line=True)} exists." if parent != "/" else "Check the path."
+    return f"{printable(parent, one_line=True)} has {_some(module_names.natural_sort(names, signed=False))}."
 
 
 def _some(names: list[str]) -> str:
     more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join([printable(name, one_line=True) for name in names[:_MAX_NAMES]]) + (
+        f" and {more} more" if more > 0 else ""
+    )

@@ -106,3 +106,6 @@ def test_ls(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["ls", str(tmp_path / EVIL)])
     assert refused.exit_code == 2
     assert_printable(refused.stderr)
+    near = CliRunner().invoke(main, ["ls", str(tmp_path / "absent")])
+    assert "checkpoint_w" in near.stderr
+    assert_printable(near.stderr)
