@@ -31,7 +31,7 @@ class Ended:
     hung: bool = False
 
 
-def run(function: Callable[[], Any], timeout: float = 60.0, kill_after: float | None = None) -> Ended:
+def run(function: Callable[[], Any], timeout: float = 600.0, kill_after: float | None = None) -> Ended:
     """Call a function in a fork, and return how that ended.
 
     Args:

@@ -59,7 +59,7 @@ def fuzz(system: System, tally: Tally, extent: Extent) -> None:
 
 def _outcomes(system: System, folder: str, seed: int, count: int) -> Iterator[str]:
     system.use()
-    signal.alarm(20)
+    signal.alarm(damage._SECONDS)
     chance, corpus, run = random.Random(seed), _corpus(folder), f"{folder}/fuzzed-{seed}"
     pieces = sorted(corpus.values())
     for number in range(count):

@@ -16,7 +16,7 @@ from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
 from tests.reliability.workloads import System
 
-_PATIENCE = 90.0  # seconds until a server is there
+_PATIENCE = 300.0  # seconds until a server is there
 _POLL = 0.05
 
 
