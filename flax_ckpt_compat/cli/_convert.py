@@ -131,11 +131,11 @@ def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
         except ImportError:
             raise FailedError("--dask needs the package distributed: pip install distributed") from None
         try:
-            client = Client(dask, timeout=30)  # type: ignore[no-untyped-call]
+            client = Client(dask, timeout=30)
         except (OSError, ValueError) as error:
             raise FailedError(f"no Dask scheduler answers at {dask}: {error}; check the address") from error
         with client:
-            yield client.get_executor(pure=False)  # type: ignore[no-untyped-call]
+            yield client.get_executor(pure=False)
     elif workers > 1:
         with ThreadPoolExecutor(workers, thread_name_prefix="flax-ckpt-convert") as executor:
             yield executor
