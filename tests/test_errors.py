@@ -94,6 +94,13 @@ def test_pickling(name: str, copier: Any) -> None:
     assert vars(again) == vars(error)
 
 
+@pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
+def test_new(name: str) -> None:
+    """``cls.__new__(cls)`` works, which tblib does with unpickled errors: Dask's workers send them that way."""
+    kind = type(make(name))
+    assert type(kind.__new__(kind)) is kind
+
+
 def test_flax_own_attributes() -> None:
     """The errno of a refused operation is there, also to whoever catches OSError."""
     assert make("StorageError").errno == 28

@@ -31,6 +31,7 @@ re-exports all of these. Each class inherits the built-in that callers of Flax a
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from flax_ckpt_compat._core.escaping import printable
 
@@ -66,6 +67,9 @@ def sanitize(message: str, *names: str | None) -> str:
 
 class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
     """There is no checkpoint where one was asked for."""
+
+    if not TYPE_CHECKING:  # else it is that of ValueError, which refuses; tblib, and so Dask, unpickles errors with it
+        __new__ = OSError.__new__
 
 
 class IncompleteCheckpointError(CheckpointError, ValueError):
@@ -118,6 +122,9 @@ class UnsupportedLeafError(CheckpointError, TypeError, ValueError):
 
 class OutOfMemoryError(CheckpointError, MemoryError):
     """This process has too little memory for what is to be restored or saved."""
+
+    if not TYPE_CHECKING:  # as above
+        __new__ = Exception.__new__
 
 
 class DepthError(CheckpointError, ValueError, RecursionError):
@@ -178,6 +185,9 @@ class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):
     Attributes:
         absent: their process indices.
     """
+
+    if not TYPE_CHECKING:  # as above
+        __new__ = OSError.__new__
 
     def __init__(self, message: str, *, path: str | None = None, absent: tuple[int, ...] = ()):
         super().__init__(message, path=path)
