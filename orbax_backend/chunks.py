@@ -76,10 +76,7 @@ class ArrayRead:
     cell: Shape | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        if self.box is not None:
-            self.cell = self.info.cell_of(self.box)
-        else:
-            self.cell = (0,) * len(self.info.shape) if self.info.chunks == self.info.shape else None
+        self.cell = self.info.whole_cell if self.box is None else self.info.cell_of(self.box)
 
     @property
     def is_one_raw_chunk(self) -> bool:
@@ -192,7 +189,7 @@ def by_chunk(group: Sequence[ArrayRead]) -> dict[Shape, tuple[Any, list[Copy]]]:
 def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     """Return the ranges to read for boxes of one array of raw chunks; copy chunks that are inline at once."""
     if all(read.cell is not None for read in group):
-        return [piece for read in group for piece in _plan_whole(read, read.info.chunk_key(read.cell or ()))]
+        return [piece for read in group for piece in _plan_whole(read)]
     read = group[0]
     wanted = by_chunk(group)
     if read.info.checksum_nbytes:
@@ -231,16 +228,16 @@ def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copie
     return [Piece(read, value, value, target, chunk=key)]
 
 
-def _plan_whole(read: ArrayRead, key: str) -> Iterable[Piece]:
+def _plan_whole(read: ArrayRead) -> Iterable[Piece]:
     """Return the pieces of a read that is exactly one chunk; copy it at once if it is inline."""
     ((value, _),) = read.chunks
     target = read.array.reshape(-1).view(np.uint8)
+    key = read.info.chunk_key(read.cell or ()) if read.info.checksum_nbytes else None
     if isinstance(value, ByteRange):
-        has_checksum = read.info.checksum_nbytes > 0
-        return [Piece(read, value, value, target, chunk=key)] if has_checksum else _split(read, value, value, target)
-    data: Any = checked_data(value) if read.info.checksum_nbytes else value  # type: ignore[arg-type]
+        return _split(read, value, value, target) if key is None else [Piece(read, value, value, target, chunk=key)]
+    data: Any = value if key is None else checked_data(value)  # type: ignore[arg-type]
     if data is None:
-        raise DamagedChunkError(read, key)
+        raise DamagedChunkError(read, str(key))
     target.data[:] = data
     return []
 

@@ -61,8 +61,8 @@ class StoredLeaf:
         self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
         self.has_small_chunks = self.info.raw and self.info.chunk_nbytes <= _SMALL_BYTES
-        is_one_chunk = self.info.chunks == self.info.shape
-        self.whole_key = self.info.chunk_key((0,) * len(self.info.shape)) if is_one_chunk else None
+        cell = self.info.whole_cell
+        self.whole_key = None if cell is None else self.info.chunk_key(cell)
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""

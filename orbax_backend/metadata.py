@@ -58,10 +58,11 @@ def shardings(plan: SavePlan, *, for_old_orbax: bool = False) -> str:
     """Return the content of ``_sharding``: URL-safe base64 of the name → JSON text."""
     texts, quoted = ShardingEncoder(), Memo(_text)
     found = {name: text for name, stored in _jax_arrays(plan) if (text := texts.of(stored.sharding)) is not None}
-    entries = {base64.urlsafe_b64encode(name.encode()).decode(): text for name, text in found.items()}
+    # Base64 needs no quoting.
+    entries = {f'"{base64.urlsafe_b64encode(name.encode()).decode()}"': text for name, text in found.items()}
     if for_old_orbax:
-        entries = with_old_entries(entries, found)
-    return f"{{{', '.join([f'{quoted[key]}: {quoted[text]}' for key, text in entries.items()])}}}"
+        entries = with_old_entries(entries, {_text(name): text for name, text in found.items()})
+    return f"{{{', '.join([f'{key}: {quoted[text]}' for key, text in entries.items()])}}}"
 
 
 def array_metadatas(plan: SavePlan, splits: bool) -> str:

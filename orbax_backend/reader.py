@@ -102,13 +102,13 @@ class OrbaxReader(Reader):
             handle, box = (one, None) if isinstance(one, LeafHandle) else (one.handle, one.index)
             leaf = handle.locator
             if isinstance(leaf, StoredLeaf):
+                if box is not None:
+                    box = _stored_box(leaf, box)
                 value = self._inline_value(handle, leaf, box) if leaf.has_small_chunks else None
                 if value is not None:
                     inline.append((number, handle, value))
                 else:
-                    stored_box = None if box is None else _stored_box(leaf, box)
-                    read = ArrayRead(handle.name, leaf.info, handle.path, stored_box)
-                    arrays.append((number, handle, read))
+                    arrays.append((number, handle, ArrayRead(handle.name, leaf.info, handle.path, box)))
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             else:
@@ -167,10 +167,10 @@ class OrbaxReader(Reader):
             self._aggregate.reader.close()
 
     def _inline_value(self, handle: LeafHandle, leaf: StoredLeaf, box: tuple[slice, ...] | None) -> bytes | None:
-        """Return the bytes of a small array, or of a box of it, that is one chunk inline in the index."""
+        """Return the bytes of a small array, or of a box of the stored one, that is one chunk inline in the index."""
         key = leaf.whole_key
         if box is not None:
-            cell = leaf.info.cell_of(_stored_box(leaf, box))
+            cell = leaf.info.cell_of(box)
             key = None if cell is None else leaf.info.chunk_key(cell)
         if key is None or self._index is None:
             return None

@@ -125,8 +125,8 @@ def with_old_entries(entries: Mapping[str, str], shardings: Mapping[str, str]) -
     Releases 0.5 know devices by jax's old names; earlier ones look for the plain names of arrays, and know only meshes.
 
     Args:
-        entries: encoded name → text.
-        shardings: name → text.
+        entries: encoded name, as JSON → text.
+        shardings: name, as JSON → text.
     """
     plain = {name: _MESH_OF_ALL if _SINGLE in text else text for name, text in shardings.items()}
     return plain | {name: text.replace(_CPU, _OLD_CPU) for name, text in entries.items()}

@@ -103,6 +103,11 @@ class ArrayInfo:
         """Return the stored size of one raw chunk in bytes; zarr also stores those at the edge whole."""
         return math.prod(self.chunks) * self.dtype.itemsize + self.checksum_nbytes
 
+    @property
+    def whole_cell(self) -> tuple[int, ...] | None:
+        """Return the index of the chunk that is the whole array, or None."""
+        return (0,) * len(self.shape) if self.chunks == self.shape else None
+
     def cell_of(self, box: tuple[slice, ...]) -> tuple[int, ...] | None:
         """Return the index of the chunk that a box is exactly, or None."""
         cell = []
