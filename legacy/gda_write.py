@@ -12,6 +12,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder
+from flax_ckpt_compat._core.local.syncing import sync_file
 from flax_ckpt_compat._core.object_store import client, multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.object_store.retrying import retry
@@ -146,7 +147,7 @@ def _write(opened: Future[Any], base: str, array: DistributedArray, shard: Shard
         return
     with translated(folder, "written", TENSORSTORE_ERRORS):
         store.write(shard.data, can_reference_source_data_indefinitely=True).result()
-        _sync(os.path.join(folder, array.chunk_name(shard.index)))
+        sync_file(os.path.join(folder, array.chunk_name(shard.index)))
 
 
 def _open(folder: str, array: DistributedArray) -> Any:
@@ -178,7 +179,7 @@ def _check_and_sync(base: str, array: DistributedArray) -> None:
     # On network file systems a listing may be stale, so check unlisted names directly too.
     missing = [name for name in array.chunk_names() if name not in listed]
     _require(base, array, [name for name in missing if not os.path.exists(os.path.join(folder, name))])
-    _sync(os.path.join(folder, ZARR2_METADATA))
+    sync_file(os.path.join(folder, ZARR2_METADATA))
 
 
 def _require(base: str, array: DistributedArray, missing: list[str]) -> None:
@@ -188,11 +189,3 @@ def _require(base: str, array: DistributedArray, missing: list[str]) -> None:
         message = f"{folder}: {len(missing)} of the chunks of {array.subpath or 'the array'} were not written"
         message += f" ({', '.join(missing[:3])}, …); do all processes save the same tree, and into a directory that "
         raise StorageError(message + "they share?", path=folder)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -160,11 +160,12 @@ def sync_database(path: str) -> None:
     files = os.path.join(path, DATA_DIRECTORY)
     if not os.path.isdir(files):
         return
-    if not can_sync_directories(path):
-        with translated(path, "synced"):
-            sync_file(os.path.join(path, MANIFEST))
-            sync_tree(files)
-    sync_directory(files)
+    if can_sync_directories(path):
+        sync_directory(files)
+        return
+    with translated(path, "synced"):
+        sync_file(os.path.join(path, MANIFEST))
+        sync_tree(files)
 
 
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:

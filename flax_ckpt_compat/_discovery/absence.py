@@ -50,6 +50,13 @@ def of_directory(path: str) -> Absence:
     return Absence(f"{path} does not exist: did you mean {near}?", False)
 
 
+def why_no_directory(path: str) -> str:
+    """Explain that a path is no directory of checkpoints: it does not exist, or is a file."""
+    if paths.lexists(path):
+        return f"{path} is a file: pass the directory of the checkpoints"
+    return of_directory(path).why
+
+
 def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     """Explain that a directory holds no checkpoint of a prefix, and name those of other prefixes.
 

@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import absence, detect, foreign
 
-_DEFAULT_PREFIX = "checkpoint_"
+DEFAULT_PREFIX = "checkpoint_"
 _NUMBERED = re.compile(r"(.*?)\d+(?:\.\d*)?(?:[eE][-+]?\d+)?", re.DOTALL)
 MSGPACK_SUFFIX = ".msgpack"
 
@@ -74,7 +74,7 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def _is_named_checkpoint(name: str) -> bool:
-    return steps.step_of(name, _DEFAULT_PREFIX) is not None or steps.is_text(name, _DEFAULT_PREFIX)
+    return steps.step_of(name, DEFAULT_PREFIX) is not None or steps.is_text(name, DEFAULT_PREFIX)
 
 
 class _Prefixes:

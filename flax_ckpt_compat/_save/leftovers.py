@@ -45,9 +45,7 @@ def find_leftovers(root: str) -> list[Leftover]:
         StorageError: the file system or store refused.
     """
     if not paths.isdir(root):
-        if paths.lexists(root):
-            raise CheckpointNotFoundError(f"{root} is a file: pass the directory of the checkpoints", path=root)
-        raise CheckpointNotFoundError(absence.of_directory(root).why, path=root)
+        raise CheckpointNotFoundError(absence.why_no_directory(root), path=root)
     return [leftover for folder, _ in below.folders_below(root) for leftover in in_folder(folder)]
 
 

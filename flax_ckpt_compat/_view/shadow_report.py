@@ -57,9 +57,7 @@ def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
     with translated(folder):
         names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []
     if not paths.isdir(path):
-        why = absence.of_directory(path).why
-        why = f"{path} is a file: pass the directory of the checkpoints" if paths.lexists(path) else why
-        raise CheckpointNotFoundError(why, path=path)
+        raise CheckpointNotFoundError(absence.why_no_directory(path), path=path)
     if not names:
         raise CheckpointNotFoundError(
             f"{directory} has no records of shadow mode: pass the directory that was saved to, or save with "

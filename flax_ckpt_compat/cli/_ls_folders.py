@@ -15,7 +15,6 @@ from flax_ckpt_compat._discovery import below, detect, listing
 from flax_ckpt_compat._save.leftovers import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
-_DEFAULT_PREFIX = "checkpoint_"
 _NUMBERED = re.compile(r"(.+?)[-+]?\d[\d.eE+-]*", re.DOTALL)
 
 
@@ -81,9 +80,9 @@ def _records(path: str, shown: str, found: Sequence[str]) -> list[CheckpointReco
         return []
     names = {os.path.basename(one) for one in found}
     matches = filter(None, map(_NUMBERED.fullmatch, names))
-    prefixes = {match[1] for match in matches if not match[1].startswith(_DEFAULT_PREFIX)}
+    prefixes = {match[1] for match in matches if not match[1].startswith(below.DEFAULT_PREFIX)}
     records = dict[str, CheckpointRecord]()
-    for prefix in (_DEFAULT_PREFIX, *sorted(prefixes)):
+    for prefix in (below.DEFAULT_PREFIX, *sorted(prefixes)):
         for record in iter_checkpoints(shown, prefix):
             records.setdefault(os.path.basename(record.path), record)
     return [*records.values(), *(_single(path, shown, name) for name in sorted(names - records.keys()))]

@@ -33,33 +33,34 @@ def _sync_file_range() -> Any:
 
 def sync_directory(path: str) -> None:
     """Sync the names in a directory to disk; warn, once for a file system, where that is impossible."""
-    try:
-        sync_file(path or ".")
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise
-        device = os.stat(path or ".").st_dev
-        if device not in _warned:
-            _warned.add(device)
-            _log.warning(
-                "%s cannot be synced (%s): checkpoints on its file system are safe from crashes of a program, but a "
-                "power loss may undo the last saves; save to another file system to be safe from that, too",
-                path, error.strerror,
-            )  # fmt: skip
+    path = path or "."
+    refusal = _refusal(path)
+    if refusal is not None and (device := os.stat(path).st_dev) not in _warned:
+        _warned.add(device)
+        _log.warning(
+            "%s cannot be synced (%s): checkpoints on its file system are safe from crashes of a program, but a "
+            "power loss may undo the last saves; save to another file system to be safe from that, too",
+            path, refusal.strerror,
+        )  # fmt: skip
 
 
 def can_sync_directories(path: str) -> bool:
     """Return whether directories can be synced on the file system of one of them, which is tried once."""
     device = os.stat(path).st_dev
     if device not in _can_sync:
-        try:
-            sync_file(path)
-            _can_sync[device] = True
-        except OSError as error:
-            if error.errno not in _CANNOT_SYNC:
-                raise
-            _can_sync[device] = False
+        _can_sync[device] = _refusal(path) is None
     return _can_sync[device]
+
+
+def _refusal(path: str) -> OSError | None:
+    """Sync a directory; return the error if that is impossible there."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+        return error
+    return None
 
 
 def sync_file(path: str) -> None:
