@@ -7,14 +7,10 @@
 #define _GNU_SOURCE
 #include <ctype.h>
 #include <dirent.h>
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -23,22 +19,12 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
+#include "preload.h"
+
 enum { OFF, ONE_MACHINE, OTHER_MACHINE };
 
-static char root[PATH_MAX];
-static size_t root_length;
 static int rules;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct silly { struct silly *next; char path[]; } *sillies; /* renamed by this process */
-static __thread int inside;
-
-#define REAL(name, ...) ((__typeof__(&name))real(#name))(__VA_ARGS__)
-
-static void *real(const char *name) {
-    void *found = dlsym(RTLD_NEXT, name);
-    if (!found) abort();
-    return found;
-}
 
 void network_rules(const char *directory, int which) {
     snprintf(root, sizeof root, "%s", directory);

@@ -5,39 +5,25 @@
  * the record is the order of the calls. Python's ctypes and TensorStore reach libc by its dynamic symbols, as
  * CPython does; a test compares the count with what strace sees. */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "preload.h"
+
 enum { CREATE, WRITE, TRUNCATE, MKDIR, RMDIR, UNLINK, RENAME, EXCHANGE, LINK, SYMLINK, FSYNC, XATTR, MARK, HINT };
 enum { PASS, KILL, FAIL, KILL_HALF, FULL };
 
-static char root[PATH_MAX];
-static size_t root_length;
 static int armed, action, failure, record = -1;
 static long at, calls;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static __thread int inside;
-
-#define REAL(name, ...) ((__typeof__(&name))real(#name))(__VA_ARGS__)
-
-static void *real(const char *name) {
-    void *found = dlsym(RTLD_NEXT, name);
-    if (!found) abort();
-    return found;
-}
 
 /* ---- what the tests call ---- */
 

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+_HEADER = Path(__file__).with_name("preload.h")
 _SOURCES = [Path(__file__).with_name(name) for name in ("shim.c", "network.c")]  # the first sees calls first
 
 
@@ -51,7 +52,7 @@ def _compiler() -> str | None:
 @functools.cache
 def _library(source: Path) -> str:
     """Compile a library, once per version of its source, and return its path."""
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256(source.read_bytes() + _HEADER.read_bytes()).hexdigest()[:12]
     built = Path(tempfile.gettempdir(), f"reliability-{source.stem}-{os.getuid()}-{digest}.so")
     if not built.exists():
         part = f"{built}.{os.getpid()}"
