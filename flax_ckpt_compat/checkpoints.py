@@ -104,7 +104,7 @@ def save_checkpoint(
     request = save_request.of_step(
         _directory(ckpt_dir),
         step,
-        prefix,
+        os.fspath(prefix),
         keep=keep,
         keep_every_n_steps=keep_every_n_steps,
         overwrite=overwrite,
@@ -157,7 +157,7 @@ def save_checkpoint_multiprocess(
     request = save_request.of_step(
         _directory(ckpt_dir),
         step,
-        prefix,
+        os.fspath(prefix),
         keep=keep,
         keep_every_n_steps=keep_every_n_steps,
         overwrite=overwrite,
@@ -216,7 +216,7 @@ def restore_checkpoint(
     if gda_manager is not None:
         gda_manager.wait_until_finished()
     options = RestoreOptions(config.current(), TransformSpec(orbax_transforms))
-    return restore_pipeline.restore(_directory(ckpt_dir), target, step, prefix, options, orbax_checkpointer)
+    return restore_pipeline.restore(_directory(ckpt_dir), target, step, os.fspath(prefix), options, orbax_checkpointer)
 
 
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
@@ -235,7 +235,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         >>> checkpoints.latest_checkpoint("runs")
         'runs/checkpoint_1'
     """
-    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), os.fspath(prefix))
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     found = directory.latest(checkpoint_dir)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
@@ -259,7 +259,7 @@ def available_steps(
         >>> checkpoints.available_steps("runs")
         [1]
     """
-    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), prefix)
+    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), os.fspath(prefix))
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     found = []
     for entry in directory.available(checkpoint_dir):

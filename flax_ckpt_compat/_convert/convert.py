@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
@@ -96,11 +97,16 @@ def plan(
     source, destination = paths.absolute(os.fspath(src)), paths.absolute(os.fspath(dst))
     is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
     steps = None if step is None else [step] if is_one else list(step)
+    if steps == []:
+        raise SettingError("step is an empty list, so nothing would be converted; None converts all steps")
     jobs = find.find_jobs(source, destination, to, steps)
     if shard is not None:
-        index, count = shard
+        try:
+            index, count = map(operator.index, shard)
+        except (TypeError, ValueError):
+            index = count = 0
         if not 0 <= index < count:
-            raise SettingError(f"shard is (i, n) with 0 <= i < n; found {shard}")
+            raise SettingError(f"shard is (i, n) with 0 <= i < n; found {shard!r:.100}")
         jobs = jobs[index::count]
     return [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
 

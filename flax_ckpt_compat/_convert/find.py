@@ -16,8 +16,11 @@ from flax_ckpt_compat._discovery import detect, locating
 from flax_ckpt_compat._discovery.below import MSGPACK_SUFFIX, checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
-# Prefix and step of a name: the longest number at its end.
-_STEP = re.compile(r"(.*?)(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)", re.DOTALL)
+# The step of a name: the longest number at its end that follows a separator, as in ``checkpoint_-1.5`` or ``ckpt-10``;
+# else the digits at its end: 10 of ``v1.10``.
+_NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_STEP = re.compile(rf"(?:|.*?[^0-9A-Za-z.])(-?{_NUMBER})", re.DOTALL)
+_LAST_DIGITS = re.compile(r".*?(\d+)", re.DOTALL)
 
 
 def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> list[Job]:
@@ -65,16 +68,22 @@ def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None
     """Return the job of one checkpoint whose result has a name of the caller's choice."""
     if to in TO_STEPS:
         return _with_step(source, destination, to, steps.parse_step(steps.step_text((wanted or [None])[0])))
-    if destination == source or destination.startswith(f"{source}/"):
+    if _is_inside(destination, source):
         raise StepError(f"{destination} is the source, which is never touched; pass another path", path=source)
     return Job(source, destination, to)
 
 
 def _refuse_inside(source: str, destination: str) -> None:
-    if f"{destination}/".startswith(f"{source}/"):
+    if _is_inside(destination, source):
         raise StepError(
             f"{destination} is in {source}, which is never touched; pass a destination outside of it", path=destination
         )
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    """Return whether a path is a folder or in it, also by symbolic links."""
+    pairs = [(path, folder), (paths.storage_of(path).resolve(path), paths.storage_of(folder).resolve(folder))]
+    return any(f"{one}/".startswith(f"{other}/") for one, other in pairs)
 
 
 def _moved(folder: str, top: str, destination: str) -> str:
@@ -84,11 +93,12 @@ def _moved(folder: str, top: str, destination: str) -> str:
 def _job(source: str, folder: str, to: str) -> Job:
     """Return the job of a checkpoint of a directory."""
     name = os.path.basename(source)
-    match = _STEP.fullmatch(name)
-    step = steps.parse_step(match[2]) if match else None
+    stem = name.removesuffix(MSGPACK_SUFFIX)
+    match = _STEP.fullmatch(stem) or _LAST_DIGITS.fullmatch(stem)
+    step = steps.parse_step(match[1]) if match else None
     if to in TO_STEPS:
         return _with_step(source, folder, to, step)
-    name = name.removesuffix(MSGPACK_SUFFIX) if to != "msgpack" else name
+    name = stem if to != "msgpack" else name
     name = f"checkpoint_{name}" if name.isdecimal() else name  # a manager's step gets Flax's name
     return Job(source, os.path.join(folder, name + _SUFFIX.get(to, "")), to, step)
 
@@ -106,17 +116,24 @@ def _selected(source: str, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[J
     """Return the jobs of the steps that were asked for: numbers, or the ends of names."""
     chosen = []
     for text in map(steps.step_text, wanted):
-        number = steps.parse_step(text)
-        mine = [
-            job
-            for job in jobs
-            if (job.step == number if number is not None else os.path.basename(job.source).endswith(text))
-        ]
+        number, mine = steps.parse_step(text), []
+        if number is not None:
+            # Without a separator, v1.5 may be step 1.5 as well as 5.
+            mine = [job for job in jobs if job.step == number] or [job for job in jobs if _may_be(job, number)]
+        else:
+            mine = [job for job in jobs if os.path.basename(job.source).endswith(text)]
         if not mine:
             there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
             raise CheckpointNotFoundError(f"{source} has no step {text} (available steps: {there})", path=source)
         chosen += mine
     return list(dict.fromkeys(chosen))
+
+
+def _may_be(job: Job, number: float) -> bool:
+    """Return whether a name ends in a number, in any way to read it."""
+    name = os.path.basename(job.source)
+    starts = (at for at in range(len(name)) if not name[at - 1 : at].isdigit())
+    return any(steps.parse_step(name[at:]) == number for at in starts)
 
 
 def _without_collisions(jobs: Sequence[Job]) -> list[Job]:

@@ -29,7 +29,7 @@ _NAMES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_OTHERS = "flax_ckpt_compat"
+_OTHERS, _METADATA = "flax_ckpt_compat", "__metadata__"
 _ALIGNMENT = 8
 
 
@@ -51,6 +51,8 @@ def check(tree: Node) -> None:
         if isinstance(leaf, StoredArray):
             if leaf.dtype.name not in _NAMES or leaf.dtype.byteorder == ">":
                 refused.append(f"{shown} ({leaf.dtype})")
+            elif leaf_name(path) == _METADATA:
+                raise NameCollisionError(f"{shown}: a safetensors file has its own {_METADATA}; rename it", leaf=shown)
         elif not isinstance(leaf, Branch) and leaf is not None and type(leaf) not in (bool, int, float, str):
             refused.append(f"{shown} ({type(leaf).__name__})")
     if refused:
@@ -68,7 +70,7 @@ def write(path: str, tree: Node) -> None:
     header: dict[str, Any] = {}
     others = [[list(path), _value(leaf)] for path, leaf in iter_leaves(tree) if not isinstance(leaf, StoredArray)]
     if others:
-        header["__metadata__"] = {_OTHERS: json.dumps(others)}
+        header[_METADATA] = {_OTHERS: json.dumps(others)}
     end = 0
     for name, array in arrays:
         start, end = end, end + array.nbytes
@@ -116,7 +118,7 @@ def read(path: str) -> dict[str, Any]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     found: dict[str, Any] = {}
-    for keys, value in json.loads(header.pop("__metadata__", {}).get(_OTHERS, "[]")):
+    for keys, value in json.loads(header.pop(_METADATA, {}).get(_OTHERS, "[]")):
         found[leaf_name(tuple(keys))] = Branch({}) if isinstance(value, dict) else value
     for name, entry in header.items():
         start = 8 + length + entry["data_offsets"][0]

@@ -5,6 +5,7 @@ Needs libcst (``pip install libcst``), which keeps every character that is not c
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator
 
 import libcst as cst
@@ -13,6 +14,7 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from .names import Names
 from .project import Finding
 
 _API = "flax.training.checkpoints"
@@ -23,6 +25,7 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
     """Return the code with our imports, and with file operations that work for both formats.
 
     - Imports of `flax.training.checkpoints` become those of `flax_ckpt_compat.checkpoints`.
+      Underscored helpers, which we do not have, still come from Flax, as does the module in code that uses them.
     - ``os.path.isfile(checkpoint)`` becomes ``os.path.exists(checkpoint)``.
     - The statement ``os.remove(checkpoint)`` removes a directory, too.
 
@@ -34,7 +37,7 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
         libcst.ParserSyntaxError: libcst does not know the syntax of this code.
     """
     wrapper = MetadataWrapper(cst.parse_module(code))
-    fixer = _Fixer({(found.line, found.column): found.kind for found in findings})
+    fixer = _Fixer({(found.line, found.column): found.kind for found in findings}, keeps_flax=_uses_helpers(code))
     fixed = wrapper.visit(fixer)
     return AddImportsVisitor(fixer.context).transform_module(fixed).code
 
@@ -42,10 +45,10 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
 class _Fixer(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, kinds: dict[tuple[int, int], str]) -> None:
+    def __init__(self, kinds: dict[tuple[int, int], str], *, keeps_flax: bool) -> None:
         super().__init__()
         self.context = CodemodContext()
-        self._kinds = kinds
+        self._kinds, self._keeps_flax = kinds, keeps_flax
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
         """Pass over the names of modules: they are no expressions."""
@@ -63,6 +66,8 @@ class _Fixer(cst.CSTTransformer):
             return updated_node
         statement = updated_node.body[0]
         if isinstance(statement, cst.Import | cst.ImportFrom):
+            if self._keeps_flax:
+                return updated_node
             first, *others = _with_ours(statement)
             lines = [updated_node.with_changes(body=[first]), *(cst.SimpleStatementLine([other]) for other in others)]
             return cst.FlattenSentinel(lines)
@@ -72,7 +77,7 @@ class _Fixer(cst.CSTTransformer):
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:  # noqa: ARG002
         """Change ``flax.training.checkpoints`` where it is written out."""
-        if get_full_name_for_node(updated_node) != _API:
+        if self._keeps_flax or get_full_name_for_node(updated_node) != _API:
             return updated_node
         AddImportsVisitor.add_needed_import(self.context, _OURS)
         return cst.parse_expression(_OURS)
@@ -101,6 +106,15 @@ class _Fixer(cst.CSTTransformer):
         return cst.Expr(cst.parse_expression(f"shutil.rmtree({path}) if os.path.isdir({path}) else {remove}"))
 
 
+def _uses_helpers(code: str) -> bool:
+    """Return whether code uses underscored names of Flax's module by its name."""
+    tree = ast.parse(code)
+    names = Names(tree)
+    return any(
+        isinstance(node, ast.Attribute) and (names.of(node) or "").startswith(f"{_API}._") for node in ast.walk(tree)
+    )
+
+
 def _with_ours(statement: cst.Import | cst.ImportFrom) -> Iterator[cst.Import | cst.ImportFrom]:
     """Give the statements that import the same names, those of the legacy API from us."""
     if isinstance(statement, cst.ImportFrom):
@@ -120,18 +134,26 @@ def _with_ours(statement: cst.Import | cst.ImportFrom) -> Iterator[cst.Import | 
 
 def _from_ours(statement: cst.ImportFrom) -> Iterator[cst.ImportFrom]:
     module = get_full_name_for_node(statement.module) if statement.module and not statement.relative else None
-    if module == _API:
-        yield statement.with_changes(module=cst.parse_expression(_OURS))
-        return
-    if module != "flax.training" or isinstance(statement.names, cst.ImportStar):
+    if module not in (_API, "flax.training"):
         yield statement
         return
-    ours = [alias for alias in statement.names if alias.evaluated_name == "checkpoints"]
+    if isinstance(statement.names, cst.ImportStar):
+        yield statement.with_changes(module=cst.parse_expression(_OURS)) if module == _API else statement
+        return
+    is_api = module == _API
+    ours = [
+        alias
+        for alias in statement.names
+        if (not alias.evaluated_name.startswith("_") if is_api else alias.evaluated_name == "checkpoints")
+    ]
     rest = [alias for alias in statement.names if alias not in ours]
+    target = cst.parse_expression(_OURS if is_api else "flax_ckpt_compat")
     if rest:
         yield statement.with_changes(names=_without_last_comma(rest, statement)) if ours else statement
-    if ours:
-        plain = statement.with_changes(lpar=None, rpar=None, module=cst.Name("flax_ckpt_compat"))
+    if ours and not rest:
+        yield statement.with_changes(module=target)
+    elif ours:
+        plain = statement.with_changes(lpar=None, rpar=None, module=target)
         yield plain.with_changes(names=_without_last_comma(ours))
 
 

@@ -115,9 +115,14 @@ def as_floats(array: _Array) -> _Array:
 
 
 def _distance(a: _Array, b: _Array) -> _Array | None:
-    """Return the distances of integers, exactly; None if they are others."""
-    if not (is_integer(a) and is_integer(b)) or {a.dtype, b.dtype} == {np.dtype(np.int64), np.dtype(np.uint64)}:
+    """Return the distances of integers, exactly where they have one dtype; None if they are others."""
+    if not (is_integer(a) and is_integer(b)):
         return None
+    if {a.dtype, b.dtype} == {np.dtype(np.int64), np.dtype(np.uint64)}:  # no integer dtype holds both
+        signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
+        above_zero = np.maximum(signed, 0).astype(np.uint64)
+        distance = np.maximum(above_zero, unsigned) - np.minimum(above_zero, unsigned)
+        return np.asarray(distance.astype(np.float64) - np.minimum(signed, 0).astype(np.float64))
     if "b" in (a.dtype.kind, b.dtype.kind):
         a, b = a.astype(np.int64), b.astype(np.int64)
     return np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)

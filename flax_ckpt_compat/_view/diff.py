@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -13,6 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
+from flax_ckpt_compat._core.errors import SettingError
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening
@@ -100,6 +102,7 @@ def diff(
         CheckpointNotFoundError: there is no such checkpoint.
         IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: one cannot be opened or read.
         StorageError: the file system or store refused.
+        SettingError: a tolerance is no number from 0.
 
     Example:
         >>> a, b = save("a", {"w": np.ones(2)}), save("b", {"w": np.array([1, 1.5])})
@@ -107,9 +110,9 @@ def diff(
         [('w', 0.5)]
     """
     paths = os.fspath(a), os.fspath(b)
+    tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     for path in paths:
         wait_for_pending_saves(path, prefix)
-    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
 
     def compare(one: str, other: str) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
@@ -121,6 +124,16 @@ def diff(
         return locating.read_found(paths[1], step, prefix, lambda other: compare(one, other), doing="compare")
 
     return locating.read_found(paths[0], step, prefix, with_first, doing="compare")
+
+
+def _tolerance(name: str, value: Any) -> float:
+    try:
+        found = 0.0 if value is None else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not found >= 0:
+        raise SettingError(f"{name} takes a number from 0, found {value!r:.100}")
+    return found
 
 
 class _Comparison:

@@ -23,7 +23,7 @@ from flax.training import checkpoints as flax_checkpoints
 from flax.training.train_state import TrainState
 
 import flax_ckpt_compat
-from flax_ckpt_compat import errors, rules
+from flax_ckpt_compat import checkpoints, errors, rules
 from tests.support.peers import needs
 from tests.support.peers import ocp_released_v1 as v1
 
@@ -139,6 +139,14 @@ def test_safetensors_refuse_what_they_cannot_hold(tmp_path: Path, leaf: Any) -> 
     flax_ckpt_compat.save(tmp_path / "src" / "a", {"x": {"y": leaf}}, format="orbax")
     with pytest.raises(errors.ConversionError, match="a safetensors file cannot hold x/y"):
         flax_ckpt_compat.convert(tmp_path / "src" / "a", tmp_path / "dst", "safetensors")
+    assert not (tmp_path / "dst").exists()
+
+
+def test_safetensors_have_a_name_of_their_own(tmp_path: Path) -> None:
+    """An array called ``__metadata__`` would take the place of the header's free text."""
+    flax_ckpt_compat.save(tmp_path / "a", {"__metadata__": np.ones(2), "n": 1}, format="msgpack")
+    with pytest.raises(errors.ConversionError, match=r"NameCollisionError.*__metadata__"):
+        flax_ckpt_compat.convert(tmp_path / "a", tmp_path / "dst", "safetensors")
     assert not (tmp_path / "dst").exists()
 
 
@@ -264,6 +272,10 @@ def test_names_and_steps_that_managers_do_not_have(tmp_path: Path) -> None:
         (("none", "dst", "orbax"), errors.CheckpointNotFoundError),
         (("empty", "dst", "orbax"), errors.CheckpointNotFoundError),
         (("src", "dst", "zip"), errors.SettingError),
+        (("src", "link", "orbax"), errors.StepError),
+        (("src", "link/inside", "orbax"), errors.StepError),
+        (("link", "src/inside", "orbax"), errors.StepError),
+        (("src/checkpoint_1", "link/checkpoint_1", "orbax"), errors.StepError),
     ],
 )
 def test_refused_before_anything_is_written(
@@ -273,9 +285,10 @@ def test_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     flax_ckpt_compat.save("src/checkpoint_1", {"a": 1}, format="msgpack")
     Path("empty").mkdir()
+    Path("link").symlink_to("src")
     with pytest.raises(error):
         flax_ckpt_compat.convert(*arguments)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoint_1", "empty", "src"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoint_1", "empty", "link", "src"]
 
 
 def test_steps_and_shards_choose(tmp_path: Path) -> None:
@@ -289,8 +302,42 @@ def test_steps_and_shards_choose(tmp_path: Path) -> None:
     shards = [flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=(n, 2)) for n in range(2)]
     assert [len(shard) for shard in shards] == [3, 2]
     assert len(list((tmp_path / "two").iterdir())) == 5
-    with pytest.raises(errors.SettingError, match="shard"):
-        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=(2, 2))
+    for shard in ((2, 2), ("0", 2), 3, (0, 1, 2)):
+        with pytest.raises(errors.SettingError, match="shard is"):
+            flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "two", "orbax", shard=shard)  # type: ignore[arg-type]
+    with pytest.raises(errors.SettingError, match="empty list"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "three", "orbax", step=[])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "saved", "converted"),
+    [
+        ("ckpt-", (1, 10), ["1", "10"]),
+        ("v1.", (1, 10), ["1", "10"]),
+        ("exp3e", (1, 2), ["1", "2"]),
+        ("a_", (7.0,), ["7"]),
+    ],
+)
+def test_steps_of_names_with_other_separators(
+    tmp_path: Path, prefix: str, saved: tuple[float, ...], converted: list[str]
+) -> None:
+    """A dash is no sign, and digits of the prefix are no part of the step, where a separator or its absence tells."""
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    for step in saved:
+        checkpoints.save_checkpoint(tmp_path / "src", {"a": step}, step, prefix=prefix, keep=9)
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
+    assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == converted
+    (last,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "one", "orbax", step=saved[-1])
+    assert Path(last.source).name == f"{prefix}{saved[-1]}"
+
+
+def test_a_name_without_separator_may_be_any_step(tmp_path: Path) -> None:
+    """v1.5 is step 1.5 of v, too."""
+    flax_ckpt_compat.save(tmp_path / "src" / "v1.5", {"a": 1}, format="msgpack")
+    for number, step in enumerate((1.5, 5)):
+        assert len(flax_ckpt_compat.convert(tmp_path / "src", tmp_path / str(number), "orbax", step=step)) == 1
+    with pytest.raises(errors.CheckpointNotFoundError, match="no step 0"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", step=0)
 
 
 def _processes() -> ProcessPoolExecutor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,3 +70,16 @@ def test_in_the_background(flag: bool, tmp_path: Path, caplog: pytest.LogCapture
         manager.wait_previous_save()
     assert names(tmp_path) == ["v24", "v4"]
     assert caplog.text.count("The prefixes") == 1
+
+
+def test_a_path_is_a_prefix(flag: bool, tmp_path: Path) -> None:
+    """As in Flax, which formats it, a prefix may be a path object; anything else is a TypeError before it is saved."""
+    prefix: Any = Path("run") / "a_"
+    (tmp_path / "run").mkdir()
+    assert ours.save_checkpoint(tmp_path, tree(3), 3, prefix=prefix) == str(tmp_path / "run" / "a_3")
+    assert ours.latest_checkpoint(tmp_path, prefix) == str(tmp_path / "run" / "a_3")
+    assert ours.available_steps(tmp_path, prefix) == [3]
+    assert ours.restore_checkpoint(tmp_path, None, prefix=prefix)["n"] == 3
+    nothing: Any = None
+    with pytest.raises(TypeError, match="expected str"):
+        ours.save_checkpoint(tmp_path, tree(4), 4, prefix=nothing)

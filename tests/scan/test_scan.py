@@ -111,10 +111,19 @@ def test_fixed_program_runs(tmp_path: Path) -> None:
             "flax_ckpt_compat.checkpoints.latest_checkpoint('d')\n",
         ),
         ("from flax.training import train_state\n", "from flax.training import train_state\n"),
+        (
+            "from flax.training.checkpoints import _checkpoint_path, save_checkpoint as save  # both\n",
+            "from flax.training.checkpoints import _checkpoint_path  # both\n"
+            "from flax_ckpt_compat.checkpoints import save_checkpoint as save\n",
+        ),
+        (
+            "from flax.training import checkpoints as c\nc._checkpoint_path('d', 1)\n",
+            "from flax.training import checkpoints as c\nc._checkpoint_path('d', 1)\n",
+        ),
     ],
 )
 def test_fixed_imports(code: str, fixed: str, tmp_path: Path) -> None:
-    """Imports come from us; what else they import stays where it was."""
+    """Imports come from us; what else they import, and helpers that only Flax has, stay where they were."""
     file = tmp_path / "code.py"
     file.write_text(code)
     assert fixed_by_us(code, scan([file]).findings) == fixed

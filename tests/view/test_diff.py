@@ -149,6 +149,23 @@ def test_large_integers() -> None:
     assert extremes.max_abs == float(2**64 - 1)
 
 
+@pytest.mark.parametrize("a, b", [(2**63, 2**63 - 1), (2**64 - 1, 2**63 - 1), (2**63, -1), (-(2**63), 2**63)])
+def test_integers_of_which_only_one_fits_int64(a: int, b: int, tmp_path: Path) -> None:
+    """2**63 and 2**63 - 1 are one float, and differ."""
+    found = one(between(tmp_path, {"n": a}, {"n": b}))
+    assert found.kind == "values" and found.values is not None
+    assert found.values.max_abs == float(abs(a - b))
+    assert not between(tmp_path / "again", {"n": a}, {"n": b}, atol=0.5).same
+    assert between(tmp_path / "same", {"n": a}, {"n": a}).same
+
+
+@pytest.mark.parametrize("given", [{"rtol": "x"}, {"atol": -1}, {"atol": float("nan")}, {"rtol": [1]}])
+def test_tolerances_are_numbers_from_0(given: dict[str, Any], tmp_path: Path) -> None:
+    """Anything else would call all leaves different, or equal."""
+    with pytest.raises(errors.SettingError, match=f"{next(iter(given))} takes a number from 0"):
+        between(tmp_path, {"n": 1}, {"n": 1}, **given)
+
+
 def test_infinities() -> None:
     """An infinity is equal to itself, and infinitely far from all else, whatever the tolerance."""
     values = Values(rtol=1.0, atol=1.0)
