@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 
@@ -81,7 +82,7 @@ def what_is_missing(path: str) -> str | None:
             names = set(paths.listdir(path))
             return _what_is_missing_in(path, names) if names else "the directory is empty"
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
             return ABSENT
         raise
 
@@ -132,6 +133,11 @@ def _only_orbax_has(items: dict[str, Item]) -> bool:
 def has_no_orbax_marker(path: str) -> bool:
     """Return whether a directory has no marker that only Orbax writes, just a common name."""
     return not _names_in(path).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
+
+
+def is_only_arrays(path: str) -> bool:
+    """Return whether a folder named like the arrays of a msgpack file has no structure, so is no checkpoint itself."""
+    return has_no_orbax_marker(path) and layout.MSGPACK_FILE not in _names_in(path)
 
 
 def is_unfinished(path: str) -> bool:

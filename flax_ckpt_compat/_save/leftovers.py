@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import absence, below
+from flax_ckpt_compat._discovery import absence, below, detect
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
 
@@ -99,7 +99,7 @@ def in_folder(folder: str, names: Collection[str] | None = None) -> Iterator[Lef
             yield Leftover(path, what, _size(path), kept)
         elif TEMPORARY in name:
             yield _of_others(path, f"unfinished save of {name.partition(TEMPORARY)[0]} by Orbax")
-        elif name in _FLAX_TEMPORARIES:
+        elif name in _FLAX_TEMPORARIES and detect.is_only_arrays(path):  # or a file
             yield _of_others(path, "unfinished save by Flax")
         elif name.endswith(steps.ARRAYS_POSTFIX) and _is_orphan(path):
             main = path.removesuffix(steps.ARRAYS_POSTFIX)
@@ -117,6 +117,8 @@ def _of_others(path: str, what: str) -> Leftover:
 def _is_orphan(folder: str) -> bool:
     """Return whether a folder holds the arrays of a msgpack file that does not exist."""
     if not os.path.isdir(folder) or os.path.isfile(folder.removesuffix(steps.ARRAYS_POSTFIX)):
+        return False
+    if not detect.is_only_arrays(folder):
         return False
     return any(ZARR2_METADATA in files for _, _, files in os.walk(folder))
 

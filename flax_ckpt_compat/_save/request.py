@@ -122,7 +122,7 @@ def of_path(path: str, **options: Any) -> SaveRequest:
     directory, name = os.path.split(paths.local(path))
     if name in ("", os.curdir, os.pardir) or not paths.is_valid_destination(path):
         raise StepError(f"{path!r} names no file or directory to write; add a name, or pass step=")
-    _check_nul(path)
+    _check_characters(path)
     return _request(
         checkpoint_dir=_checkpoint_dir(directory, ""),
         name=steps.check_name(name),
@@ -151,11 +151,15 @@ def write_options(settings: config.Settings) -> WriteOptions:
 
 
 def _checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
-    _check_nul(ckpt_dir, prefix)
+    _check_characters(ckpt_dir, prefix)
     return listing.checkpoint_dir(ckpt_dir, prefix)
 
 
-def _check_nul(*texts: str) -> None:
+def _check_characters(*texts: str) -> None:
     for text in texts:
         if "\0" in text:
             raise StepError(f"{text!r} contains the NUL character, which no path can have; remove it")
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError as error:
+            raise StepError(f"{text!r} contains characters that no path can have ({error}); remove them") from error

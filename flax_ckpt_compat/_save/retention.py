@@ -12,7 +12,7 @@ from jax import monitoring
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CleanupError, StorageError
 from flax_ckpt_compat._core.local import atomic, removal
-from flax_ckpt_compat._discovery import listing
+from flax_ckpt_compat._discovery import detect, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import prefixes
 from flax_ckpt_compat._save.expiry import expired
@@ -110,6 +110,8 @@ def _remove_orphaned_arrays(checkpoint_dir: CheckpointDir) -> Iterable[StorageEr
     for name in listing.names_in(checkpoint_dir):
         main = name.removesuffix(steps.ARRAYS_POSTFIX)
         if main == name or steps.step_of(main, checkpoint_dir.prefix) is None or _has_file(checkpoint_dir, main):
+            continue
+        if not detect.is_only_arrays(checkpoint_dir.path(name)):
             continue
         if not atomic.has_live_writer(checkpoint_dir.path(main)) and not _has_file(checkpoint_dir, main):
             _log.info("Removing orphaned arrays at %s", checkpoint_dir.path(name))

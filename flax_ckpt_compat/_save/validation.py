@@ -12,6 +12,7 @@ from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, listing, opening
 from flax_ckpt_compat._save import prefixes
 from flax_ckpt_compat._save.request import SaveRequest
@@ -144,7 +145,7 @@ def _check_stable(path: str, find_reason: Callable[[str], str | None]) -> str | 
 
 def _file_id(path: str) -> tuple[int, ...] | None:
     """Return an identifier of a local file or directory that changes when it is replaced; None if there is none."""
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with translated(path), suppress(FileNotFoundError, NotADirectoryError):
         status = os.lstat(path)
         return status.st_dev, status.st_ino, status.st_mode, status.st_ctime_ns  # inodes are used again
     return None

@@ -126,6 +126,25 @@ def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert verify(tmp_path / "b").ok
 
 
+def test_checkpoints_that_are_named_like_arrays_or_temporaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax directories of any release are no leftovers, whatever their name, for clean and for later saves."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        for name in ("model_gda", "checkpoint_3_gda", "checkpoint_tmp"):
+            checkpointer.save(tmp_path / name, {"x": np.ones(3), "y_gda": np.ones(2)})
+    for name in ("old_gda", "checkpoint_2_gda"):  # as before Orbax 0.2, whose tree is in the file "checkpoint" alone
+        shutil.copytree(tmp_path / "model_gda", tmp_path / name)
+        for file in list((tmp_path / name).iterdir()):
+            if file.is_file():
+                file.unlink()
+        (tmp_path / name / "checkpoint").write_bytes(b"\x82\xa1x\xabPLACEHOLDER\xa5y_gda\xabPLACEHOLDER")
+    before = names(tmp_path)
+    later(monkeypatch)
+    assert leftovers.find_leftovers(str(tmp_path)) == []
+    checkpoints.save_checkpoint(tmp_path, {"n": 1}, 4)
+    assert set(before) < set(names(tmp_path))
+
+
 def test_orphans_of_a_step_that_is_saved_again(
     writer: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

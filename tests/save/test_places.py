@@ -202,5 +202,33 @@ def test_what_is_absent_is_absent(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "loop").symlink_to("loop")
     target = {"w": np.zeros(1)}
-    for name in ("x" * 300, "file/below", "loop/below", "nothing"):
+    for name in ("x" * 300, "file/below", "loop/below", "nothing", "nul\0", "\ud800"):
         assert checkpoints.restore_checkpoint(tmp_path / name, target) is target
+        assert checkpoints.latest_checkpoint(tmp_path / name) is None
+        assert checkpoints.available_steps(tmp_path / name) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "\ud800", "x" * 200 + "/" + "y" * 5000])
+def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> None:
+    """Saves raise errors of ours, whether the directory or the prefix has such a name."""
+    for where, prefix in ((tmp_path / name, "checkpoint_"), (tmp_path, name)):
+        with pytest.raises((errors.StorageError, errors.StepError)):
+            checkpoints.save_checkpoint(where, {"n": 1}, 1, prefix=prefix)
+    assert not os.listdir(tmp_path)
+
+
+def test_names_without_room_for_the_suffix_of_arrays(flag: bool, tmp_path: Path) -> None:
+    """A checkpoint whose name has 255 bytes is evicted like any other."""
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, {"n": step}, step, prefix="é" * 127)
+    assert os.listdir(tmp_path) == ["é" * 127 + "2"]
+
+
+def test_a_step_that_links_to_itself_blocks_nothing(flag: bool, tmp_path: Path) -> None:
+    """Like a link to nothing, it is incomplete: neither found nor in the way of a save."""
+    (tmp_path / "checkpoint_11").symlink_to("checkpoint_11")
+    checkpoints.save_checkpoint(tmp_path, {"n": 1}, 1)
+    assert checkpoints.available_steps(tmp_path) == [1]
+    assert checkpoints.restore_checkpoint(tmp_path, None) == {"n": 1}
+    checkpoints.save_checkpoint(tmp_path, {"n": 12}, 12)
+    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_12")

@@ -66,7 +66,8 @@ def discard(paths: Iterable[str]) -> dict[str, StorageError]:
         except GONE:
             continue
         except OSError as error:
-            failures[path] = storage_error(path, error)
+            if error.errno != errno.ENAMETOOLONG:  # arrays of a checkpoint whose name leaves no room for their suffix
+                failures[path] = storage_error(path, error)
     for folder in {os.path.dirname(path) for path in hidden}:
         try:
             sync_directory(folder)

@@ -38,10 +38,15 @@ class LocalStorage:
     def listdir(self, path: str) -> list[str]:
         try:
             return os.listdir(path)
+        except ValueError as error:
+            raise FileNotFoundError(errno.ENOENT, f"no directory can have this name ({error})", path) from error
+        except (FileNotFoundError, NotADirectoryError):
+            raise
         except OSError as error:
-            if error.errno != errno.ESTALE:
+            if error.errno not in _ABSENT:
                 raise
-            raise FileNotFoundError(errno.ENOENT, "removed by another machine", path) from error
+            why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
+            raise FileNotFoundError(errno.ENOENT, why, path) from error
 
     def isdir(self, path: str) -> bool:
         return stat.S_ISDIR(_mode(path))
