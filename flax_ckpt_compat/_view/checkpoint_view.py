@@ -98,6 +98,11 @@ class Checkpoint:
         leaves = sum(1 for _ in self._handles())
         return f"<Checkpoint {printable(self.path, one_line=True)} ({self.format}), step {self.step}, {leaves} leaves>"
 
+    def _repr_html_(self) -> str:
+        from flax_ckpt_compat._view import show, show_html  # not for programs that only read
+
+        return show_html.fragment(show.contents_of(self._opened))
+
     def close(self) -> None:
         """Close the files; values already read stay valid."""
         self._opened.close()

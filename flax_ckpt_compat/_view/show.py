@@ -114,14 +114,25 @@ def contents(
 
     def read(found: str) -> Contents:
         with locating.unchanged(found), closing(opening.Opened(found, verify=True)) as opened:
-            stored = StoredLeaves(opened)
-            chosen, empty = _chosen(stored, pattern)
-            values = _stats(chosen, progress or (lambda *_: None)) if stats else {}
-            leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
-            nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
-            return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
+            return contents_of(opened, pattern=pattern, stats=stats, progress=progress)
 
     return locating.read_found(ckpt_dir, step, prefix, read, doing="show")
+
+
+def contents_of(
+    opened: opening.Opened,
+    *,
+    pattern: str | None = None,
+    stats: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Contents:
+    """Return what is in an open checkpoint; the arguments are those of `contents`."""
+    stored = StoredLeaves(opened)
+    chosen, empty = _chosen(stored, pattern)
+    values = _stats(chosen, progress or (lambda *_: None)) if stats else {}
+    leaves = tuple(_shown(path, handle, values.get(handle)) for path, handle in chosen.items())
+    nodes = tuple(ShownLeaf(path, what) for path, what in empty.items())
+    return Contents(stored.path, stored.format, leaves, nodes, len(stored.leaves), stats)
 
 
 def _chosen(stored: StoredLeaves, pattern: str | None) -> tuple[dict[Path, LeafHandle], dict[Path, str]]:

@@ -1,4 +1,4 @@
-"""Render what is in a checkpoint as one self-contained page: a treemap of sizes, and a searchable tree."""
+"""Render what is in a checkpoint as HTML: a searchable tree for notebooks; or a page, with a treemap of sizes too."""
 
 from __future__ import annotations
 
@@ -50,16 +50,27 @@ def render(contents: Contents) -> str:
     )
     boxes = "".join(_boxes(root, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
     title = _text(show_text.title(contents))
-    children = [root] if root.leaf else list(root.children.values())
-    tree = "".join(_item(child, "", len(contents.leaves) <= _MAX_OPEN) for child in children)
     return (
         f'{DOCTYPE}\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width"><style>'
         f"{STYLE}{_PAGE_STYLE}</style></head><body><h1>{title}</h1>"
         f'<ul class="legend">{legend}</ul><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="sizes">'
-        f'{boxes}</svg><div class="ckpt-plan">{search_box()}<ul>{tree}</ul></div>'
+        f'{boxes}</svg><div class="ckpt-plan">{_tree(root)}</div>'
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
+
+
+@depth.limited("shown")
+def fragment(contents: Contents) -> str:
+    """Return the tree without the page around it; names from the checkpoint are escaped."""
+    title = _text(show_text.title(contents))
+    return f'<div class="ckpt-plan"><style>{STYLE}</style><pre>{title}</pre>{_tree(show_text.tree_of(contents))}</div>'
+
+
+def _tree(root: Subtree) -> str:
+    children = [root] if root.leaf else root.children.values()
+    items = "".join(_item(child, "", root.count <= _MAX_OPEN) for child in children)
+    return f"{search_box()}<ul>{items}</ul>"
 
 
 def _boxes(node: Subtree, box: Box, path: str, fills: dict[str, str]) -> Iterator[str]:

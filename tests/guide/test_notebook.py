@@ -1,4 +1,4 @@
-"""The notebook of the guide runs as stored, and shows its plans as HTML."""
+"""The notebook of the guide runs as stored, and shows a checkpoint and plans as HTML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     book = read()
     nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
-    before, after = (output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))
+    stored, before, after = (output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))
+    assert "14 leaves, 57.7 kB</pre>" in stored and 'data-path="params/dense_0/kernel"' in stored
     assert "12 missing" in before
     assert "14 from the checkpoint" in after
     assert "missing" not in after.partition("</pre>")[0].partition("<pre>")[2]

@@ -2,6 +2,7 @@
 
 import datetime
 import inspect
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -172,6 +173,23 @@ def test_closed(saved: Path) -> None:
         view.read()
     np.testing.assert_array_equal(values["params"]["kernel"], TREE["params"]["kernel"])
     assert "step 7" in repr(view) and "6 leaves" in repr(view)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
+def test_a_notebook_shows_a_tree(flag: bool, tmp_path: Path) -> None:
+    """Every leaf with its type and size, names escaped; its array is not read, and the files may be closed."""
+    tree = {"a": {"<b>": np.ones((256, 1024), np.float32), '"Q"': "text"}, "none": None}
+    checkpoints.save_checkpoint(tmp_path / "<i>", tree, 1)
+    with open_checkpoint(tmp_path / "<i>") as view:
+        view._repr_html_()  # imports what there is to import
+        start = bytes_read()
+        html = view._repr_html_()
+        assert bytes_read() - start < 2**20 // 10
+    assert html == view._repr_html_()
+    assert f"&lt;i&gt;/checkpoint_1 ({view.format}): 2 leaves, 1.05 MB</pre>" in html
+    assert sorted(re.findall('<li data-path="([^"]+)"', html)) == ["a/&lt;b&gt;", "a/&quot;q&quot;", "none"]
+    assert "&lt;b&gt; <small>float32[256,1024]</small> <small>1.05 MB</small>" in html
+    assert "<b>" not in html and "<i>" not in html
 
 
 @pytest.fixture
