@@ -142,7 +142,7 @@ class _Database:
             data = paths.read(file, offset, offset + length)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"{file}: the file is missing, which is a part of the array database; restore it from a copy",
+                f"{file}: this file of the array database is missing; restore it from a copy",
                 path=file,
             ) from error
         if len(data) != length:

@@ -69,8 +69,9 @@ def test_the_list_is_complete() -> None:
 
 @pytest.mark.parametrize("name", WHAT_CALLERS_CATCH)
 def test_classes(name: str) -> None:
-    """Each error is a CheckpointError and whatever callers of Flax catch."""
+    """Each error is a CheckpointError and whatever callers of Flax catch; tracebacks name the module to import from."""
     error = make(name)
+    assert type(error).__module__ == "flax_ckpt_compat.errors"
     assert isinstance(error, errors.CheckpointError)
     assert all(isinstance(error, kind) for kind in WHAT_CALLERS_CATCH[name])
 

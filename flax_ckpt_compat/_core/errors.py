@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING
 
 from flax_ckpt_compat._core.escaping import printable
 
+# The module that tracebacks name, and that programs import from.
+_PUBLIC = "flax_ckpt_compat.errors"
 # Longer than any path of a file: names in damaged files may have megabytes.
 _ENDLESS = re.compile(r"(\S{1000})\S{4000,}(\S{100})")
 
@@ -46,6 +48,12 @@ class CheckpointError(Exception):
         path: the file or directory concerned, as text, or None.
         leaf: key path of the leaf concerned, joined with ``/``, or None.
     """
+
+    __module__ = _PUBLIC
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls.__module__ = _PUBLIC
 
     def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None):
         super().__init__(sanitize(message, path, leaf))

@@ -136,7 +136,8 @@ def _show_stored(stored: Any) -> str:
     if stored is None:
         return "None"
     if isinstance(stored, Branch):
-        return f"a subtree of {len(stored.children)} entries" if stored.children else "an empty subtree"
+        count = len(stored.children)
+        return f"a subtree of {count} {'entry' if count == 1 else 'entries'}" if count else "an empty subtree"
     if isinstance(stored, Derived):
         return "a typed PRNG key" if is_key(stored) else f"an array {stored.shape} {stored.dtype}"
     if stored.kind is LeafKind.ARRAY:

@@ -188,7 +188,8 @@ class Gap:
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
         if ours != theirs:
-            return f"they share {(ours & theirs).total()} leaves"
+            shared = (ours & theirs).total()
+            return f"they share {shared} {'leaf' if shared == 1 else 'leaves'}"
         leaves = {path: seen for path, seen in flatten(self.theirs[new]).items() if seen != EMPTY}
         if len(leaves) > 3:
             return f"both hold the same {len(leaves)} leaves"

@@ -3,6 +3,7 @@
 That its Python runs is tested in ``guide/test_readme.py``, for every page.
 """
 
+import ast
 import logging
 import os
 import re
@@ -20,6 +21,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
+import flax_ckpt_compat
+import legacy
+import orbax_backend
 from flax_ckpt_compat import checkpoints, errors, open_checkpoint
 from tests.guide.pictures import drawings
 from tests.support.peers import ocp_v1, pytree_handler, skip_without_typed_keys
@@ -94,6 +98,19 @@ def test_every_error_is_explained() -> None:
     assert all("\n**Do:** " in section for _, section in sections)
 
 
+def test_every_error_is_quoted() -> None:
+    """The page quotes the messages of each class that is raised, as they are in the source."""
+    packages = (flax_ckpt_compat, legacy, orbax_backend)
+    files = [file for package in packages for file in Path(package.__path__[0]).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_bytes()))]
+    texts = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    text = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
+    quotes = dict(re.findall(r"^### `(\w+)`\n\n\*\*Says:\*\* (.*)", text, re.MULTILINE))
+    never = {"CheckpointError", "MPARestoreTargetRequiredError", "MPARestoreDataCorruptedError"}
+    assert quotes.keys() == set(errors.__all__) - never
+    assert [quote for line in quotes.values() for quote in re.findall("`(.+?)`", line) if quote not in texts] == []
+
+
 @flax.struct.dataclass
 class Run:
     """A state."""
@@ -125,6 +142,18 @@ def _save_twice(module: Any) -> None:
         module.save_checkpoint(os.path.abspath("runs"), {"a": 1}, 1)
 
 
+def _restore_by_orbax(flag: bool) -> Callable[[Any], Any]:
+    """Restore under another name, or a msgpack file, with real Orbax instead of real Flax."""
+
+    def act(module: Any) -> Any:
+        path = module.save_checkpoint(os.path.abspath("runs"), {"a": 1}, 1)
+        if module is flax_checkpoints:
+            return ocp.StandardCheckpointer().restore(path, {"b": 1} if flag else None)
+        return module.restore_checkpoint(path, {"b": 1} if flag else None)
+
+    return act
+
+
 def _remove(module: Any) -> None:
     os.remove(module.save_checkpoint(os.path.abspath("runs"), {"a": 1}, 1))
 
@@ -153,7 +182,19 @@ SAID: dict[str, tuple[bool, Callable[[Any], Any], type[Exception] | None]] = {
         lambda module: module.save_checkpoint("runs", {"a": jax.random.key(0)}, 1),
         None,
     ),
+    "User-provided restore item and on-disk value metadata tree structures do not match": (
+        True,
+        _restore_by_orbax(True),
+        errors.MissingLeavesError,
+    ),
+    "Found incomplete checkpoint": (False, _restore_by_orbax(False), None),
     "Is a directory": (True, _remove, IsADirectoryError),
+}
+
+# What older releases of Orbax say.
+SAID_BEFORE = {
+    "User-provided restore item and on-disk value metadata tree structures do not match": "Dict key mismatch",
+    "Found incomplete checkpoint": "Not a valid checkpoint",
 }
 
 
@@ -172,7 +213,8 @@ def test_what_flax_says(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(expected) as caught:
                 act(module)
         if module is flax_checkpoints:
-            assert said in str(caught.value) or said in repr(caught.value)
+            texts = str(caught.value), repr(caught.value)
+            assert any(quote in text for quote in (said, SAID_BEFORE.get(said, said)) for text in texts)
 
 
 def test_what_flax_says_is_all_on_the_page() -> None:
