@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -23,10 +24,13 @@ if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
 _saves: list[_BackgroundSave] = []
+_managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
 
 
 class AsyncManager:
     """Tracker of background saves: pass one to every ``save_checkpoint(…, async_manager=)``.
+
+    In a forked process, it starts anew: the saves that run are its parent's.
 
     Attributes:
         executor: the thread pool; the interpreter waits for it at exit.
@@ -34,7 +38,12 @@ class AsyncManager:
     """
 
     def __init__(self, max_workers: int = 1):
-        self.executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=max_workers)
+        self._max_workers = max_workers
+        self._start()
+        _managers.add(self)
+
+    def _start(self) -> None:
+        self.executor: ThreadPoolExecutor = ThreadPoolExecutor(max_workers=self._max_workers)
         self.save_future: Future[Any] | None = None
 
     def wait_previous_save(self) -> None:
@@ -197,10 +206,13 @@ def _mark_seen(future: Future[Any]) -> None:
 
 
 def _clear_after_fork() -> None:
-    # The threads of these saves exist in the parent only: waiting for them here would never end.
+    # The threads of these saves exist in the parent only: waiting for them here would never end, nor would tasks that
+    # a pool queues for them.
     global _lock
     _lock = threading.Lock()
     _saves.clear()
+    for manager in list(_managers):
+        manager._start()
 
 
 if hasattr(os, "register_at_fork"):

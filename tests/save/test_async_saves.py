@@ -461,6 +461,38 @@ def test_a_forked_child_does_not_wait_for_its_parents_saves(tmp_path: Path) -> N
     run_python(FORK, tmp_path, PYTHONWARNINGS="ignore")
 
 
+FORKED_MANAGER = """
+import os, signal, sys, threading
+import flax
+from flax_ckpt_compat import checkpoints
+
+flax.config.update("flax_use_orbax_checkpointing", False)
+folder, hold, begun = sys.argv[1], threading.Event(), threading.Event()
+used, busy = checkpoints.AsyncManager(), checkpoints.AsyncManager(max_workers=2)
+checkpoints.save_checkpoint(folder, {"n": 1}, 1, async_manager=used)
+used.wait_previous_save()
+busy.save_async(lambda: begun.set() or hold.wait())
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    for step, manager in ((2, used), (3, busy)):  # the parent's threads are not here
+        checkpoints.save_checkpoint(folder, {"n": step}, step, keep=0, async_manager=manager)
+        manager.wait_previous_save()
+    assert checkpoints.available_steps(folder) == [1, 2, 3]
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert not busy.save_future.done()
+hold.set()
+busy.wait_previous_save()
+"""
+
+
+def test_a_forked_child_saves_with_its_parents_managers(tmp_path: Path) -> None:
+    """A manager whose thread, or save, is the parent's begins anew in the child; the parent's goes on."""
+    run_python(FORKED_MANAGER, tmp_path, PYTHONWARNINGS="ignore")
+
+
 def test_nothing_is_logged_for_failures_that_were_seen(caplog: pytest.LogCaptureFixture) -> None:
     """What was raised once is not reported again."""
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
