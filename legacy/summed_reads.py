@@ -29,6 +29,8 @@ _DIRECT_FROM = 4 * 2**10
 _ALMOST = UNIT // 16 * 15
 # Below this, threads cost more than they gain.
 _THREADS_FROM_BYTES = 4 * 2**20
+# Consecutive units that one thread reads: two threads that touch one new huge page (2 MiB) first both clear it.
+_MAX_ROW = 16
 
 Part = tuple[int, int, Span]  # start and stop in the file
 
@@ -80,14 +82,16 @@ class SummedFile:
         self._read_units(parts, values, summed)
 
     def _read_units(self, parts: dict[int, list[Part]], values: list[Any], summed: set[int]) -> None:
-        def read(unit: int) -> None:
-            self._read_unit(unit, parts[unit], values, summed=unit in summed)
+        def read(row: list[int]) -> None:
+            for unit in row:
+                self._read_unit(unit, parts[unit], values, summed=unit in summed)
 
-        if len(parts) * UNIT < _THREADS_FROM_BYTES:
-            for unit in parts:
-                read(unit)
+        units, threads = sorted(parts), self._source.threads
+        if len(units) * UNIT < _THREADS_FROM_BYTES:
+            read(units)
         else:
-            in_parallel(read, sorted(parts), self._source.threads)
+            length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
+            in_parallel(read, [units[at : at + length] for at in range(0, len(units), length)], threads)
         self._verify(summed, parts)
 
     def _read_unit(self, unit: int, parts: list[Part], values: list[Any], *, summed: bool) -> None:
@@ -105,7 +109,8 @@ class SummedFile:
             data = _new_bytes(part[1] - part[0])
             self._fill([data], part[0], [part])
             copied.append((part, data))
-        copy_parts(copied, values)
+        if copied:
+            copy_parts(copied, values)
 
     def _fill(self, pieces: list[memoryview], offset: int, parts: Collection[Part]) -> None:
         """Read consecutive bytes into pieces of memory."""
@@ -186,6 +191,8 @@ def _lay_out(
     at = end = first
 
     def close_gap(stop: int) -> None:
+        if stop == at:
+            return
         gap = _new_bytes(stop - at)
         pieces.append(gap)
         copied.extend((part, gap[part[0] - at : part[1] - at]) for part in waiting)
@@ -204,7 +211,7 @@ def _lay_out(
         pieces.append(span.target[start - span.offset : stop - span.offset])
         at = stop
     close_gap(last)
-    return [piece for piece in pieces if piece], copied, overlapping
+    return pieces, copied, overlapping
 
 
 def copy_parts(copied: Iterable[tuple[Part, memoryview]], values: list[Any]) -> None:
