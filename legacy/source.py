@@ -28,6 +28,7 @@ class WindowSizes(NamedTuple):
         smallest: size after any other skip.
         largest: limit of growth.
         read_over: longest array that is read over, not skipped, because another read takes longer.
+        growth: factor from one window to the next.
     """
 
     first: int
@@ -35,6 +36,7 @@ class WindowSizes(NamedTuple):
     smallest: int
     largest: int
     read_over: int
+    growth: int = 2
 
 
 class File:
@@ -97,7 +99,9 @@ class StoredObject:
 
     # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
     # one request per array in a row of arrays pay.
-    window_sizes = WindowSizes(first=64 * 2**10, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10)
+    window_sizes = WindowSizes(
+        first=client.HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
+    )
     threads = 16
     is_local = False
 
@@ -112,12 +116,14 @@ class StoredObject:
         if not self.size:
             raise _empty(url)
         # Cache of what was read for the structure, by ascending offset: it contains most small arrays.
-        self._offsets: list[int] = []
-        self._buffers: list[bytes] = []
+        self._offsets: list[int] = [0]
+        self._buffers: list[bytes] = [self._object.head]
         self._cache_left = _CACHE_LIMIT
 
     def read(self, length: int, offset: int) -> bytes:
         """Read bytes and cache them; fewer only at the end."""
+        if (known := self.cached(length, offset)) is not None:
+            return known
         found = self._object.read(offset, offset + length)
         if len(found) <= self._cache_left and (not self._offsets or offset > self._offsets[-1]):
             self._offsets.append(offset)

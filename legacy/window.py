@@ -25,6 +25,7 @@ class Window:
     """
 
     __slots__ = (
+        "_growth",
         "_largest",
         "_read_over",
         "_smallest",
@@ -41,8 +42,8 @@ class Window:
 
     def __init__(self, source: Source):
         self._source = source
-        self._step, self._tiny, self._smallest, self._largest, self._read_over = source.window_sizes
-        self._step //= 2  # the first refill doubles it
+        self._step, self._tiny, self._smallest, self._largest, self._read_over, self._growth = source.window_sizes
+        self._step //= self._growth  # the first refill multiplies it
         self.path = source.path
         self.size = source.size
         self.base = self.at = 0
@@ -52,7 +53,7 @@ class Window:
     def refill(self) -> None:
         """Move the window to the current position: small after a skip, growing otherwise."""
         skipped = self.at - len(self.data)
-        self._step = self._smallest if skipped > self._read_over else min(self._step * 2, self._largest)
+        self._step = self._smallest if skipped > self._read_over else min(self._step * self._growth, self._largest)
         self.base += self.at
         self.at = 0
         if skipped > _MIN_SKIP and self.size - self.base > self._tiny > 0:

@@ -161,6 +161,9 @@ class ArrayReader:
 
     def _check_bounds(self, extents: Sequence[tuple[ArrayRead, ByteRange]]) -> None:
         """Check that files contain the ranges; TensorStore would read a missing file as an empty value (measured)."""
+        if paths.is_url(self._path):  # raw arrays are read without it, so that a request for each file is saved
+            through_tensorstore = {read.name for read, _ in extents if not read.is_raw}
+            extents = [one for one in extents if one[0].name in through_tensorstore]
         files = {extent.file: os.path.join(self._path, extent.file) for _, extent in extents}
         sizes = sizes_of(files.values())
         for read, (file, offset, length) in extents:
@@ -246,12 +249,14 @@ class ArrayReader:
         """Read neighbouring ranges of one object in one request."""
         file, start, _ = pieces[0].extent
         stop = max(piece.extent.offset + piece.extent.length for piece in pieces)
+        full = os.path.join(self._path, file)
         try:
-            data = memoryview(paths.read(os.path.join(self._path, file), start, stop))
+            data = memoryview(paths.read(full, start, stop))
+            size = stop if len(data) == stop - start else paths.getsize(full)
         except OSError as error:
             raise self._unreadable(pieces[0].read, file, error) from error
         if len(data) < stop - start:
-            raise self._corrupt(pieces[-1].read, f"the object {file} ends too early")
+            raise self._corrupt(pieces[-1].read, f"the file {file} has {size} bytes, expected at least {stop}")
         for piece in pieces:
             at = piece.extent.offset - start
             found = data[at : at + piece.extent.length]

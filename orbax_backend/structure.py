@@ -131,7 +131,7 @@ def read_structure(path: str, open_msgpack: OpenMsgpack | None, check: Check | N
 
     ``open_msgpack`` opens that file. In our own directories it holds nothing that ``_METADATA`` lacks, and is not read.
     """
-    read_ahead(path, (TREE_METADATA, STRINGS, *([] if check is None else [CHECKSUMS])))
+    read_ahead(path, (TREE_METADATA, STRINGS, MANIFEST, *([] if check is None else [CHECKSUMS])))
     metadata = read_json(path, TREE_METADATA, check)
     annotations = parse_annotations((metadata or {}).get("custom_metadata"), os.path.join(path, TREE_METADATA))
     aggregate = open_aggregate(path, open_msgpack) if annotations is None else None

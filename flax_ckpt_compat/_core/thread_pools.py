@@ -63,6 +63,17 @@ def in_parallel(work: Callable[[_Item], Any], items: Collection[_Item], at_once:
             future.result()
 
 
+def at_once(*functions: Callable[[], Any]) -> list[Any]:
+    """Call functions on several threads and return their results; see `in_parallel`."""
+    results: dict[int, Any] = {}
+
+    def call(number: int) -> None:
+        results[number] = functions[number]()
+
+    in_parallel(call, range(len(functions)))
+    return [results[number] for number in range(len(functions))]
+
+
 def _drain(work: Callable[[_Item], Any], pending: collections.deque[_Item]) -> None:
     while pending:
         try:

@@ -289,7 +289,7 @@ def _classified_steps(directory: Directory) -> list[Classified]:
     entries = directory.steps or directory.other_family
     storage = paths.storage_of(directory.checkpoint_dir.directory)
     if storage.is_remote:
-        storage.prefetch_sizes([entry.path for entry in entries if storage.isfile(entry.path)])
+        storage.prefetch_emptiness([entry.path for entry in entries if storage.isfile(entry.path)])
     return [directory.classify(entry) for entry in entries]
 
 

@@ -42,10 +42,12 @@ class LocatedCheckpoint:
     Attributes:
         path: absolute path, or URL.
         named: the caller named it, by its step or its own path; else it is the latest.
+        listing: of a store, to open it without another one; see `paths.storage_of`.
     """
 
     path: str
     named: bool
+    listing: Any = dataclasses.field(default=None, compare=False, repr=False)
 
 
 class ReplacedError(CheckpointError):
@@ -62,7 +64,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     root = paths.absolute(ckpt_dir)
     if step is not None:
         with paths.listing_cache(root):
-            return LocatedCheckpoint(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), True)
+            return _located(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), named=True)
     return directory.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
@@ -72,13 +74,17 @@ def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: b
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
     if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)):
-        return LocatedCheckpoint(root, True)
+        return _located(root, named=True)
     latest = directory.latest_of(directory.Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
-        return LocatedCheckpoint(latest.path, False)
+        return _located(latest.path, named=False)
     if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
-        return LocatedCheckpoint(root, True)
+        return _located(root, named=True)
     return absence.of_checkpoints(checkpoint_dir, prefix)
+
+
+def _located(path: str, *, named: bool) -> LocatedCheckpoint:
+    return LocatedCheckpoint(path, named, paths.storage_of(path).current_listing())
 
 
 def _exists(path: str) -> bool:
@@ -149,7 +155,8 @@ def read_found(
         notices.log_once(_subject(ckpt_dir, prefix), None)
         before = _identity(found.path)
         try:
-            return read(found.path)
+            with paths.storage_of(found.path).offering(found.listing):
+                return read(found.path)
         except _POLICY_ERRORS:
             raise
         except Exception as error:

@@ -32,7 +32,7 @@ def save(request: SaveRequest, target: Any) -> str:
         else:
             async_saves.wait_for_earlier_saves(request)
             watch.lap("wait for earlier saves")
-            validation.check(request)
+            listing = validation.check(request)
             if request.orbax_checkpointer:
                 paths.prepare_directory(request.directory)
                 checkpointer_adapter.save(request, target)
@@ -42,21 +42,22 @@ def save(request: SaveRequest, target: Any) -> str:
                 prepared = backend.prepare(tree)
                 watch.lap("prepare")
                 if request.async_manager:
-                    task = functools.partial(_write, request, backend, prepared, tree, watch)
+                    task = functools.partial(_write, request, backend, prepared, tree, watch, None)
                     async_saves.start(request.async_manager, request.directory, task)
                 else:
-                    _write(request, backend, prepared, tree, watch)
+                    _write(request, backend, prepared, tree, watch, listing)
     monitoring.record_event_duration_secs("/jax/checkpoint/write/durations_sec", time.time() - request.start)
     return request.shown_path
 
 
-def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
-    """Write to a temporary, publish it, and retain."""
+def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch, listing: Any) -> None:
+    """Write to a temporary, publish it, and retain; ``listing`` is a new one of the directory, or None."""
     if request.async_manager:
         watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
-    paths.prepare_directory(request.directory)
+    with paths.storage_of(request.directory).offering(listing):
+        paths.prepare_directory(request.directory)
     temporary = paths.storage_of(request.path).temporary_path(request.path)
     try:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").

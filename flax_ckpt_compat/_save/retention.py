@@ -43,10 +43,12 @@ def _remove_others(request: SaveRequest) -> None:
         return  # not a numbered step: it evicts nothing
     try:
         others = prefixes.saved_by_other_prefixes(checkpoint_dir)
-        ordered = [name for name in listing.complete_steps(checkpoint_dir) if name not in others]
+        with paths.listing_cache(checkpoint_dir.directory):
+            names = listing.names_in(checkpoint_dir)
+            ordered = [name for name in listing.complete_steps(checkpoint_dir, names) if name not in others]
         if request.name not in ordered:
             return  # another writer removed it meanwhile, and cleans up itself
-        failures += _remove(checkpoint_dir, request.name, _to_remove(request, ordered))
+        failures += _remove(checkpoint_dir, request.name, _to_remove(request, ordered), names)
         if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
@@ -75,7 +77,7 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     return replaced + newer + old
 
 
-def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str]) -> list[StorageError]:
+def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
     storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
     # In a store each with its arrays, because what a crash left of several would stay.
@@ -84,7 +86,10 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str]) -> list
         # The main files first: without its arrays one would look like a checkpoint and not restore.
         failed = storage.discard(_while_there(checkpoint_dir, saved, group, begun))
         removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
-        failed |= storage.discard(checkpoint_dir.path(name + steps.ARRAYS_POSTFIX) for name in removed)
+        arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
+        if storage.is_remote:  # two requests for each
+            arrays = [name for name in arrays if name in listed]
+        failed |= storage.discard(map(checkpoint_dir.path, arrays))
         failures += failed.values()
         for name in removed:
             prefixes.forget(checkpoint_dir, name)

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
@@ -28,8 +29,12 @@ _ORBAX_NAMES = {
 _ATTEMPTS = 100
 
 
-def check(request: SaveRequest) -> None:
-    """Raise unless the save may write, and ``overwrite`` allows what it replaces."""
+def check(request: SaveRequest) -> Any:
+    """Raise unless the save may write, and ``overwrite`` allows what it replaces.
+
+    Returns:
+        The listing of the directory in a store, which `paths.storage_of`'s ``offering`` takes.
+    """
     if request.step is not None:
         prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
     with paths.listing_cache(request.directory):
@@ -37,11 +42,13 @@ def check(request: SaveRequest) -> None:
         _check_replaced(request)
         if request.step is not None and not request.overwrite:
             _check_overwrite(request)
+        listing = paths.storage_of(request.directory).current_listing()
     if request.orbax_checkpointer and paths.is_url(request.path):
         remedy = "leave it out: the format is the same"
         raise StorageError(
             f"{request.path}: an orbax_checkpointer cannot save to an object store; {remedy}", path=request.path
         )
+    return listing
 
 
 def publish(request: SaveRequest, rename: Callable[..., None]) -> None:

@@ -73,7 +73,7 @@ def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tu
     bucket.put("object", content)
     url = f"{bucket.url}/object"
     assert client.read(url) == content
-    assert client.size(url) == client._probed_size(url) == len(content)
+    assert client.size(url) == client.probed_size(url) == len(content)
     assert client.read_range(url, *bounds) == content[slice(*bounds)]
     assert client.Object(url).read(*bounds) == content[slice(*bounds)]
 

@@ -62,6 +62,7 @@ class Asked:
         sent: bytes of the answer's body.
         fault: what was done to it, or "".
         received: bytes of the request's body.
+        began, ended: when it arrived and when it was answered, in seconds.
     """
 
     method: str
@@ -71,6 +72,8 @@ class Asked:
     sent: int
     fault: str
     received: int = 0
+    began: float = 0
+    ended: float = 0
 
     @property
     def is_listing(self) -> bool:
@@ -81,6 +84,15 @@ class Asked:
     def is_get(self) -> bool:
         """Whether it asks for the content of an object."""
         return self.method == "GET" and not self.is_listing
+
+
+def rounds(log: list[Asked]) -> int:
+    """The most requests of which each began after the one before had ended; count with a `Proxy.latency`."""
+    found, end = 0, 0.0
+    for asked in sorted(log, key=lambda asked: asked.ended):
+        if asked.began >= end:
+            found, end = found + 1, asked.ended
+    return found
 
 
 Rule = Callable[[str, str], Fault]
@@ -104,6 +116,7 @@ class Proxy:
     Attributes:
         rule: method and path → fault, or "" for none.
         log: of all requests since it was cleared.
+        latency: seconds that each answer takes at least.
         refuses_conditions: it is one of a store that does not know conditional writes.
         ended: set when it is closed.
     """
@@ -114,6 +127,7 @@ class Proxy:
         self.port = port
         self.rule: Rule = lambda method, path: ""
         self.log: list[Asked] = []
+        self.latency = 0.0
         self.ended = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -158,9 +172,12 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
 
         fault: Fault = ""
         received = 0
+        began = 0.0
 
         def handle_any(self) -> None:
+            self.began = time.monotonic()
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            time.sleep(proxy.latency)
             self.received = len(body)
             self.fault = proxy.rule(self.command, self.path)
             conditions = self.headers.get("If-Match"), self.headers.get("If-None-Match")
@@ -209,7 +226,8 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         def _note(self, status: int, sent: int) -> None:
             """Before the client knows of the answer, which may look at the log next."""
             span = self.headers.get("Range", "")
-            asked = Asked(self.command, self.path, span, status, sent, self.fault, self.received)
+            ended = time.monotonic()
+            asked = Asked(self.command, self.path, span, status, sent, self.fault, self.received, self.began, ended)
             proxy.log.append(asked)
 
         def _hang_up(self) -> None:

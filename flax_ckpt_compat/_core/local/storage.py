@@ -118,6 +118,12 @@ class LocalStorage:
     def listing_cache(self, path: str) -> nullcontext[None]:  # noqa: ARG002
         return nullcontext()
 
+    def current_listing(self) -> None:
+        """Return None: local look-ups are quick."""
+
+    def offering(self, listing: None) -> nullcontext[None]:  # noqa: ARG002
+        return nullcontext()
+
     def prefetch_sizes(self, found: Collection[str]) -> None:
         """Do nothing, like the other ``prefetch`` methods: local look-ups are quick."""
 

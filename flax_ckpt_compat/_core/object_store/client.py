@@ -11,10 +11,10 @@ import posixpath
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import visible_objects
+from flax_ckpt_compat._core.object_store import probing, visible_objects
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
 from flax_ckpt_compat._core.object_store.scheme import StoreScheme
@@ -27,14 +27,26 @@ NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
 # Assumed size of objects that are read whole (JSON and the like), for timeouts.
 _SMALL_BYTES = 64 * 2**20
-_BEYOND_END = 2**40 * 5
+# The beginning of an object, read with the request that opens it.
+HEAD_BYTES = 64 * 2**10
+_TINY_AT_ONCE = 64  # requests for a byte or less
+
+
+class Listing(NamedTuple):
+    """A folder with all its keys, the visible ones, and what was learned of its objects: which are empty."""
+
+    root: str
+    keys: list[str]
+    visible: list[str]
+    emptiness: dict[str, bool]
 
 
 class _Cache(threading.local):
-    """Answers of this thread's requests by URL; listings has, by nesting, a folder, its keys, and the visible ones."""
+    """Answers of this thread's requests by URL; ``offered`` is the listing that `listing_cache` uses next."""
 
     def __init__(self) -> None:
-        self.listings: list[tuple[str, list[str], list[str]]] = []
+        self.listings: list[Listing] = []
+        self.offered: Listing | None = None
         self.sizes: dict[str, int] = {}
         self.emptiness: dict[str, bool] = {}
         self.contents: dict[str, bytes] = {}
@@ -42,7 +54,7 @@ class _Cache(threading.local):
     def keys(self, url: str, *, every: bool = False) -> list[str] | None:
         """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
         every = every or visible_objects.is_in_next_folder(url)
-        for root, found, visible in self.listings:
+        for root, found, visible, _ in self.listings:
             inside = found if every else visible
             if url == root:
                 return inside
@@ -97,14 +109,33 @@ def listing_cache(url: str) -> Iterator[None]:
     if _cache.keys(url) is not None:
         yield
         return
-    found = fresh_keys(url)
-    _cache.listings.append((url, found, visible_objects.visible(found)))
+    listing, _cache.offered = _cache.offered, None
+    if listing is None or not f"{url}/".startswith(f"{listing.root}/"):
+        found = fresh_keys(url)
+        listing = Listing(url, found, visible_objects.visible(found), {})
+    _cache.emptiness.update(listing.emptiness)
+    _cache.listings.append(listing)
     try:
         yield
     finally:
         _cache.listings.pop()
         if not _cache.listings:
             _cache.clear_objects()
+
+
+def current_listing() -> Listing | None:
+    """Return the listing of the enclosing `listing_cache`, with what was learned since, for `offering`."""
+    return _cache.listings[0]._replace(emptiness=dict(_cache.emptiness)) if _cache.listings else None
+
+
+@contextmanager
+def offering(listing: Listing | None) -> Iterator[None]:
+    """Let the first `listing_cache` within the context use a listing that was just made."""
+    _cache.offered = listing
+    try:
+        yield
+    finally:
+        _cache.offered = None
 
 
 def keys(url: str) -> list[str]:
@@ -145,7 +176,14 @@ def is_object(url: str) -> bool:
     """Return whether ``url`` is an object itself."""
     folder, name = posixpath.split(url)
     cached_keys = _cache.keys(folder)
-    return name in cached_keys if cached_keys is not None else _read(url, slice(0, 0)) is not None
+    if cached_keys is not None:
+        return name in cached_keys
+    if not _cache.listings:
+        return _read(url, slice(0, 0)) is not None
+    found = _read(url, slice(0, 1))
+    if found is not None:  # the next question is whether it is empty
+        _cache.emptiness[url] = not isinstance(found, bytes)
+    return found is not None
 
 
 def read(url: str) -> bytes:
@@ -166,23 +204,36 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def size(url: str) -> int:
-    """Return the size of an object in bytes, without reading any."""
+    """Return the size of an object in bytes, reading at most the end of it."""
     if url in _cache.sizes:
         return _cache.sizes[url]
-    found = _read(url, slice(_BEYOND_END, _BEYOND_END + 1))  # the error for a range beyond the end has the size
+    scheme = scheme_of(url)
+    if not scheme.tells_sizes:
+        stored = scheme.stored_size(_resolve(url))
+        return probed_size(url) if stored is None else stored
+    found = _read(
+        url, slice(probing.BEYOND_END, probing.BEYOND_END + 1)
+    )  # the error for a range beyond the end has the size
     if found is None:
         raise _not_found_error(url)
-    return found if isinstance(found, int) and found >= 0 else _probed_size(url)
+    return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
 def is_empty(url: str) -> bool:
-    """Return whether an object has no bytes."""
+    """Return whether an object has no bytes; one request, or none within `listing_cache`."""
     if url in _cache.sizes:
         return _cache.sizes[url] == 0
     if url in _cache.emptiness:
         return _cache.emptiness[url]
+    found = _is_empty(url)
+    if _cache.listings:
+        _cache.emptiness[url] = found
+    return found
+
+
+def _is_empty(url: str) -> bool:
     if scheme_of(url).tells_sizes:
-        return size(url) == 0  # one request
+        return size(url) == 0  # without reading a byte
     found = _read(url, slice(0, 1))  # out of range if there is no first byte
     if found is None:
         raise _not_found_error(url)
@@ -224,23 +275,21 @@ def _prefetch(known: dict[str, Any], urls: Collection[str], request: Callable[[s
             with suppress(FileNotFoundError):
                 found[url] = request(url)
 
-        in_parallel(look, [url for url in urls if url not in known])
+        in_parallel(look, [url for url in urls if url not in known], _TINY_AT_ONCE)
         known.update(found)
 
 
-def _probed_size(url: str) -> int:
-    """Find the size by reading single bytes, in a store whose errors do not tell it."""
+def probed_size(url: str) -> int:
+    """Find a size by reading; see `probing.probed_size`."""
+    return probing.probed_size(url, functools.partial(_read_there, url))
 
-    def has(at: int) -> bool:
-        return isinstance(_read(url, slice(at, at + 1)), bytes)
 
-    low, high = 0, 1  # low bytes exist, high may not
-    while has(high - 1):
-        low, high = high, high * 16
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if has(middle - 1) else (low, middle)
-    return low
+def _read_there(url: str, start: int, stop: int) -> bytes | int:
+    """Return the bytes of a range, or the size, or -1, of an object that ends before ``stop``."""
+    found = _read(url, slice(start, stop))
+    if found is None:
+        raise _not_found_error(url)
+    return found
 
 
 def _read(url: str, span: slice | None) -> bytes | int | None:
@@ -269,17 +318,34 @@ def _request(url: str, span: slice | None) -> Any:
 
 def stored_crc32c(url: str) -> int | None:
     """Return the CRC-32C of an object as its store tells it; None if it does not."""
-    key = visible_objects.resolve_key(key_of(url))
-    return scheme_of(url).stored_crc32c(f"{url.removesuffix(key_of(url))}{key}")
+    return scheme_of(url).stored_crc32c(_resolve(url))
+
+
+def _resolve(url: str) -> str:
+    """Return the URL of the object itself; see `visible_objects.resolve_key`."""
+    key = key_of(url)
+    return f"{url.removesuffix(key)}{visible_objects.resolve_key(key)}"
 
 
 class Object:
-    """One version of an object, of ``size`` bytes, read in parts."""
+    """One version of an object, of ``size`` bytes, read in parts; ``head`` has its first bytes, or all of a small one.
+
+    Size and version are of one moment: a small object is one answer, and of a large one the size is looked up later
+    than the first bytes, and earlier than the last.
+    """
 
     def __init__(self, url: str):
         self.url = url
-        self._version = self._version_of(_request(url, slice(0, 0)))
-        self.size = size(url)
+        self.head, self.size = b"", 0
+        try:
+            found, is_whole = _request(url, slice(0, HEAD_BYTES)), False
+        except OutOfRangeError as error:
+            if error.size <= 0:
+                return  # empty
+            found, is_whole = _request(url, None), True  # one answer, even if it was just replaced
+        self._version = self._version_of(found)
+        self.head = bytes(found.value)
+        self.size = len(self.head) if is_whole else size(url)
 
     def _version_of(self, result: Any) -> bytes:
         if result is None or result.state == "missing":

@@ -32,6 +32,7 @@ from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.thread_pools import at_once
 
 _CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 _log = logging.getLogger("flax_ckpt_compat")
@@ -80,8 +81,8 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
     With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
     ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
     if os.path.isdir(staged):
-        replaced = client.version(url)
-        publish_folder(staged, WriteLease(url, replaces=not new), replaced, new=new)
+        replaced, initial = at_once(lambda: client.version(url), lambda: client.fresh_keys(url))
+        publish_folder(staged, WriteLease(url, replaces=not new, initial=initial), replaced, new=new)
     else:
         publish_object(staged, url, new=new)
     if not new:
@@ -171,15 +172,16 @@ def arrays_among(keys: Collection[str]) -> list[str]:
 
 def discard(url: str) -> None:
     """Remove a checkpoint; at no moment is a partly removed one complete."""
+    is_object, inside = at_once(lambda: client.is_object(url), lambda: client.fresh_keys(url))
     # The object first: it must not reappear when the folder that replaced it is gone.
-    if client.is_object(url):
+    if is_object:
         client.delete(url)
-    if client.fresh_keys(url):
-        _remove_folder(url)
+    if inside:
+        _remove_folder(url, inside)
 
 
-def _remove_folder(url: str) -> None:
-    lease = WriteLease(url)
+def _remove_folder(url: str, initial: Collection[str] | None = None) -> None:
+    lease = WriteLease(url, initial=initial)
     with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
         lease.clear()
         lease.release()

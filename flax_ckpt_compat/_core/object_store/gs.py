@@ -62,51 +62,50 @@ class GS(StoreScheme):
     def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
         """See `StoreScheme.list_keys`; raise too if the bucket does not exist."""
         found: list[bytes] = []
-        for _ in range(_TRIALS):
+        trials = _TRIALS
+        while trials:
             more = self.list_once(url, start, stop)
-            while more:
-                found += more
-                if len(more) < _PAGE:
-                    return found
-                start = max(more) + b"\0"
-                more = self.list_once(url, start, stop)
+            found += more
+            if more and len(more) < _PAGE:
+                return found
+            start = max(more) + b"\0" if more else start
             if self._nothing_left(url, start, stop):
                 return found
+            trials = _TRIALS if more else trials - 1
         raise store_error(url, "listed", "the store lists no names, though objects exist", "")
 
     def stored_crc32c(self, url: str) -> int | None:
         """See `StoreScheme.stored_crc32c`; None also where the JSON API cannot be asked."""
-        _, bucket, key = split(url)
-        at = f"{urllib.parse.quote(bucket, safe='')}/o/{urllib.parse.quote(key, safe='')}"
-        request = _api_request(f"{_server()}/storage/v1/b/{at}?fields=crc32c,contentEncoding", token())
-        try:  # once: it is only a check, and nobody should wait for it
-            if time.monotonic() < _cache.get("unreachable", (0.0, None))[0]:
-                return None
-            status, content = _send(request, _CHECK_TIMEOUT)
-            # What is stored compressed is sent uncompressed.
-            if status == 200 and not content.get("contentEncoding"):
-                return int.from_bytes(base64.b64decode(content["crc32c"], validate=True))
-        except _UnreachableError:
-            _cache["unreachable"] = time.monotonic() + _NO_TOKEN_FOR, None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.debug("%s: the store does not tell its CRC-32C: %s", url, error)
+        found = _metadata_of(url, "crc32c")
+        with suppress(ValueError):
+            return None if found is None else int.from_bytes(base64.b64decode(found, validate=True))
         return None
+
+    def stored_size(self, url: str) -> int | None:
+        """See `StoreScheme.stored_size`; None also where the JSON API cannot be asked."""
+        found = _metadata_of(url, "size")
+        return int(found) if found is not None and found.isascii() and found.isdigit() else None
 
     def _nothing_left(self, url: str, start: bytes, stop: bytes) -> bool:
         """Return whether the range has no keys; raise if the bucket is missing or may not be listed."""
         # An object that cannot exist; fails if credentials are missing, expired or insufficient.
         _, bucket, key = split(url)
         absent = f"{key}/.absent-{uuid.uuid4().hex}".lstrip("/")
-        retry(url, "listed", lambda: self.open(bucket).read(absent, byte_range=slice(0, 0)))
-        known_token = token()
+
+        def read_absent() -> Any:
+            return self.open(bucket).read(absent, byte_range=slice(0, 0))
+
+        begun, known_token = [read_absent()], token()  # the two requests are under way at once
         try:
             status, content = _request_api(url, start, stop, known_token)
         except StorageError as error:
+            retry(url, "listed", lambda: begun.pop() if begun else read_absent())
             if not isinstance(error.__cause__, _UnreachableError):
                 raise
             # TensorStore has just reached the store: its proxy and certificates can differ from Python's.
             _log.warning("%s: the JSON API cannot be reached to prove that nothing is there: %s", url, error.__cause__)
             return not self.list_once(url, start, stop)
+        retry(url, "listed", lambda: begun.pop() if begun else read_absent())
         if status == 200:
             return not content.get("items")
         if status == 404 or known_token is not None or status not in _DENIED:
@@ -115,6 +114,25 @@ class GS(StoreScheme):
         # An anonymous request learned that the bucket exists. Without permission to list, the read of a missing object
         # with TensorStore's credentials would have failed too (HTTP 403).
         return not self.list_once(url, start, stop)
+
+
+def _metadata_of(url: str, field: str) -> str | None:
+    """Return a field of an object's metadata, or None; asked once, because all can do without it."""
+    _, bucket, key = split(url)
+    at = f"{urllib.parse.quote(bucket, safe='')}/o/{urllib.parse.quote(key, safe='')}"
+    request = _api_request(f"{_server()}/storage/v1/b/{at}?fields={field},contentEncoding", token())
+    try:
+        if time.monotonic() < _cache.get("unreachable", (0.0, None))[0]:
+            return None
+        status, content = _send(request, _CHECK_TIMEOUT)
+        # What is stored compressed is sent uncompressed.
+        if status == 200 and not content.get("contentEncoding"):
+            return str(content[field])
+    except _UnreachableError:
+        _cache["unreachable"] = time.monotonic() + _NO_TOKEN_FOR, None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.debug("%s: the store does not tell its %s: %s", url, field, error)
+    return None
 
 
 def _request_api(url: str, start: bytes, stop: bytes, token: str | None) -> tuple[int, dict[str, Any]]:

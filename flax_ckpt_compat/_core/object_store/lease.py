@@ -71,10 +71,12 @@ class WriteLease:
         adopted: names of the folders of other saves whose objects this lease commits.
     """
 
-    def __init__(self, url: str, marker: str = "", *, replaces: bool = False):
-        """Write the marker, or continue with an earlier one; with ``replaces`` the checkpoint there stays complete."""
+    def __init__(self, url: str, marker: str = "", *, replaces: bool = False, initial: Collection[str] | None = None):
+        """Write the marker, or continue with an earlier one; with ``replaces`` the checkpoint there stays complete.
+
+        ``initial`` is a list of the folder that was just made."""
         self.url, self.marker, self.adopted = url, marker, list[str]()
-        self.initial = frozenset(client.fresh_keys(url))
+        self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)
         if marker:
             return
         if (

@@ -24,6 +24,7 @@ from flax_ckpt_compat._core.object_store.lease import (
 )
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
+from flax_ckpt_compat._core.thread_pools import at_once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +59,9 @@ class MultiprocessUpload:
 def begin(url: str, *, in_gda_folder: bool) -> MultiprocessUpload:
     """Write the marker, in process 0; remove nothing."""
     folder = url + ARRAYS_POSTFIX if in_gda_folder else url
-    replaced = client.version(url)
-    return MultiprocessUpload(url, folder, WriteLease(folder, replaces=not in_gda_folder).marker, replaced.hex())
+    replaced, initial = at_once(lambda: client.version(url), lambda: client.fresh_keys(folder))
+    lease = WriteLease(folder, replaces=not in_gda_folder, initial=initial)
+    return MultiprocessUpload(url, folder, lease.marker, replaced.hex())
 
 
 def upload_files(upload: MultiprocessUpload, directory: str, names: Collection[str], last: str) -> None:

@@ -34,6 +34,10 @@ class StoreScheme:
         """Return the CRC-32C of an object as the store tells it; None if it does not."""
         return None
 
+    def stored_size(self, url: str) -> int | None:  # noqa: ARG002  (see `tells_sizes`)
+        """Return the size of an object as the store tells it in a request of its own; None if it does not."""
+        return None
+
     def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
         """List keys by TensorStore; see `list_keys`."""
         import tensorstore as ts

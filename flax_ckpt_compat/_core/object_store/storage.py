@@ -22,6 +22,8 @@ class ObjectStorage:
     is_empty = staticmethod(client.is_empty)
     delete = staticmethod(client.delete)
     listing_cache = staticmethod(client.listing_cache)
+    current_listing = staticmethod(client.current_listing)
+    offering = staticmethod(client.offering)
     prefetch_sizes = staticmethod(client.prefetch_sizes)
     prefetch_emptiness = staticmethod(client.prefetch_emptiness)
     prefetch_contents = staticmethod(client.prefetch_contents)

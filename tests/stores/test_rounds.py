@@ -1,0 +1,159 @@
+"""How many requests look-ups, restores and saves send, and how many of them wait for one another.
+
+A round is a request that begins after the one before it has ended; on a store far away each takes some 0.2 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
+from flax_ckpt_compat._core.object_store import client, gs
+from tests.support.s3 import Asked, rounds
+from tests.support.store_places import AnyBucket
+
+_LATENCY = 0.03  # s; rounds are exact if a request takes longer than what is between two
+
+
+@contextmanager
+def counting(bucket: AnyBucket) -> Iterator[list[Asked]]:
+    """The requests within it, each with the latency of a store that is not next door."""
+    bucket.proxy.log.clear()
+    bucket.proxy.latency = _LATENCY
+    try:
+        yield bucket.proxy.log
+    finally:
+        bucket.proxy.latency = 0.0
+
+
+def save_copies(bucket: AnyBucket, format: Any, number: int) -> str:
+    """The root of a number of steps with the same content, put there one object at a time."""
+    key = flax_ckpt_compat.save(f"{bucket.url}/one/c", {"w": np.arange(4.0)}, format=format)[len(bucket.url) + 1 :]
+    contents = {name[len(key) :]: bucket.get(name) for name in bucket.keys(key)}
+    for step in range(number):
+        for name, content in contents.items():
+            bucket.put(f"run/checkpoint_{step}{name}", content)
+    return f"{bucket.url}/run"
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize("number", [1, 50])
+def test_the_latest_of_many_steps(format: Any, number: int, any_bucket: AnyBucket) -> None:
+    """A list, of some pages, and one byte of the latest; all steps take a byte of each file, asked for at once."""
+    root = save_copies(any_bucket, format, number)
+    with counting(any_bucket) as log:
+        assert checkpoints.latest_checkpoint(root) == f"{root}/checkpoint_{number - 1}"
+        assert rounds(log) <= 3
+        log.clear()
+        assert checkpoints.available_steps(root) == list(range(number))
+        assert rounds(log) <= 5
+        assert len(log) <= number + 3
+        log.clear()
+        restored = checkpoints.restore_checkpoint(root, {"w": np.zeros(4)})
+        assert rounds(log) <= 6
+    np.testing.assert_array_equal(restored["w"], np.arange(4.0))
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_restore_of_5000_leaves(format: Any, any_bucket: AnyBucket) -> None:
+    """Eight rounds and few requests, however many leaves there are."""
+    tree = {f"a{i:04}": np.full(100, i, np.float32) for i in range(5000)}
+    url = flax_ckpt_compat.save(f"{any_bucket.url}/run/c", tree, format=format)
+    with counting(any_bucket) as log:
+        restored = flax_ckpt_compat.restore(url, tree)
+        assert rounds(log) <= 8
+        assert len(log) <= 12
+    for name in ("a0000", "a2500", "a4999"):
+        np.testing.assert_array_equal(restored[name], tree[name])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, 65_537, 300_000, 5_000_000])
+def test_sizes_without_the_json_api(nbytes: int, any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range that begins inside the object and ends beyond tells the size; a few rounds find where."""
+    monkeypatch.setattr(gs.GS, "stored_size", lambda self, url: None)
+    any_bucket.put("object", bytes(nbytes))
+    with counting(any_bucket) as log:
+        assert client.size(f"{any_bucket.url}/object") == nbytes
+        assert rounds(log) <= 8  # 36 of single bytes, halving
+        assert client.probed_size(f"{any_bucket.url}/object") == nbytes
+
+
+def test_no_size_is_invented(any_bucket: AnyBucket) -> None:
+    """An object that is removed or replaced while its size is looked up has none, or that of one moment."""
+    url, sizes = f"{any_bucket.url}/object", (3_000_000, 70_000)
+    for at in range(7):
+        for replacement in (None, bytes(sizes[1])):
+            any_bucket.put("object", bytes(sizes[0]))
+
+            def change(replacement: bytes | None = replacement) -> None:
+                if replacement is None:
+                    any_bucket.delete("object")
+                else:
+                    any_bucket.put("object", replacement)
+
+            with before_request(any_bucket, at, change):
+                try:
+                    assert client.probed_size(url) in sizes
+                except FileNotFoundError:
+                    assert replacement is None
+                except StorageError as error:
+                    assert "was replaced while its size was looked up" in str(error)
+
+
+@contextmanager
+def before_request(bucket: AnyBucket, number: int, change: Any) -> Iterator[None]:
+    """Within it, something changes between two requests: before the one of this number, from 0."""
+    asked = iter(range(10_000))
+
+    def rule(method: str, path: str) -> str:
+        if next(asked) == number:
+            change()
+        return ""
+
+    with bucket.proxy.failing(rule):
+        yield
+
+
+@pytest.mark.parametrize("format", ["msgpack", pytest.param("orbax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [50, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_no_restore_mixes_two_saves(format: Any, number: int, any_bucket: AnyBucket) -> None:
+    """A checkpoint that is replaced before any one request of a restore gives the old or the new values, or an error.
+
+    The new one is saved whole between two requests, of the same size or another.
+    """
+    url = f"{any_bucket.url}/run/checkpoint_1"
+    for new_number in (number, number + 7):
+        for at in range(10):
+            flax_ckpt_compat.save(url, {"a": np.zeros(number), "b": np.zeros(3)}, format=format, overwrite=True)
+            new = {"a": np.ones(new_number), "b": np.ones(3)}
+
+            def change(new: Any = new) -> None:
+                flax_ckpt_compat.save(url, new, format=format, overwrite=True)
+
+            with before_request(any_bucket, at, change):
+                try:
+                    restored = flax_ckpt_compat.restore(f"{any_bucket.url}/run")
+                except CheckpointError:
+                    continue
+            assert len({float(value) for leaf in restored.values() for value in leaf}) == 1
+            assert len(restored["a"]) == (number if restored["b"][0] == 0 else new_number)
+
+
+@pytest.mark.parametrize(("format", "evicting"), [("msgpack", 15), ("orbax", 21)])
+def test_a_save(format: Any, evicting: int, any_bucket: AnyBucket) -> None:
+    """A new step takes 15 rounds, the first in its bucket too; one that evicts another takes those to remove it."""
+    root, tree = f"{any_bucket.url}/run", {"w": np.arange(4.0)}
+    flax_ckpt_compat.save(f"{any_bucket.url}/warm/c", tree, format=format)
+    with counting(any_bucket) as log:
+        for step, most in ((1, 15), (2, 15), (3, evicting)):
+            log.clear()
+            flax_ckpt_compat.save(root, tree, step=step, keep=2, format=format)
+            assert rounds(log) <= most
+    assert checkpoints.available_steps(root) == [2, 3]
