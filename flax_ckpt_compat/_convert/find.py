@@ -124,7 +124,8 @@ def _selected(source: str, jobs: Sequence[Job], wanted: Sequence[Any]) -> list[J
             mine = [job for job in jobs if os.path.basename(job.source).endswith(text)]
         if not mine:
             there = ", ".join(dict.fromkeys(f"{job.step}" for job in jobs if job.step is not None))
-            raise CheckpointNotFoundError(f"{source} has no step {text} (available steps: {there})", path=source)
+            message = f"{source} has no step {text} (available steps: {there})"
+            raise CheckpointNotFoundError(message, path=source, has_remedy=True)
         chosen += mine
     return list(dict.fromkeys(chosen))
 

@@ -74,10 +74,18 @@ def sanitize(message: str, *names: str | None) -> str:
 
 
 class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint where one was asked for.
+
+    Attributes:
+        has_remedy: the message says what to do next.
+    """
 
     if not TYPE_CHECKING:  # else it is that of ValueError, which refuses; tblib, and so Dask, unpickles errors with it
         __new__ = OSError.__new__
+
+    def __init__(self, message: str, *, path: str | None = None, leaf: str | None = None, has_remedy: bool = False):
+        super().__init__(message, path=path, leaf=leaf)
+        self.has_remedy = has_remedy
 
 
 class IncompleteCheckpointError(CheckpointError, ValueError):

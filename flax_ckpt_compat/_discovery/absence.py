@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import foreign, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
@@ -28,17 +29,26 @@ class Absence:
     """Reason why a look-up found nothing.
 
     Attributes:
-        why: the reason, with suggestions.
+        why: the reason.
         is_start: there is nothing at all, as in a program's first run.
+        remedy: what to do next, or empty.
     """
 
     why: str
     is_start: bool
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.remedy}" if self.remedy else self.why
 
     @property
     def level(self) -> int:
         """Return the level of the log record: no warning on a first run."""
         return logging.INFO if self.is_start else logging.WARNING
+
+    def error(self, path: str, before: str = "") -> CheckpointNotFoundError:
+        """Return the error that says this, after other words."""
+        return CheckpointNotFoundError(f"{before}{self}", path=path, has_remedy=bool(self.remedy))
 
 
 def of_directory(path: str) -> Absence:
@@ -47,14 +57,14 @@ def of_directory(path: str) -> Absence:
     # Sibling runs often differ in a number.
     if near is None or _without_numbers(near) == _without_numbers(path):
         return Absence(f"{path} does not exist", True)
-    return Absence(f"{path} does not exist: did you mean {near}?", False)
+    return Absence(f"{path} does not exist", False, f"did you mean {near}?")
 
 
-def why_no_directory(path: str) -> str:
+def no_directory(path: str) -> Absence:
     """Explain that a path is no directory of checkpoints: it does not exist, or is a file."""
     if paths.lexists(path):
-        return f"{path} is a file: pass the directory of the checkpoints"
-    return of_directory(path).why
+        return Absence(f"{path} is a file", False, "pass the directory of the checkpoints")
+    return of_directory(path)
 
 
 def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
@@ -75,13 +85,11 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
         head = prefix.removesuffix(checkpoint_dir.prefix)
         prefixes = " or ".join(dict.fromkeys(f"prefix={head + other!r}" for other, _ in others))
         there = ", ".join(other + step for other, step in others)
-        return Absence(f"{none}; there are {there}: did you mean {prefixes}?", False)
+        return Absence(f"{none}; there are {there}", False, f"did you mean {prefixes}?")
     file = foreign.msgpack_file_in(checkpoint_dir.directory)
     if file is not None:
-        return Absence(
-            f"{none}, but looks like {foreign.folder_looks_like(checkpoint_dir.directory)}: restore {file}",
-            False,
-        )
+        look = foreign.folder_looks_like(checkpoint_dir.directory)
+        return Absence(f"{none}, but looks like {look}", False, f"restore {file}")
     return Absence(none, all(map(_is_unrelated, names)))
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import module_names, paths, steps
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import absence, detect, foreign
 
@@ -31,7 +30,7 @@ def checkpoints_below(root: str) -> list[str]:
     """
     with paths.listing_cache(root):
         if not paths.lexists(root):
-            raise CheckpointNotFoundError(absence.of_directory(root).why, path=root)
+            raise absence.of_directory(root).error(root)
         if not paths.isdir(root) or (not detect.has_no_orbax_marker(root) and _is_checkpoint(root)):
             return [root]
         found = [path for _, inside in folders_below(root) for path in inside]

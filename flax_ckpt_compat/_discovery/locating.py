@@ -111,12 +111,14 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     if found is not None:
         return found.path
     available = [entry.text for entry in directory.available(checkpoint_dir)]
-    known = (
-        f"available steps: {', '.join(available)}" if available else absence.of_checkpoints(checkpoint_dir, prefix).why
-    )
-    if not available and _is_checkpoint_itself(root):
-        known = f"{root} is itself a checkpoint; leave out step="
-    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path)
+    if available:
+        known, has_remedy = f"available steps: {', '.join(available)}", True
+    elif _is_checkpoint_itself(root):
+        known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
+    else:
+        absent = absence.of_checkpoints(checkpoint_dir, prefix)
+        known, has_remedy = str(absent), bool(absent.remedy)
+    raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path, has_remedy=has_remedy)
 
 
 def _is_checkpoint_itself(root: str) -> bool:
@@ -175,9 +177,7 @@ def _find_again(ckpt_dir: str, step: Any, prefix: str, path: str, cause: Excepti
     found = find(ckpt_dir, step, prefix)
     if isinstance(found, Absence):
         # Never return the target here: the program would go on training from initial parameters.
-        raise CheckpointNotFoundError(
-            f"{path} was removed while it was read, and there is no other: {found.why}", path=path
-        ) from cause
+        raise found.error(path, f"{path} was removed while it was read, and there is no other: ") from cause
     return found
 
 
@@ -185,8 +185,8 @@ def _nothing(
     ckpt_dir: str, prefix: str, found: Absence, otherwise: Callable[[], _Result] | None, doing: str
 ) -> _Result:
     if otherwise is None:
-        raise CheckpointNotFoundError(f"nothing to {doing}: {found.why}", path=paths.absolute(ckpt_dir))
-    message = f"Nothing to restore: {found.why}; the target is returned unchanged"
+        raise found.error(paths.absolute(ckpt_dir), f"nothing to {doing}: ")
+    message = f"Nothing to restore: {found}; the target is returned unchanged"
     notices.log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
 

@@ -14,7 +14,7 @@ import jax
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, TransformError
+from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
@@ -97,7 +97,7 @@ class TransformSpec:
         """Open another checkpoint for a rule, within `opening`; return its path and tree."""
         verify, found = config.current().checksums == "verify", locating.find(path, step, prefix)
         if isinstance(found, Absence):
-            raise CheckpointNotFoundError(found.why, path=path)
+            raise found.error(path)
         self._others.enter_context(locating.unchanged(found.path))
         opened = self._others.enter_context(contextlib.closing(opening.Opened(found.path, verify=verify)))
         trees = {name: opened.reader(name).tree for name in opened.trees}

@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection, Iterator
 
 from flax_ckpt_compat._core import paths, steps
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
@@ -45,7 +44,7 @@ def find_leftovers(root: str) -> list[Leftover]:
         StorageError: the file system or store refused.
     """
     if not paths.isdir(root):
-        raise CheckpointNotFoundError(absence.why_no_directory(root), path=root)
+        raise absence.no_directory(root).error(root)
     return [leftover for folder, _ in below.folders_below(root) for leftover in in_folder(folder)]
 
 

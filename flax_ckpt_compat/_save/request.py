@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.backend import Format, WriteOptions
 from flax_ckpt_compat._core.errors import StepError
 from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
-from flax_ckpt_compat._save import expiry
+from flax_ckpt_compat._save import retention_policy
 
 
 class SaveManager(Protocol):
@@ -111,8 +111,8 @@ def of_step(
         shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
         step=step,
         overwrite=bool(overwrite),
-        keep=expiry.check_keep(keep),
-        keep_every_n_steps=expiry.check_every(keep_every_n_steps),
+        keep=retention_policy.check_keep(keep),
+        keep_every_n_steps=retention_policy.check_every(keep_every_n_steps),
         **options,
     )
 

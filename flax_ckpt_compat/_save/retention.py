@@ -15,8 +15,8 @@ from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._discovery import detect, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import prefixes
-from flax_ckpt_compat._save.expiry import expired
 from flax_ckpt_compat._save.request import SaveRequest
+from flax_ckpt_compat._save.retention_policy import expired
 
 _log = logging.getLogger("flax_ckpt_compat")
 _last_saved = time.time()

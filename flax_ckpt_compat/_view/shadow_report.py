@@ -57,12 +57,13 @@ def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
     with translated(folder):
         names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []
     if not paths.isdir(path):
-        raise CheckpointNotFoundError(absence.why_no_directory(path), path=path)
+        raise absence.no_directory(path).error(path)
     if not names:
         raise CheckpointNotFoundError(
             f"{directory} has no records of shadow mode: pass the directory that was saved to, or save with "
             "FLAX_CKPT_COMPAT_SHADOW=true in the environment first",
             path=path,
+            has_remedy=True,
         )
     records = [_record(os.path.join(folder, name)) for name in names]
     return ShadowReport(tuple(sorted(records, key=lambda record: str(record["saved"]))))

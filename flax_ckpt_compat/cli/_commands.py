@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import traceback
@@ -22,8 +21,6 @@ from typing import IO, Any
 import click
 
 FOUND, INTERRUPTED = 1, 130
-# Messages that say already what to do.
-_OFFERS = re.compile(r"did you mean|available steps|pass the|list /|leave out|save with")
 
 
 class FailedError(click.ClickException):
@@ -101,7 +98,7 @@ def _paragraph(error: Exception) -> str:
     from flax_ckpt_compat._core.escaping import printable
 
     text = printable(f"{type(error).__name__}: {error}")
-    if isinstance(error, CheckpointNotFoundError) and error.path and not _OFFERS.search(text):
+    if isinstance(error, CheckpointNotFoundError) and error.path and not error.has_remedy:
         from ._hints import next_step
 
         return f"{text}. {next_step(error.path)}".rstrip(" ")

@@ -66,16 +66,16 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursi
             raise CheckpointNotFoundError(f"{path} is not a directory: {remedy}", path=path)
         near = absence.near_directory(path)
         remedy = f": did you mean {near}?" if near else ""
-        raise CheckpointNotFoundError(f"the directory {path} does not exist{remedy}", path=path)
+        raise CheckpointNotFoundError(f"the directory {path} does not exist{remedy}", path=path, has_remedy=bool(near))
     if detect.is_orbax_directory(path) and not detect.has_no_orbax_marker(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
-        raise CheckpointNotFoundError(message, path=path)
+        raise CheckpointNotFoundError(message, path=path, has_remedy=True)
     if not paths.is_url(path) and not os.listdir(path):
         return f"{path} is empty. {next_step(path)}"
-    why = absence.of_checkpoints(checkpoint_dir, prefix).why
+    absent = absence.of_checkpoints(checkpoint_dir, prefix)
     if recursive:
-        return f"{why}, and none is below it"
-    return why if "did you mean" in why else f"{why}. {next_step(path)}".rstrip(" ")
+        return f"{absent}, and none is below it"
+    return str(absent) if absent.remedy else f"{absent}. {next_step(path)}".rstrip(" ")
 
 
 def _as_json(folder: Folder) -> list[dict[str, Any]]:

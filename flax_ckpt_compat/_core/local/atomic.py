@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
-from flax_ckpt_compat._core.local.temporaries import GONE, is_alive, parse
+from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, is_alive, parse
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
@@ -247,7 +247,7 @@ def is_empty(path: str) -> bool:
             return not os.listdir(path)
         return os.path.isfile(path) and os.path.getsize(path) == 0
     except OSError as error:
-        if error.errno != errno.ESTALE and not isinstance(error, GONE):
+        if error.errno not in ABSENT:
             raise
         return False
 

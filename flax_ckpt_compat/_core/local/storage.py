@@ -12,12 +12,11 @@ from typing import Any
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, listing
 from flax_ckpt_compat._core.local.contained import open_regular
+from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _BY_EFFECTIVE_IDS = os.access in os.supports_effective_ids
 _SMALL_READ = 64 * 2**10  # bytes
-# Errors of a path that certainly does not exist.
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE}
 
 
 class LocalStorage:
@@ -58,7 +57,7 @@ class LocalStorage:
         try:
             os.lstat(path)
         except OSError as error:
-            if error.errno in _ABSENT:
+            if error.errno in ABSENT:
                 return False
             raise storage_error(path, error) from error
         except ValueError:  # a NUL in the path
@@ -95,7 +94,7 @@ class LocalStorage:
             try:
                 total += os.stat(file).st_size
             except OSError as error:
-                if error.errno not in _ABSENT:
+                if error.errno not in ABSENT:
                     raise
         return total
 

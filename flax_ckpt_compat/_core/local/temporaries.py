@@ -18,6 +18,8 @@ from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 GONE = (FileNotFoundError, NotADirectoryError)
+# Errors of a path that certainly does not exist; ESTALE: on NFS, another machine removed it.
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE})
 _STAGED = ".staged"
 _TAG = r"(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-(?P<count>\d+)"
 # Real Flax skips names that end in ``_gda``, real Orbax those that contain its suffix; the leading dot keeps
