@@ -10,7 +10,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import grid, memory
 from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_sums
 from flax_ckpt_compat._core.storage_errors import translated
@@ -32,7 +32,6 @@ _BLOCK = 8 * 2**20
 _MIN_SHARDED = 256 * 2**10
 
 _Array = np.ndarray[Any, Any]
-_Box = tuple[slice, ...]
 
 
 def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
@@ -220,34 +219,12 @@ def pieces(array: Any) -> Iterator[_Array]:
         yield array
         return
     # Not np.asarray of all shards: jax would keep that copy for as long as the array lives.
-    shards = (
-        [Shard(tuple(slice(0, length) for length in array.shape), array)]
-        if isinstance(array, np.ndarray)
-        else list(shards_of(array))
-    )
-    for box in _blocks(array.shape, array.dtype.itemsize):
-        block = memory.empty(tuple(side.stop - side.start for side in box), array.dtype)
+    whole = grid.full_box(array.shape)
+    shards = [Shard(whole, array)] if isinstance(array, np.ndarray) else list(shards_of(array))
+    for box in grid.bands(whole, array.shape, max(1, _BLOCK // array.dtype.itemsize)):
+        block = memory.empty(grid.shape_of(box), array.dtype)
         for shard in shards:
-            common = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.index, strict=True)]
-            if all(start < stop for start, stop in common):
-                block[_relative(common, box)] = shard.data[_relative(common, shard.index)]
+            if grid.overlaps(box, shard.index):
+                part = grid.overlap(box, shard.index)
+                block[grid.relative_to(part, box)] = shard.data[grid.relative_to(part, shard.index)]
         yield block
-
-
-def _relative(sides: list[tuple[int, int]], box: _Box) -> _Box:
-    return tuple(slice(start - side.start, stop - side.start) for (start, stop), side in zip(sides, box, strict=True))
-
-
-def _blocks(shape: tuple[int, ...], itemsize: int, prefix: _Box = ()) -> Iterator[_Box]:
-    """Yield the indices of consecutive blocks, in C order, of at most ``_BLOCK`` bytes."""
-    rest = shape[len(prefix) :]
-    if not rest or math.prod(rest) * itemsize <= _BLOCK:
-        yield (*prefix, *(slice(0, length) for length in rest))
-        return
-    step = _BLOCK // (math.prod(rest[1:]) * itemsize)
-    for start in range(0, rest[0], max(1, step)):
-        side = slice(start, min(start + max(1, step), rest[0]))
-        if step:
-            yield (*prefix, side, *(slice(0, length) for length in rest[1:]))
-        else:
-            yield from _blocks(shape, itemsize, (*prefix, side))

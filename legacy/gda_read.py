@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,14 +18,13 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
-from flax_ckpt_compat._core.local.contained import ContainedFiles
+from flax_ckpt_compat._core.local.contained import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.temporaries import is_generation
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, storage_error, store_errors
 from flax_ckpt_compat._core.tree import Path, show_path
 
-_CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 # Bytes of arrays that are read at the same time.
 _IN_FLIGHT = 2**30
 # zstd expands 4 bytes to at most 128 KiB.
@@ -70,7 +68,7 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     Raises:
         CorruptCheckpointError: the subpath leaves the folder, or the array is absent or does not decode.
     """
-    if subpath.startswith("/") or "\0" in subpath or ".." in subpath.split("/"):
+    if not stays_inside(subpath):
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
     folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
     if not paths.is_url(folder):
@@ -111,7 +109,7 @@ def unreferenced(checkpoint: str, locators: Collection[Any]) -> list[str]:
     lost = {folder for folder, name in rest if name == ZARR2_METADATA} - arrays
     notes = [os.path.join(root, folder) + " (an array of no leaf)" for folder in sorted(lost)]
     for folder, name in sorted(rest):
-        if folder not in lost and not (folder in arrays and (name == ZARR2_METADATA or _CHUNK.fullmatch(name))):
+        if folder not in lost and not (folder in arrays and (name == ZARR2_METADATA or ZARR2_CHUNK.fullmatch(name))):
             notes.append(os.path.join(root, folder, name))
     return [os.path.relpath(note, os.path.dirname(checkpoint)) for note in notes]
 

@@ -12,11 +12,12 @@ import numpy as np
 
 from flax_ckpt_compat._core import grid, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import KeyData, Node, iter_leaves
+from flax_ckpt_compat._core.tree import KeyData, Node
 
 from . import gda_read
 from .parse import parse
@@ -70,8 +71,7 @@ class MsgpackReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        handles = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
-        return Inspection(tuple(gda_read.unreferenced(self.path, [handle.locator for handle in handles])))
+        return Inspection(tuple(gda_read.unreferenced(self.path, [leaf.locator for leaf in handles_of(self)])))
 
     def close(self) -> None:
         """Close the file; values that were read stay valid."""
@@ -133,8 +133,7 @@ class MsgpackReader(Reader):
     @functools.cached_property
     def _array_nbytes(self) -> int:
         """Return the size of all arrays in the file, in bytes."""
-        leaves = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
-        return sum([leaf.nbytes for leaf in leaves if leaf.dtype is not None and not leaf.in_gda_folder])
+        return sum([leaf.nbytes for leaf in handles_of(self) if leaf.dtype is not None and not leaf.in_gda_folder])
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""

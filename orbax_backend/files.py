@@ -12,7 +12,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, syncing
-from flax_ckpt_compat._core.local.contained import ContainedFiles
+from flax_ckpt_compat._core.local.contained import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.storage_errors import store_errors, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -34,11 +34,6 @@ class ByteRange(NamedTuple):
     file: str
     offset: int
     length: int
-
-
-def stays_inside(relative: str) -> bool:
-    """Return whether a relative path stays below its directory."""
-    return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
 
 
 def refuse_escape(relative: str, path: str) -> None:

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from flax_ckpt_compat._core.local.contained import stays_inside
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
@@ -27,7 +28,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, refuse_escape, stays_inside, tensorstore_context, wait
+from .files import ByteRange, CheckpointFiles, refuse_escape, tensorstore_context, wait
 from .ocdbt import Entries, read_entries
 from .ocdbt_encoding import UndecodableError
 

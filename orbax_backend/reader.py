@@ -13,6 +13,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.grid import full_box, readable_boxes
 from flax_ckpt_compat._core.orbax_layout import (
@@ -28,7 +29,7 @@ from flax_ckpt_compat._core.orbax_layout import (
     STRINGS,
     key_prefix,
 )
-from flax_ckpt_compat._core.tree import Branch, Node, iter_leaves, show_path
+from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
 from .aggregate import OpenMsgpack
 from .build_tree import build_tree
@@ -136,8 +137,7 @@ class OrbaxReader(Reader):
 
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
-        handles = (leaf for _, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle))
-        infos = {handle.name: handle.locator.info for handle in handles if isinstance(handle.locator, StoredLeaf)}
+        infos = {leaf.name: leaf.locator.info for leaf in handles_of(self) if isinstance(leaf.locator, StoredLeaf)}
         return inspect(self.path, self._structure, self._index, infos)
 
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     UnrecognizedFormatError,
 )
+from flax_ckpt_compat._core.local.contained import stays_inside
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
     CHECKSUMS,
@@ -37,7 +38,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .aggregate import Aggregate, Kinds, OpenMsgpack, open_aggregate
-from .files import Check, corrupt, read_ahead, read_json, stays_inside
+from .files import Check, corrupt, read_ahead, read_json
 from .items import holds_array_folder, is_single_array, is_typed_key
 from .key_index import holds_array, process_databases
 from .shardings import read_shardings

@@ -33,6 +33,11 @@ def format_size(nbytes: float) -> str:
     return f"{value:.{decimals}f} {_UNITS[unit]}"
 
 
+def count_of_leaves(count: int) -> str:
+    """Return a number of leaves as text."""
+    return f"{count} {'leaf' if count == 1 else 'leaves'}"
+
+
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     """Return rows as lines with aligned columns, those in ``right`` to the right, without trailing blanks."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -50,6 +50,13 @@ def shown(rows: Sequence[Row], limit: int = MAX_SHOWN) -> tuple[list[Row], int]:
     return folded[:limit], sum(row.count for row in folded[limit:])
 
 
+def listed(rows: Sequence[Row], more_is: str = "") -> list[str]:
+    """Return the rows to show with their details, a line each; then the number of rows left out, and where they are."""
+    found, more = shown(rows)
+    lines = [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in found]
+    return [*lines, f"  and {more} more{more_is}"] if more else lines
+
+
 def one_line(names: Iterable[str | Row]) -> str:
     """Join names, or rows with their details, with commas for one line of a log."""
     found, more = shown([name if isinstance(name, Row) else Row((name,)) for name in names])

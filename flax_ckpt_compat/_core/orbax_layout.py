@@ -35,7 +35,7 @@ PROCESS_PREFIX = "ocdbt.process_"  # directories with the databases of single pr
 ZARR2_METADATA = ".zarray"
 ZARR3_METADATA = "zarr.json"
 ARRAY_METADATA_FILES = (ZARR2_METADATA, ZARR3_METADATA)
-ZARR2_CHUNK_PATTERN = r"\d+(\.\d+)*"
+ZARR2_CHUNK = re.compile(r"\d+(\.\d+)*")
 
 # A whole checkpoint: of one tree, or of items.
 STEP_METADATA = "_CHECKPOINT_METADATA"

@@ -284,6 +284,11 @@ def _in_containers(node: Node, like: Node) -> Node:
     return Branch(children, like.container, like.int_keys)
 
 
+def key_name(key: Any) -> str:
+    """Return the name of one key of jax's key paths, as text."""
+    return str(next((getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field)), key))
+
+
 def show_path(path: Path) -> str:
     """Format a key path for messages: names joined with ``/``; the whole tree is ``<root>``."""
     return "/".join(path) if path else "<root>"

@@ -31,7 +31,6 @@ _RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of 
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
 _NO_ITEMS = {layout.DESCRIPTOR}
-_CHUNK = re.compile(layout.ZARR2_CHUNK_PATTERN)
 _FIRST_BYTES = 512
 ABSENT = "it does not exist"
 
@@ -138,6 +137,12 @@ def has_no_orbax_marker(path: str) -> bool:
 def is_only_arrays(path: str) -> bool:
     """Return whether a folder named like the arrays of a msgpack file has no structure, so is no checkpoint itself."""
     return has_no_orbax_marker(path) and layout.MSGPACK_FILE not in _names_in(path)
+
+
+def is_certainly_orbax(path: str) -> bool:
+    """Return whether a path is one Orbax checkpoint, by a marker that nothing else has."""
+    # The cheap check first: it does not read through a directory of many checkpoints.
+    return not has_no_orbax_marker(path) and is_orbax_directory(path)
 
 
 def is_unfinished(path: str) -> bool:
@@ -260,7 +265,11 @@ def _lost_structure(path: str, names: set[str]) -> bool:
     if layout.DATA_DIRECTORY in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, _names_in(data))):
         return True
     chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
-    if layout.MSGPACK_FILE in names and paths.isdir(chunks) and any(map(_CHUNK.fullmatch, _names_in(chunks))):
+    if (
+        layout.MSGPACK_FILE in names
+        and paths.isdir(chunks)
+        and any(map(layout.ZARR2_CHUNK.fullmatch, _names_in(chunks)))
+    ):
         return True
     # Beside other files, a folder of a single array is a data set.
     folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]

@@ -73,7 +73,7 @@ def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: b
         return absence.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
-    if not paths.isdir(root) or (detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)):
+    if not paths.isdir(root) or detect.is_certainly_orbax(root):
         return _located(root, named=True)
     latest = directory.latest_of(directory.Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
@@ -113,17 +113,12 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     available = [entry.text for entry in directory.available(checkpoint_dir)]
     if available:
         known, has_remedy = f"available steps: {', '.join(available)}", True
-    elif _is_checkpoint_itself(root):
+    elif paths.isfile(root) or detect.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
     else:
         absent = absence.of_checkpoints(checkpoint_dir, prefix)
         known, has_remedy = str(absent), bool(absent.remedy)
     raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path, has_remedy=has_remedy)
-
-
-def _is_checkpoint_itself(root: str) -> bool:
-    is_orbax = paths.isdir(root) and detect.is_orbax_directory(root) and not detect.has_no_orbax_marker(root)
-    return is_orbax or paths.isfile(root)
 
 
 def read_found(

@@ -54,6 +54,11 @@ class Opened:
         """Return whether the restored value is a mapping of item name → item."""
         return len(self.parts) > 1 or (not self.trees and "" not in self.items)
 
+    @property
+    def format(self) -> str:
+        """Return ``msgpack`` or ``orbax``: all items are of one format, JSON ones too."""
+        return (next(iter(self.items.values())).format or Format.ORBAX).value
+
     def reader(self, item: str) -> Reader:
         """Return the reader of an item.
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
-from flax_ckpt_compat._core.escaping import printable
-from flax_ckpt_compat._core.folding import Row, shown
+from flax_ckpt_compat._core.folding import Row, listed
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
@@ -24,6 +23,8 @@ _log = logging.getLogger("flax_ckpt_compat")
 _PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, complex: LeafKind.COMPLEX}
 _DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
 PYTHON_NUMBERS = frozenset(_DTYPES)
+_ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+_NNX_HINT = "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
 
 
 class TargetKind(enum.Enum):
@@ -106,7 +107,9 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
     wanted = target_kind(target)
     if wanted is not TargetKind.OTHER and _fits(stored, target, wanted, cast):
         return None
-    hint = ("" if path else _root_hint(target)) or _hint(stored, target)
+    hint = _hint(stored, target)
+    if not path and isinstance(target, str):
+        hint = "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
     is_leaf = wanted is not TargetKind.OTHER
     return KindDifference(path, _show_stored(stored), _show_target(target, wanted), hint, is_leaf)
 
@@ -150,19 +153,10 @@ def _show_target(target: Any, wanted: TargetKind) -> str:
     if wanted is TargetKind.ARRAY:
         return f"an array {tuple(target.shape)} {target.dtype}"
     if wanted is TargetKind.OTHER:
-        return _article(target.__name__ if isinstance(target, type) else type(target).__name__, target)
+        is_class = isinstance(target, type)
+        return f"the class {target.__name__}" if is_class else f"an object of type {type(target).__name__}"
     article = "a " if wanted in (TargetKind.KEY, TargetKind.NUMBER) else ""
     return f"{article}{wanted.value}"
-
-
-def _article(name: str, target: Any) -> str:
-    return f"the class {name}" if isinstance(target, type) else f"an object of type {name}"
-
-
-def _root_hint(target: Any) -> str:
-    if isinstance(target, str):
-        return "The target is text, not a tree; pass a step as step=, and a prefix as prefix=."
-    return ""
 
 
 def _hint(stored: Any, target: Any) -> str:
@@ -172,7 +166,7 @@ def _hint(stored: Any, target: Any) -> str:
             "sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(...)))."
         )
     if _is_instance(target, "flax.nnx", "Module"):
-        return "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
+        return _NNX_HINT
     if _is_instance(target, "flax.linen", "Module"):
         return "Pass the variables that module.init returns, or jax.eval_shape(module.init, ...)."
     if isinstance(target, type) or callable(target):
@@ -181,7 +175,7 @@ def _hint(stored: Any, target: Any) -> str:
 
 
 def _key_hint(stored: Any, target: Any) -> str:
-    if isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct) and isinstance(stored, LeafHandle):
+    if isinstance(target, _ARRAYS) and isinstance(stored, LeafHandle):
         if stored.kind is LeafKind.PRNG_KEY and not state_dict.is_prng_key(target):
             return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."
         if stored.kind is LeafKind.ARRAY and state_dict.is_prng_key(target):
@@ -199,8 +193,7 @@ def module_difference(tree: Any) -> KindDifference | None:
     """Return the difference for a target that is an ``nnx.Module`` or optimizer and so no tree of leaves, or None."""
     for name in ("Module", "Optimizer"):
         if _is_instance(tree, "flax.nnx", name):
-            hint = "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
-            return KindDifference((), "a tree", f"an object of type {type(tree).__name__}, an nnx.{name}", hint)
+            return KindDifference((), "a tree", f"an object of type {type(tree).__name__}, an nnx.{name}", _NNX_HINT)
     return None
 
 
@@ -209,17 +202,11 @@ def explain(differences: Sequence[KindDifference], source: str, *, refused: bool
     count = len(differences)
     first = f"{source}: {count} of the target's nodes {'is' if count == 1 else 'are'} of another kind than stored"
     lines = [first + (":" if refused else "; what is stored is returned:")]
-    rows, more = shown([Row((show_path(one.path),), (one.what,)) for one in differences])
-    lines += [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in rows]
-    lines += [f"  and {more} more"] if more else []
-    lines += _hints(differences)
+    lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
+    lines += dict.fromkeys(difference.hint for difference in differences if difference.hint)
     if refused:
         lines.append("To get what is stored all the same, set kind_mismatch='warn', or restore without a target.")
     return "\n".join(lines)
-
-
-def _hints(differences: Sequence[KindDifference]) -> Iterator[str]:
-    yield from dict.fromkeys(difference.hint for difference in differences if difference.hint)
 
 
 def resolved_kind(handle: LeafHandle, target: Any) -> LeafKind:
@@ -279,7 +266,7 @@ def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
 
 def wants_array(target: Any) -> bool:
     """Return whether a target's leaf is an array, abstract or not, and no typed key."""
-    return isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct) and not state_dict.is_prng_key(target)
+    return isinstance(target, _ARRAYS) and not state_dict.is_prng_key(target)
 
 
 def number_dtype(number: Any) -> np.dtype[Any]:
@@ -295,7 +282,7 @@ def stored_dtype(handle: LeafHandle) -> np.dtype[Any] | None:
 def _kind_of(target: Any) -> LeafKind | None:
     if isinstance(target, np.generic):
         return LeafKind.NUMPY_SCALAR
-    if isinstance(target, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+    if isinstance(target, _ARRAYS):
         return LeafKind.ARRAY
     return _PYTHON.get(type(target))
 

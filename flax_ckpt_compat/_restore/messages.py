@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flax_ckpt_compat._core.escaping import printable
-from flax_ckpt_compat._core.folding import MAX_SHOWN, Row, fold, one_line, shown
+from flax_ckpt_compat._core.folding import Row, fold, listed, one_line, shown
 from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
@@ -93,13 +93,10 @@ def other_shapes(
         suggestion: rules that map the checkpoint to the target; empty if none are clear.
     """
     keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(node_at(target, path))}
-    rows, more = shown(
-        [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes], MAX_SHOWN
-    )
+    rows = [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes]
     lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
-    lines += [printable(f"  {row.names[0]}: {row.detail[0]}{row.note}", one_line=True) for row in rows]
-    lines += [f"  and {more} more; flax_ckpt_compat.plan_restore names them all"] if more else []
+    lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
     known = _replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else "")
     lines.append(known or _changed(shapes, target, arrays))
     lines += [suggestion] if suggestion else []

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _THREADS = min(8, os.cpu_count() or 1)
 # Below so many bytes, starting threads takes longer than copying.
@@ -59,9 +59,7 @@ class Copies:
             _copy_all(pairs)
             return
         pieces = [piece for pair in pairs for piece in _pieces(*pair)]
-        with Pool(_THREADS, thread_name_prefix="flax-ckpt-copy") as pool:
-            for done in [pool.submit(_copy_all, pieces[start::_THREADS]) for start in range(_THREADS)]:
-                done.result()
+        in_parallel(_copy_all, [pieces[start::_THREADS] for start in range(_THREADS)], _THREADS)
 
 
 def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:

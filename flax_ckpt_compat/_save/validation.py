@@ -79,7 +79,7 @@ def _check_directory(request: SaveRequest) -> None:
     """
     parent, own_name = os.path.split(request.directory)
     is_step = steps.step_of(own_name, request.checkpoint_dir.prefix) is not None
-    if (is_step and paths.isfile(request.directory)) or _is_orbax(request.directory):
+    if (is_step and paths.isfile(request.directory)) or detect.is_certainly_orbax(request.directory):
         message = f"{request.directory} is itself a checkpoint; pass the directory that holds it, {parent}"
         raise _invalid(request, f"{request.attempt}: {message}")
 
@@ -161,7 +161,7 @@ def _file_id(path: str) -> tuple[int, ...] | None:
 def _foreign_reason(path: str) -> str | None:
     """Return why the path is not exactly one checkpoint, or None if it is."""
     if paths.isdir(path):
-        if not _is_orbax(path):
+        if not detect.is_certainly_orbax(path):
             return "nothing in that directory marks it as one checkpoint"
         extra = _extra_files(path)
         return f"it holds {', '.join(extra[:3])} besides a checkpoint" if extra else None
@@ -172,12 +172,6 @@ def _foreign_reason(path: str) -> str | None:
     except CheckpointError as error:
         return f"it does not open as a checkpoint ({error})"
     return None
-
-
-def _is_orbax(path: str) -> bool:
-    """Return whether a directory is certainly one Orbax checkpoint, by a marker that nothing else has."""
-    # The cheap check first: it does not read through a directory of many checkpoints.
-    return paths.isdir(path) and not detect.has_no_orbax_marker(path) and detect.is_orbax_directory(path)
 
 
 def _extra_files(path: str) -> list[str]:

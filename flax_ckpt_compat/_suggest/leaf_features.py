@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 
@@ -73,13 +73,7 @@ def fits(stored: Look, target: Look) -> bool:
 
 def leaves_at(tree: Node, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (key path from here, leaf) below a node; a branch without children, or nothing, yields itself."""
-    waiting: list[tuple[Path, Node]] = [((), node_at(tree, path))]
-    while waiting:
-        at, node = waiting.pop()
-        if isinstance(node, Branch) and node.children:
-            waiting += [((*at, name), child) for name, child in reversed(node.children.items())]
-        else:
-            yield at, node
+    return iter_leaves(node_at(tree, path))
 
 
 def flatten(tree: Node, path: Path = ()) -> dict[Path, Look]:

@@ -17,7 +17,7 @@ from flax import core, serialization
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, show_path
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, key_name, show_path
 from flax_ckpt_compat._trees import old_namedtuples
 
 _LEAVES = (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex, str, bytes)
@@ -245,7 +245,7 @@ def _is_sequence(entries: list[tuple[Any, Any]]) -> bool:
 
 
 def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
-    names = [str(_key_name(keys[0])) for keys, _ in entries]
+    names = [key_name(keys[0]) for keys, _ in entries]
     if len(set(names)) != len(names):
         twice = one_line(name for name, count in Counter(names).items() if count > 1)
         raise UnsupportedLeafError(
@@ -253,13 +253,6 @@ def _child_names(entries: list[tuple[Any, Any]], path: Path) -> list[str]:
             leaf=show_path(path),
         )
     return names
-
-
-def _key_name(key: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key
 
 
 def _unexpand(original_state: Any, state: Any) -> Any:

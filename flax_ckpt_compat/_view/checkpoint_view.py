@@ -12,7 +12,7 @@ from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import similar, steps
-from flax_ckpt_compat._core.backend import Format, LeafHandle
+from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, shown
@@ -82,8 +82,7 @@ class Checkpoint:
         self._root = self._whole()
         self.path: str = opened.path
         self.step: float | None = step
-        formats = {opened.reader(name).format for name in opened.parts}
-        self.format: str = (formats.pop() if len(formats) == 1 else Format.ORBAX).value
+        self.format: str = opened.format
         self.tree: Any = state_dict.from_stored(self._root, None, "stored")
 
     def __enter__(self) -> Checkpoint:

@@ -216,9 +216,7 @@ class _Comparison:
             self._tolerated += 1
 
 
-def _batches(
-    pairs: Sequence[tuple[Path, LeafHandle, LeafHandle]],
-) -> Iterator[list[tuple[Path, LeafHandle, LeafHandle]]]:
+def _batches(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
     """Split pairs of leaves into batches to be read at once; a large one is a batch of its own."""
     left = iter(pairs)
     for batch in bounded_reads.batches([max(a, b, key=lambda one: one.nbytes) for _, a, b in pairs]):

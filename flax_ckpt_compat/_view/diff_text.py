@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.escaping import count_of_leaves, printable
 from flax_ckpt_compat._core.folding import Row, fold_with_members
 
 Diff = Any  # flax_ckpt_compat._view.diff.Diff, which imports this module
@@ -61,7 +61,7 @@ def _numbers(values: list[Any]) -> str:
 def summary(found: Diff) -> str:
     """Return the last line: how many leaves are equal, and how many differ in what."""
     kinds = Counter(one.kind for one in found.differences)
-    words = [f"{found.identical} {'leaf' if found.identical == 1 else 'leaves'} identical"]
+    words = [f"{count_of_leaves(found.identical)} identical"]
     words += [f"{found.tolerated} within the tolerances"] if found.tolerated else []
     words += [f"{count} {kind if kind.startswith('only') else f'of other {kind}'}" for kind, count in kinds.items()]
     return ", ".join(words) + "."

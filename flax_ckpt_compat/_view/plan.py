@@ -228,10 +228,9 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
         idle = [(path, stored[path]) for path in tree_plan.unused if isinstance(stored[path], LeafHandle | Derived)]
         unused_nbytes += sum(size for _, leaf in idle for size in needs(leaf).values())
         unused.extend(show_path((*item, *(leaf.path if isinstance(leaf, LeafHandle) else path))) for path, leaf in idle)
-    formats = {tree_plan.reader.format.value for tree_plan in plans.items.values()}
     return Plan(
         opened.path,
-        formats.pop() if len(formats) == 1 else "orbax",
+        opened.format,
         tuple(leaves),
         tuple(unused),
         sum(needed.values()),

@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.escaping import count_of_leaves, printable
 from flax_ckpt_compat._view import plan_text
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
@@ -62,10 +62,9 @@ def _item(name: str, node: Any, is_open: bool) -> str:
         shown = f"{_text(name)} <small>←</small> {_text(source)} <small>{_text(what)}</small>"
         return f'<li data-path={_quoted(node.path)} class="{_state(node)}">{shown}</li>'
     states = Counter(map(_state, _leaves(node)))
-    count = states.total()
     notes = "".join(f', <span class="{state}">{states[state]} {state}</span>' for state in _COLORS if states[state])
     opened = " open" if is_open or (len(states) > 1 and (states["missing"] or states["reshaped"])) else ""
-    summary = f"{_text(name)} <small>({count} {'leaf' if count == 1 else 'leaves'})</small>{notes}"
+    summary = f"{_text(name)} <small>({count_of_leaves(states.total())})</small>{notes}"
     return f"<li data-path=''><details{opened}><summary>{summary}</summary>{_list(node, is_open)}</details></li>"
 
 

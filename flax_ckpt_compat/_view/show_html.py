@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from flax_ckpt_compat._core.escaping import format_size, printable
+from flax_ckpt_compat._core.escaping import count_of_leaves, format_size, printable
 from flax_ckpt_compat._trees import depth
 from flax_ckpt_compat._view import show_text
 from flax_ckpt_compat._view.plan_html import STYLE, search_box
@@ -45,7 +45,7 @@ def render(contents: Contents) -> str:
     fills = {name: _FILLS[min(number, len(_FILLS) - 1)] for number, name in enumerate(totals)}
     legend = "".join(
         f'<li><i style="background: {fills[name]}"></i>{_text(name)}: {format_size(one["nbytes"])}'
-        f" in {show_text.count_of_leaves(one['leaves'])}</li>"
+        f" in {count_of_leaves(one['leaves'])}</li>"
         for name, one in totals.items()
     )
     boxes = "".join(_boxes(root, (0.0, 0.0, float(_WIDTH), float(_HEIGHT)), "", fills)) if root.nbytes else ""
@@ -84,7 +84,7 @@ def _boxes(node: Subtree, box: Box, path: str, fills: dict[str, str]) -> Iterato
     name = node.name
     while len(node.children) == 1 and (child := next(iter(node.children.values()))).leaf is None:
         node, name, path = child, f"{name}/{child.name}" if path else child.name, f"{path}{child.name}/"
-    yield _rect(node, box, path.removesuffix("/"), 'class="group"', show_text.count_of_leaves(node.count), name)
+    yield _rect(node, box, path.removesuffix("/"), 'class="group"', count_of_leaves(node.count), name)
     if width * height < 2 * _LEAST_AREA:
         return
     left, top = box[0] + 1, box[1] + 1
@@ -123,7 +123,7 @@ def _item(node: Subtree, path: str, is_open: bool) -> str:
         return f'<li data-path="{_quoted(here)}">{shown}{_stats(node)}</li>'
     inner = "".join(_item(child, f"{here}/", is_open) for child in node.children.values())
     opened = " open" if is_open else ""
-    count = show_text.count_of_leaves(node.count)
+    count = count_of_leaves(node.count)
     summary = f"{_text(node.name)}/ <small>{count}</small>{size}"
     return f'<li data-path=""><details{opened}><summary>{summary}</summary><ul>{inner}</ul></details></li>'
 

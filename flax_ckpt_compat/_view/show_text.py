@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import aligned, format_size, printable
+from flax_ckpt_compat._core.escaping import aligned, count_of_leaves, format_size, printable
 from flax_ckpt_compat._core.folding import Row, fold_with_members
 from flax_ckpt_compat._core.tree import show_path
 from flax_ckpt_compat._trees import depth
@@ -73,11 +73,6 @@ def title(contents: Contents) -> str:
     count = count if len(contents.leaves) == contents.stored else f"{len(contents.leaves)} of {count}"
     path = printable(contents.path, one_line=True)
     return f"{path} ({contents.format}): {count}, {format_size(contents.nbytes)}"
-
-
-def count_of_leaves(count: int) -> str:
-    """Return a number of leaves as text."""
-    return f"{count} {'leaf' if count == 1 else 'leaves'}"
 
 
 def lines(contents: Contents, levels: int | None = None) -> Iterator[tuple[str, bool]]:

@@ -13,23 +13,15 @@ class StoredLeaves:
     """Leaves of a checkpoint by key path, and the key paths of empty nodes with what they are."""
 
     def __init__(self, opened: Opened):
-        self.path = opened.path
+        self.path, self.format = opened.path, opened.format
         self.leaves: dict[Path, LeafHandle] = {}
         self.empty: dict[Path, str] = {}
-        self._formats: set[str] = set()
         for name in opened.parts:
-            reader = opened.reader(name)
-            self._formats.add(reader.format.value)
-            for path, leaf in iter_leaves(reader.tree, (name,) if opened.is_mapping else ()):
+            for path, leaf in iter_leaves(opened.reader(name).tree, (name,) if opened.is_mapping else ()):
                 if isinstance(leaf, LeafHandle):
                     self.leaves[path] = leaf
                 else:
                     self.empty[path] = _empty(leaf)
-
-    @property
-    def format(self) -> str:
-        """Return the format, ``msgpack`` or ``orbax``."""
-        return next(iter(self._formats)) if len(self._formats) == 1 else "orbax"
 
 
 def _empty(node: Node) -> str:

@@ -62,13 +62,13 @@ def verify(
     """
     root = paths.absolute(os.fspath(path))
     found = _found(root, step, prefix)
-    in_order = _InOrder(len(found), progress or (lambda _: None))
+    in_order = _InOrder(progress or (lambda _: None))
 
     def verify_one(number: int) -> None:
         in_order.put(number, _verify(found[number], is_named=found == [root] or step is not None))
 
     in_parallel(verify_one, range(len(found)), _AT_ONCE)
-    return Verification(root, tuple(filter(None, in_order.results)))
+    return Verification(root, tuple(in_order.results))
 
 
 def _found(root: str, step: Any, prefix: str) -> list[str]:
@@ -86,16 +86,17 @@ def _found(root: str, step: Any, prefix: str) -> list[str]:
 class _InOrder:
     """Collects results of several threads, and passes them on in their order."""
 
-    def __init__(self, count: int, report: Callable[[VerifiedCheckpoint], None]):
-        self.results: list[VerifiedCheckpoint | None] = [None] * count
-        self._done, self._next = [False] * count, 0
-        self._report, self._lock = report, threading.Lock()
+    def __init__(self, report: Callable[[VerifiedCheckpoint], None]):
+        self.results: list[VerifiedCheckpoint] = []
+        self._waiting: dict[int, VerifiedCheckpoint | None] = {}
+        self._report, self._lock, self._next = report, threading.Lock(), 0
 
     def put(self, number: int, result: VerifiedCheckpoint | None) -> None:
         with self._lock:
-            self.results[number], self._done[number] = result, True
-            while self._next < len(self._done) and self._done[self._next]:
-                if (following := self.results[self._next]) is not None:
+            self._waiting[number] = result
+            while self._next in self._waiting:
+                if (following := self._waiting.pop(self._next)) is not None:
+                    self.results.append(following)
                     self._report(following)
                 self._next += 1
 
@@ -128,11 +129,10 @@ def _verify_files(path: str) -> VerifiedCheckpoint:
         found = _Findings(_strange_names(opened))
         for name, item in opened.items.items():
             found.add_item(name, item, (name,) if opened.is_mapping else ())
-    format = found.formats.pop() if len(found.formats) == 1 else "orbax" if found.formats else ""
     # A block of bytes that is damaged makes all leaves in it so, for the same reason.
     damage = set(found.damage) - {leaf.why for leaf in found.leaves}
     lists = tuple(found.leaves), tuple(sorted(damage)), tuple(found.unexpected)
-    return VerifiedCheckpoint(path, format, *lists, readable=found.readable)
+    return VerifiedCheckpoint(path, opened.format if found.any_opened else "", *lists, readable=found.readable)
 
 
 @dataclasses.dataclass(slots=True)
@@ -142,7 +142,7 @@ class _Findings:
     unexpected: list[str]
     damage: list[str] = dataclasses.field(default_factory=list)
     leaves: list[VerifiedLeaf] = dataclasses.field(default_factory=list)
-    formats: set[str] = dataclasses.field(default_factory=set)
+    any_opened: bool = False
     readable: bool = True
 
     def add_item(self, name: str, item: detect.Item, prefix: Path) -> None:
@@ -167,7 +167,7 @@ class _Findings:
                 return
 
     def _add(self, name: str, reader: Reader, prefix: Path) -> None:
-        self.formats.add(reader.format.value)
+        self.any_opened = True
         inspection = reader.inspect()
         self.unexpected += [os.path.join(name, one) for one in inspection.unexpected]
         self.damage += inspection.damaged

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_ckpt_compat._core.escaping import format_size, printable
+from flax_ckpt_compat._core.escaping import count_of_leaves, format_size, printable
 from flax_ckpt_compat._core.folding import Row, one_line, shown
 
 Checkpoint = Any  # flax_ckpt_compat._view.verify_report.VerifiedCheckpoint, which imports this module
@@ -21,9 +21,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> str:
 
 def title(checkpoint: Checkpoint) -> str:
     """Return state, leaves, size, format and path in one line."""
-    count = f"{len(checkpoint.leaves)} {'leaf' if len(checkpoint.leaves) == 1 else 'leaves'}"
-    format = checkpoint.format or "-"
-    what = f"{count:>12}  {format_size(checkpoint.nbytes):>8}  {format:<7}"
+    count = count_of_leaves(len(checkpoint.leaves))
+    what = f"{count:>12}  {format_size(checkpoint.nbytes):>8}  {checkpoint.format or '-':<7}"
     return f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
 
 

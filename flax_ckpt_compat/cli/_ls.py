@@ -67,7 +67,7 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursi
         near = absence.near_directory(path)
         remedy = f": did you mean {near}?" if near else ""
         raise CheckpointNotFoundError(f"the directory {path} does not exist{remedy}", path=path, has_remedy=bool(near))
-    if detect.is_orbax_directory(path) and not detect.has_no_orbax_marker(path):
+    if detect.is_certainly_orbax(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path, has_remedy=True)
     if not paths.is_url(path) and not os.listdir(path):

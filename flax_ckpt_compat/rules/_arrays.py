@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
-from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import Branch, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_array, slice_leaf
 from flax_ckpt_compat.rules import _edit_tree
-from flax_ckpt_compat.rules._rule import Apply
+from flax_ckpt_compat.rules._rule import Apply, misfit
 
 Array = LeafHandle | Derived
 
@@ -32,12 +31,6 @@ def describe(node: Node) -> str:
     if isinstance(node, Derived):
         return "computed, of unknown shape" if node.shape is None else "a computed PRNG key"
     return "None"
-
-
-def misfit(rule_name: str, path: Path, problem: str) -> TransformError:
-    """Return the error of a rule for the leaf at a path."""
-    shown = show_path(path)
-    return TransformError(f"{rule_name}: {shown} {problem}", leaf=shown)
 
 
 def require_array(leaf: Node, path: Path, rule_name: str) -> Array:
@@ -92,10 +85,8 @@ def join_trees(
     usual, count = collections.Counter(texts).most_common(1)[0]
     if count < len(texts):
         odd = next(n for n, text in enumerate(texts) if text != usual)
-        shown, like = show_path(paths[odd]), show_path(paths[texts.index(usual)])
-        raise TransformError(
-            f"{rule_name}: {shown} is {texts[odd]}, but {like} is {usual}; they must be alike", leaf=shown
-        )
+        like = show_path(paths[texts.index(usual)])
+        raise misfit(rule_name, paths[odd], f"is {texts[odd]}, but {like} is {usual}; they must be alike")
     first = nodes[0]
     if isinstance(first, Branch) and first.children:
         children = {

@@ -14,7 +14,8 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from flax_ckpt_compat._core.dtypes import dtype_name
-from flax_ckpt_compat._core.tree import Node
+from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.tree import Node, Path, show_path
 
 _Given = ParamSpec("_Given")
 # Opens another checkpoint, by path, step and prefix; returns where it is, and its tree.
@@ -75,6 +76,12 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
 
     made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made
+
+
+def misfit(rule_name: str, path: Path, problem: str) -> TransformError:
+    """Return the error of a rule for what is at a key path."""
+    shown = show_path(path)
+    return TransformError(f"{rule_name}: {shown} {problem}", leaf=shown)
 
 
 def _shown(value: object) -> str:

@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.module_names import linen_names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 
 # Fields of a parameter's state in flax.optim → fields of optax's state, whose values are the same.
 _MOMENTS = {frozenset(("grad_ema", "grad_sq_ema")): {"grad_ema": "mu", "grad_sq_ema": "nu"}}
@@ -131,8 +131,7 @@ class _Old:
         if len(homes) > 1:
             homes = [home for home in homes if node_at(self.target, (*home, *parameter)) is not None]
         if len(homes) > 1:
-            shown = one_line(map(show_path, homes))
-            raise TransformError(f"{self.rule_name}: {show_path(path)} would fit in {shown}", leaf=show_path(path))
+            raise misfit(self.rule_name, path, f"would fit in {one_line(map(show_path, homes))}")
         return (*homes[0], *parameter) if homes else None
 
     def _homes(self, fields: set[str]) -> list[Path]:

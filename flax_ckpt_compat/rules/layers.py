@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_lea
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array
 from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 
 
 @rule
@@ -204,9 +204,8 @@ def _lengths(length: int, count: int, sizes: Sequence[int] | None, path: Path, r
     """Return the lengths of an axis' parts, which add up to its length."""
     lengths = [length // count] * count if sizes is None else sizes
     if sum(lengths) != length or min(lengths) < 0:
-        shown = show_path(path)
         parts = f"{count} equal parts" if sizes is None else f"parts of {list(sizes)}"
-        raise TransformError(f"{rule_name}: {shown} has length {length} on the axis, which is not {parts}", leaf=shown)
+        raise misfit(rule_name, path, f"has length {length} on the axis, which is not {parts}")
     return lengths
 
 
@@ -230,8 +229,7 @@ def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, rule_name: s
             raise TransformError(f"{rule_name}: {shown} and {show_path(other)} have the same number", leaf=shown)
     lacking = sorted(set(range(max(numbered, default=-1) + 1)) - numbered.keys())
     if lacking:
-        shown = show_path(path)
-        raise TransformError(f"{rule_name}: {shown} has numbers {sorted(numbered)}, but not {lacking}", leaf=shown)
+        raise misfit(rule_name, path, f"has numbers {sorted(numbered)}, but not {lacking}")
     return [numbered[number] for number in range(len(numbered))]
 
 

@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, node_at, show_path
 from flax_ckpt_compat.rules import _edit_tree, _patterns
 from flax_ckpt_compat.rules._patterns import Replacement
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 
 
 @rule
@@ -194,6 +194,4 @@ def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], r
     for path in paths:
         node = node_at(stored, path)
         if not isinstance(node, Branch) or not node.children:
-            raise TransformError(
-                f"{rule_name}: {show_path(path)} is a leaf or empty, expected a subtree", leaf=show_path(path)
-            )
+            raise misfit(rule_name, path, "is a leaf or empty, expected a subtree")

@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import KeyData, Node, Path, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_array, is_key
 from flax_ckpt_compat.rules import _arrays, _edit_tree, _patterns
 from flax_ckpt_compat.rules._arrays import Array
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 from flax_ckpt_compat.rules.values import checked_cast, kind_of
 
 _METHODS = ("nearest", "linear", "cubic", "lanczos3", "lanczos5")
@@ -43,7 +43,7 @@ def cut(_rule_name: str, pattern: str, size: int, axis: int = 0) -> Apply:
         if shape[at] == size:
             return leaf
         if shape[at] < size:
-            raise _arrays.misfit(_rule_name, path, f"has length {shape[at]} on axis {axis} only; see pad")
+            raise misfit(_rule_name, path, f"has length {shape[at]} on axis {axis} only; see pad")
         return _arrays.axis_slice(leaf, at, 0, size, f"the first {size} of {shape[at]} on axis {at}")
 
     return _arrays.each_array(pattern, _rule_name, changed)
@@ -65,7 +65,7 @@ def transpose(_rule_name: str, pattern: str, axes: Sequence[int]) -> Apply:
         shape = leaf.shape or ()
         order = tuple(_arrays.axis_of(axis, len(shape), path, _rule_name) for axis in axes)
         if sorted(order) != list(range(len(shape))):
-            raise _arrays.misfit(_rule_name, path, f"has {len(shape)} axes, and each must be named once")
+            raise misfit(_rule_name, path, f"has {len(shape)} axes, and each must be named once")
         new = tuple(shape[axis] for axis in order)
         return _arrays.apply_to(leaf, lambda value: value.transpose(order).copy(order="C"), f"axes {order}", shape=new)
 
@@ -92,7 +92,7 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
         count = math.prod(old)
         new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
         if math.prod(new) != count:
-            raise _arrays.misfit(_rule_name, path, f"is {list(old)}, which has {count} values")
+            raise misfit(_rule_name, path, f"is {list(old)}, which has {count} values")
         return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
 
     return _arrays.each_array(pattern, _rule_name, changed)
@@ -115,7 +115,7 @@ def index(_rule_name: str, pattern: str, number: int, axis: int = 0) -> Apply:
         shape = leaf.shape or ()
         at = _arrays.axis_of(axis, len(shape), path, _rule_name)
         if not -shape[at] <= number < shape[at]:
-            raise _arrays.misfit(_rule_name, path, f"has length {shape[at]} on axis {axis}, so no index {number}")
+            raise misfit(_rule_name, path, f"has length {shape[at]} on axis {axis}, so no index {number}")
         first = number % shape[at]
         return _arrays.axis_slice(leaf, at, first, first + 1, f"index {first} of {shape[at]}", squeeze=True)
 
@@ -151,7 +151,7 @@ def unreplicate(_rule_name: str, pattern: str = ".*") -> Apply:
                 other, like = next(iter(lengths.items()))
                 more = f", but {show_path(like)} {other}" if like != path else ""
                 problem = f"has {count or 'no'} replicas on its first axis{more}; match only what is replicated"
-                raise _arrays.misfit(_rule_name, path, problem)
+                raise misfit(_rule_name, path, problem)
             how = f"replica 0 of {count}"
             if is_array(leaf):
                 return _arrays.axis_slice(leaf, 0, 0, 1, how, squeeze=True)
@@ -203,14 +203,14 @@ def resize(
         old = leaf.shape or ()
         if axis is None:
             if len(old) != len(new):
-                raise _arrays.misfit(_rule_name, path, f"is {list(old)}, expected as many axes as in {list(new)}")
+                raise misfit(_rule_name, path, f"is {list(old)}, expected as many axes as in {list(new)}")
             whole, before, after = new, old, new
         else:
             at = _arrays.axis_of(axis, len(old), path, _rule_name)
             side = round(max(old[at] - skip, 0) ** (1 / len(new)))
             if side ** len(new) != old[at] - skip or not side:
                 problem = f"has {old[at] - skip} positions on axis {axis}, which is no grid of equal sides; reshape it"
-                raise _arrays.misfit(_rule_name, path, problem)
+                raise misfit(_rule_name, path, problem)
             whole = (*old[:at], skip + math.prod(new), *old[at + 1 :])
             before, after = ((*old[:at], *grid, *old[at + 1 :]) for grid in ((side,) * len(new), new))
         if before == after:

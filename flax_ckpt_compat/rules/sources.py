@@ -77,7 +77,7 @@ def from_checkpoint(
             other = one.apply_to(other, target, open_tree)
         whole, whose = (other, located) if target is None else (target, "the target")
         for place in _patterns.select(whole, patterns, _rule_name, whose=whose):
-            start = next((path for path in _patterns.paths_of(other, "/".join(place))), None)
+            start = next(_patterns.paths_of(other, "/".join(place)), None)
             if start is None:
                 text = "/".join(place)
                 near = _patterns.near_names(text, other)

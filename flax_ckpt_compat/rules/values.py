@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.tree import KeyData, Node, Path, is_jax_array, node_
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 from flax_ckpt_compat.rules import _arrays, _edit_tree
 from flax_ckpt_compat.rules._arrays import Array
-from flax_ckpt_compat.rules._rule import Apply, rule
+from flax_ckpt_compat.rules._rule import Apply, misfit, rule
 
 _finfo: Any = ml_dtypes.finfo  # which has no types
 
@@ -81,7 +81,7 @@ def pad(_rule_name: str, pattern: str, size: int, axis: int = 0, value: Any = 0)
         if old[at] == size:
             return leaf
         if old[at] > size:
-            raise _arrays.misfit(_rule_name, path, f"has length {old[at]} on axis {axis} already; see cut")
+            raise misfit(_rule_name, path, f"has length {old[at]} on axis {axis} already; see cut")
         shape = (*old[:at], size, *old[at + 1 :])
         how = f"{old[at]} → {size} on axis {at}"
         if isinstance(value, str):
@@ -152,7 +152,7 @@ def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> App
         try:
             keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
         except (TypeError, ValueError) as error:
-            raise _arrays.misfit(_rule_name, path, f"is no data of keys of {name}: {error}") from error
+            raise misfit(_rule_name, path, f"is no data of keys of {name}: {error}") from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
     return _arrays.each_array(pattern, _rule_name, changed, "array of uint32")
@@ -243,7 +243,7 @@ def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
                     return held
     except (TypeError, ValueError, OverflowError):
         pass
-    raise _arrays.misfit(rule_name, path, f"is {dtype}, which {value!r} does not fit")
+    raise misfit(rule_name, path, f"is {dtype}, which {value!r} does not fit")
 
 
 def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, rule_name: str) -> Any:
@@ -252,11 +252,11 @@ def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, r
     remedy = "give a number as value, or rename the stored leaf to the target's name first"
     if not isinstance(node, np.ndarray) and not (is_jax_array(node) and node.is_fully_addressable):
         what = "is abstract" if hasattr(node, "shape") else "is no array"
-        raise _arrays.misfit(rule_name, path, f"in the target {what}, so it has no values to fill with; {remedy}")
+        raise misfit(rule_name, path, f"in the target {what}, so it has no values to fill with; {remedy}")
     if tuple(node.shape) != shape:
-        raise _arrays.misfit(rule_name, path, f"in the target is {tuple(node.shape)}, expected {shape}")
+        raise misfit(rule_name, path, f"in the target is {tuple(node.shape)}, expected {shape}")
     if kind_of(np.dtype(node.dtype)) != kind_of(dtype) or (kind_of(dtype) is None and node.dtype != dtype):
-        raise _arrays.misfit(rule_name, path, f"in the target is {node.dtype}, which does not become {dtype}")
+        raise misfit(rule_name, path, f"in the target is {node.dtype}, which does not become {dtype}")
     return node
 
 

@@ -12,7 +12,7 @@ import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
 from flax_ckpt_compat._core.template import compile_template
-from flax_ckpt_compat._core.tree import Path, show_path
+from flax_ckpt_compat._core.tree import Path, key_name, show_path
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")
 
@@ -283,14 +283,7 @@ def _is_path(original: Any) -> bool:
 def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
     """Return the leaves of a pytree with their names, in jax's order, and its structure; None is no leaf."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return [(tuple(map(_name, keys)), leaf) for keys, leaf in leaves], structure
-
-
-def _name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return [(tuple(map(key_name, keys)), leaf) for keys, leaf in leaves], structure
 
 
 def call_value_fn(transform: Any, value: Any, args: Any) -> Any:

@@ -29,6 +29,11 @@ def open_regular(path: str) -> int:
     raise StorageError(f"{path}: expected a regular file, found {_kind(mode)}", path=path, errno=errno.EINVAL)
 
 
+def stays_inside(relative: str) -> bool:
+    """Return whether a relative path stays below its directory, as far as names tell."""
+    return not (relative.startswith("/") or "\0" in relative or ".." in relative.split("/"))
+
+
 class ContainedFiles:
     """The files of one local checkpoint's directory, which may itself be a link; remembers what it checked."""
 

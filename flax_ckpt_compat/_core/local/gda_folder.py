@@ -12,18 +12,16 @@ import dataclasses
 import errno
 import logging
 import os
-import re
 import shutil
 from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory
-from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK_PATTERN, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 
 _log = logging.getLogger("flax_ckpt_compat")
-_CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 
 
 def folder_of(path: str) -> str:
@@ -210,7 +208,7 @@ def _remove_arrays(folder: str) -> None:
             _remove_empty(entry.path)
     if any(entry.name == ZARR2_METADATA for entry in entries):
         for entry in entries:
-            if _CHUNK.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if ZARR2_CHUNK.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
         os.unlink(os.path.join(folder, ZARR2_METADATA))  # last: it is the mark of an array
 

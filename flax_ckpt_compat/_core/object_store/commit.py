@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-import re
 import stat
 import tempfile
 from collections.abc import Collection, Iterable
@@ -29,12 +28,11 @@ from flax_ckpt_compat._core.object_store.lease import (
     tag_of,
 )
 from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK_PATTERN, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import at_once
 
-_CHUNK = re.compile(ZARR2_CHUNK_PATTERN)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -166,7 +164,9 @@ def arrays_among(keys: Collection[str]) -> list[str]:
     folders = {posixpath.dirname(key) for key in keys if posixpath.basename(key) == ZARR2_METADATA}
     parts = ((key, *posixpath.split(key)) for key in keys)
     return [
-        key for key, folder, name in parts if folder in folders and (name == ZARR2_METADATA or _CHUNK.fullmatch(name))
+        key
+        for key, folder, name in parts
+        if folder in folders and (name == ZARR2_METADATA or ZARR2_CHUNK.fullmatch(name))
     ]
 
 
