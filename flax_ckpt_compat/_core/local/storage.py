@@ -42,7 +42,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as error:
-            if error.errno not in _ABSENT:
+            if error.errno not in ABSENT:
                 raise
             why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
             raise FileNotFoundError(errno.ENOENT, why, path) from error
