@@ -4,6 +4,8 @@ Pages are the Markdown files of this folder, as GitHub shows them. Only on the s
 docstrings, and pages that include files from elsewhere in the repository; those are reStructuredText.
 """
 
+from pathlib import Path
+
 import flax_ckpt_compat
 
 project = "flax-ckpt-compat"
@@ -16,6 +18,7 @@ html_theme = "furo"
 html_title = f"flax-ckpt-compat {version}"
 html_static_path = ["_site"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("_site") / "search_scores.js")
 html_show_copyright = False
 html_copy_source = False
 copybutton_prompt_text = "$ "

@@ -56,7 +56,7 @@ def command(src: str, dst: str, **options: Any) -> None:
     leaves no half results: run it again with --resume. Memory: the largest array of each checkpoint that is
     converted at the same time, besides buffers.
 
-    A msgpack file does not tell lists and tuples from dicts with the keys 0, 1, …. These become lists, with a
+    A msgpack file stores lists and tuples as dicts with the keys 0, 1, …. These become lists, with a
     warning; --target gives the containers that the state has.
 
     Exit code 0: all converted. 1: some could not be. 2: refused. 130: interrupted.

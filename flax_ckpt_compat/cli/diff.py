@@ -23,7 +23,11 @@ flax-ckpt diff runs/a runs/b --step 7 --rtol 1e-5
 @click.argument("b")
 @step_option
 @prefix_option
-@click.option("--rtol", type=float, help="Values may differ by atol + rtol * |b|. Without both, bits are compared.")
+@click.option(
+    "--rtol",
+    type=float,
+    help="Values may differ by atol + rtol * |b|, and NaN equals NaN. Without both, bits are compared.",
+)
 @click.option("--atol", type=float, help="See --rtol. With a tolerance, 0 included, 0.0 equals -0.0.")
 @json_option("a JSON object with all differences")
 def command(
@@ -32,7 +36,7 @@ def command(
     """Compare the checkpoints A and B, of any formats, leaf by leaf.
 
     A and B are checkpoints, or directories of them. Shown are leaves of only one of them (- and +), and leaves of
-    other types, shapes or values (~); NaN equals NaN. Leaves of numbered layers are folded into one line.
+    other types, shapes or values (~). Leaves of numbered layers are folded into one line.
 
     Exit code 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
     """

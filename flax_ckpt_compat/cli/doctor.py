@@ -13,7 +13,7 @@ from ._commands import FOUND, Command, json_option, print_json
     examples="""
 flax-ckpt doctor
 flax-ckpt doctor runs/a s3://bucket/runs     also: can these be listed
-flax-ckpt run -m flax_ckpt_compat doctor     as a program under flax-ckpt run sees it
+flax-ckpt run -m flax_ckpt_compat doctor     inside of flax-ckpt run
 """,
 )
 @click.argument("paths", metavar="[PATH]...", nargs=-1)

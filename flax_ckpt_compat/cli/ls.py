@@ -27,7 +27,7 @@ def command(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_js
 
     Shows step, format, size, when it was saved, and whether it is complete or why not; then, apart, what is
     no checkpoint despite its name, and what interrupted saves left. Without --leaves nothing is opened: what looks
-    complete may still be damaged. Object stores do not tell when something was saved.
+    complete may still be damaged. Object stores give no times.
 
     Exit code 2 if DIRECTORY cannot be listed.
     """

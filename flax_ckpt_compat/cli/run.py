@@ -12,6 +12,12 @@ import sys
 import click
 
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pythonpath")
+_EXAMPLES = """\b
+Examples:
+  flax-ckpt run train.py --workdir runs/a
+  flax-ckpt run -m package.train --workdir runs/a
+  PYTHONPATH="$(flax-ckpt run --pythonpath)" ./start.sh
+"""
 # With these, Python ignores PYTHONPATH; the scripts of some installers have them.
 _IGNORE_ENVIRONMENT = {"-E", "-I"}
 
@@ -24,7 +30,7 @@ class _RunCommand(click.Command):
         return super().parse_args(ctx, args if ours else ["--", *args])
 
 
-@click.command(cls=_RunCommand, options_metavar="")
+@click.command(cls=_RunCommand, options_metavar="", epilog=_EXAMPLES)
 @click.option("--pythonpath", is_flag=True, help="Print the folder to put on PYTHONPATH instead, and exit.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
 def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
