@@ -35,12 +35,9 @@ _Array = np.ndarray[Any, Any]
 
 
 def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
-    """Write and sync the file of a tree that `check_tree` accepts; text may also refer to arrays of a folder.
+    """Write and sync the new file of a tree that `check_tree` accepts; text may also refer to arrays of a folder.
 
-    Args:
-        path: absolute path; must not exist.
-        tree: branches become maps in the order of their children.
-        sums: record checksums of the file in an attribute of it, where the file system has them.
+    With ``sums``, checksums of the file are recorded in an attribute of it, where the file system has them.
 
     Raises:
         StorageError: the file system refused; a partial file remains.
@@ -210,11 +207,9 @@ def _on_host(leaf: Any) -> Any:
 
 
 def pieces(array: Any) -> Iterator[_Array]:
-    """Yield the values of an array in C order as consecutive contiguous arrays; copies are blocks of at most 8 MiB.
+    """Yield the values of an array, jax's or a `HostCopy` too, in C order as consecutive contiguous arrays.
 
-    Args:
-        array: an ``np.ndarray``, ``jax.Array`` or `HostCopy`.
-    """
+    Copies are blocks of at most 8 MiB."""
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         yield array
         return

@@ -102,12 +102,7 @@ class ArrayHeader:
 
 
 def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
-    """Parse ``[shape, dtype name, data]`` up to the data.
-
-    Args:
-        code: extension code.
-        head: start of the payload, at least `MAX_HEADER` bytes of it or all.
-        length: length of the payload, in bytes.
+    """Parse ``[shape, dtype name, data]`` up to the data, from at least `MAX_HEADER` bytes of the payload, or all.
 
     Raises:
         DECODE_ERRORS: it is no array.

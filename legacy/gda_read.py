@@ -58,12 +58,7 @@ class FolderArray:
 
 
 def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
-    """Find the array of a placeholder and read its ``.zarray``.
-
-    Args:
-        checkpoint: path of the msgpack file.
-        subpath: text after the placeholder's prefix; empty for a checkpoint that is one array.
-        path: key path of the leaf, for errors.
+    """Find the array of a placeholder by the text after its prefix, and read its ``.zarray``.
 
     Raises:
         CorruptCheckpointError: the subpath leaves the folder, or the array is absent or does not decode.

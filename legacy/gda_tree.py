@@ -88,11 +88,7 @@ class SharedTree:
     arrays: tuple[DistributedArray, ...]
 
     def document(self, prefix: str) -> Node:
-        """Return the tree of the file, with references in place of distributed arrays.
-
-        Args:
-            prefix: prefix of every array's path in the folder of arrays.
-        """
+        """Return the tree of the file, with references to arrays below ``prefix`` in place of distributed arrays."""
         return map_leaves(lambda _, leaf: _with_reference(leaf, prefix), self.tree)
 
 
@@ -187,12 +183,8 @@ def choose_subpaths(paths: Sequence[Path], taken: Collection[str]) -> dict[Path,
 
     Readers take the subpath from the file's text, so any unique one works. The key path is unsafe if it leaves the
     folder (``..``), is not a valid path, or collides with another leaf's (a key ``a/b`` beside ``a`` over ``b``;
-    keys that some file systems do not distinguish, such as ``A`` and ``a``).
-
-    Args:
-        paths: key paths, in the same order in all processes.
-        taken: names at the root of the tree.
-    """
+    keys that some file systems do not distinguish, such as ``A`` and ``a``). All processes pass the paths in one order;
+    ``taken`` are the names at the root of the tree."""
     safe = _SAFE
     while _folded(safe) in {_folded(name) for name in taken}:
         safe += "_"

@@ -110,9 +110,7 @@ _THREE = 0x93
 def last_key(data: bytes) -> int:
     """Return the position of the next array's key if everything up to the array's data is in ``data``; else -1.
 
-    Args:
-        data: bytes from a key of a map on. Keys of subtrees may precede that of the array.
-    """
+    The data begins at a key of a map. Keys of subtrees may precede that of the array."""
     at = 0
     try:
         while True:

@@ -56,13 +56,9 @@ class Database:
     """A new OCDBT database."""
 
     def __init__(self, path: str, url: str | None = None, recorder: Recorder | None = None) -> None:
-        """Open the database in ``path`` and a transaction.
+        """Open the database in the directory ``path``, to merge those of a store's folder ``url``, and a transaction.
 
-        Args:
-            path: directory of the database.
-            url: a store's folder with databases to merge.
-            recorder: records the checksums of chunks that have none of their own.
-        """
+        ``recorder`` records the checksums of chunks that have none of their own."""
         self._path, self._url, self._recorder = path, url, recorder
         self._spec = {
             "driver": "ocdbt",

@@ -190,13 +190,7 @@ def _check_complete(
 ) -> None:
     """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
 
-    Args:
-        path: directory or URL of the checkpoint, for messages.
-        plan: plan of process 0.
-        encoding: how chunks are stored.
-        index: index of the merged database.
-        size: returns the bytes in a file, relative to the checkpoint; an error or None if there is none.
-    """
+    ``size`` returns the bytes in a file, relative to the checkpoint, or an error, or None if there is none."""
     for entry in plan.entries:
         if entry.stored is None or entry.stored.value_type == STRING:
             continue

@@ -53,10 +53,8 @@ class _NodeRef:
 def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None = None) -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
-    Args:
-        path: directory of the checkpoint.
-        base: directory of the database in it, with its slash; file names are relative to the checkpoint.
-        locate: returns the full path of a file by its name, if not all are in ``path``.
+    ``base`` is its directory in the checkpoint's, with its slash. Of files that are not in ``path``, ``locate`` returns
+    the full path by the name.
 
     Raises:
         UndecodableError: only TensorStore's own driver can read the database.

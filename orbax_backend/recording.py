@@ -74,13 +74,7 @@ class Recorder:
 
 
 def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:
-    """Complete a record with what lies in the folder of a finished database; return full path → content of its file.
-
-    Args:
-        record: checksums of its chunks.
-        folder: the database's directory.
-        path: directory of the checkpoint.
-    """
+    """Complete the record of a finished database's chunks with what lies in its folder; return full path → content."""
     data, manifest = os.path.join(folder, DATA_DIRECTORY), os.path.join(folder, MANIFEST)
     record.data_files = frozenset(os.listdir(data) if os.path.isdir(data) else ())
     if os.path.exists(manifest):

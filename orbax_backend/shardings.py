@@ -123,11 +123,7 @@ def with_old_entries(entries: Mapping[str, str], shardings: Mapping[str, str]) -
     """Return the entries of ``_sharding`` so that Orbax 0.3 to 0.5 read them too (measured).
 
     Releases 0.5 know devices by jax's old names; earlier ones look for the plain names of arrays, and know only meshes.
-
-    Args:
-        entries: encoded name, as JSON → text.
-        shardings: name, as JSON → text.
-    """
+    The keys of both arguments are JSON: encoded names in ``entries``, plain ones in ``shardings``."""
     plain = {name: _MESH_OF_ALL if _SINGLE in text else text for name, text in shardings.items()}
     return plain | {name: text.replace(_CPU, _OLD_CPU) for name, text in entries.items()}
 

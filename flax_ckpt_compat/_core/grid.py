@@ -97,12 +97,7 @@ def _bands(box: Box, shape: Shape, limit: int, fixed: list[slice]) -> Iterator[B
 def readable_boxes(shape: Shape, chunks: Shape, limit: int, *, splits_chunks: bool) -> Iterator[Box]:
     """Yield boxes of at most ``limit`` elements that cover an array and share no chunk; longer chunks stay whole.
 
-    Args:
-        shape: of the array.
-        chunks: shape of a chunk.
-        limit: elements of a box.
-        splits_chunks: parts of a chunk can be read without the rest of it, so longer chunks are split too.
-    """
+    With ``splits_chunks``, where parts of a chunk can be read without the rest of it, longer chunks are split too."""
     side = list(chunks)
     for axis in reversed(range(len(side))):
         whole = -(-shape[axis] // side[axis])

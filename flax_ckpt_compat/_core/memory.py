@@ -28,11 +28,8 @@ def pause_gc(*, enabled: bool = True) -> Iterator[None]:
     """Pause Python's cyclic garbage collector while many long-lived objects are created.
 
     They would trigger full collections, each of which walks everything that jax holds: a third of the time of
-    saving 5,000 leaves. Use only around short computations that read at most metadata from a local disk.
-
-    Args:
-        enabled: pass false when waiting for a store; nothing is paused then.
-    """
+    saving 5,000 leaves. Use only around short computations that read at most metadata from a local disk: with
+    ``enabled`` false, when waiting for a store, nothing is paused."""
     was_on = enabled and gc.isenabled()
     if was_on:
         gc.disable()

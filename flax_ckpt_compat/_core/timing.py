@@ -38,13 +38,7 @@ class Stopwatch:
         return result
 
     def log(self, done: str, path: str, leaves: Iterable[Any]) -> None:
-        """Log what was done at INFO.
-
-        Args:
-            done: "Saved" or "Restored".
-            path: of the checkpoint.
-            leaves: arrays or leaf handles, whose bytes are counted if the line is logged.
-        """
+        """Log what was ``done`` ("Saved" or "Restored") at INFO, with the bytes of arrays or leaf handles."""
         if not _log.isEnabledFor(logging.INFO):
             return
         nbytes = sum(map(_nbytes, leaves))

@@ -68,12 +68,7 @@ def no_directory(path: str) -> Absence:
 
 
 def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
-    """Explain that a directory holds no checkpoint of a prefix, and name those of other prefixes.
-
-    Args:
-        checkpoint_dir: directory and prefix.
-        prefix: as the caller wrote it.
-    """
+    """Explain that a directory holds no checkpoint of a prefix, as the caller wrote it; name other prefixes."""
     if not paths.isdir(checkpoint_dir.directory):
         if paths.lexists(checkpoint_dir.directory):
             return Absence(f"{checkpoint_dir.directory} is no directory", False)

@@ -21,9 +21,6 @@ def checkpoints_below(root: str) -> list[str]:
     Files count if they are named ``checkpoint_…`` or ``….msgpack``, or ``prefix + step`` if one of that prefix in the
     directory begins like Flax's.
 
-    Args:
-        root: absolute path, or URL.
-
     Raises:
         CheckpointNotFoundError: it does not exist.
         StorageError: the file system refused.

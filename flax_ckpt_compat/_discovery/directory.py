@@ -79,12 +79,9 @@ class ChangedError(Exception):
 
 
 def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result]) -> _Result:
-    """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times.
+    """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times, each with one listing of a store.
 
-    Args:
-        directory: the directory; in a store, each round uses one listing.
-        look: takes True in the last round, when a vanished name counts as absent.
-    """
+    It takes True in the last round, when a vanished name counts as absent."""
     for left in reversed(range(_ROUNDS)):
         try:
             with paths.listing_cache(directory):
@@ -100,12 +97,7 @@ class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
     def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False):
-        """List the directory.
-
-        Args:
-            checkpoint_dir: directory and prefix.
-            tolerant: treat vanished names as absent instead of raising `ChangedError`.
-        """
+        """List the directory; if ``tolerant``, a vanished name is absent, else `ChangedError` is raised for it."""
         self.checkpoint_dir, self._tolerant = checkpoint_dir, tolerant
         self.names: list[str] = listing.names_in(checkpoint_dir)
         self._classified: dict[str, Classified] = {}

@@ -63,17 +63,11 @@ def names_in(checkpoint_dir: CheckpointDir) -> list[str]:
         raise
 
 
-def complete_steps(checkpoint_dir: CheckpointDir, names: list[str] | None = None, *, quiet: bool = False) -> list[str]:
-    """Return names of the complete numeric checkpoints, oldest first; warn once about incomplete ones.
-
-    Args:
-        checkpoint_dir: directory and prefix.
-        names: names in the directory, if already listed.
-        quiet: do not warn.
-    """
+def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]:
+    """Return the names of complete numeric checkpoints, oldest first; warn about incomplete ones."""
     complete, broken = [], []
     with paths.listing_cache(checkpoint_dir.directory):
-        ours = steps.in_order(names_in(checkpoint_dir) if names is None else names, checkpoint_dir.prefix)
+        ours = steps.in_order(names, checkpoint_dir.prefix)
         storage = paths.storage_of(checkpoint_dir.directory)
         if storage.is_remote:
             storage.prefetch_emptiness(list(filter(storage.isfile, map(checkpoint_dir.path, ours))))
@@ -84,18 +78,13 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str] | None = None
             # Otherwise another process has just evicted it, or it is no checkpoint.
             elif paths.lexists(checkpoint_dir.path(name)) and not detect.foreign_look(checkpoint_dir.path(name)):
                 broken.append(f"{name} ({missing})")
-    if broken and not quiet:
+    if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))
     return complete
 
 
 def newest_step(checkpoint_dir: CheckpointDir, *, but: Container[str] = ()) -> str | None:
-    """Return the name of the newest complete numeric checkpoint, without checking older ones.
-
-    Args:
-        checkpoint_dir: directory and prefix.
-        but: names to ignore.
-    """
+    """Return the newest complete numeric checkpoint's name that is not in ``but``, without checking older ones."""
     with paths.listing_cache(checkpoint_dir.directory):
         for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
             if name not in but and detect.what_is_missing(checkpoint_dir.path(name)) is None:

@@ -14,13 +14,7 @@ _logged: OrderedDict[Hashable, str] = OrderedDict()
 
 
 def log_once(subject: Hashable, message: str | None, level: int = logging.WARNING) -> None:
-    """Log a message, unless it was the last one about the same subject.
-
-    Args:
-        subject: key of the message, such as a directory and a prefix.
-        message: None to forget the last one, so that the next is logged again.
-        level: of the log record.
-    """
+    """Log a message, unless it was the last one about the same subject; None forgets that, so the next is logged."""
     with _lock:
         before = _logged.pop(subject, None)
         if message is not None:

@@ -16,15 +16,10 @@ _integers: Any = ml_dtypes.iinfo
 
 
 def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether a numeric array loses values in a cast.
+    """Return whether a numeric array loses values in a cast to a dtype.
 
     From float to float, values may be rounded; all others have to be the same after the cast. Values beyond the range
-    of the new dtype, NaN, infinities and signs that it lacks, fractions and imaginary parts do not survive.
-
-    Args:
-        array: before the cast.
-        dtype: after it.
-    """
+    of the new dtype, NaN, infinities and signs that it lacks, fractions and imaginary parts do not survive."""
     if array.size == 0 or is_safe(array.dtype, dtype):
         return False
     if array.dtype.kind == "c":

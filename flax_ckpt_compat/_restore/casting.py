@@ -49,12 +49,7 @@ class Cast:
 
 @functools.cache
 def exists(stored: np.dtype[Any], wanted: Any) -> bool:
-    """Return whether arrays of one dtype can be cast to another.
-
-    Args:
-        stored: of numpy or ml_dtypes.
-        wanted: likewise, or the dtype of typed PRNG keys.
-    """
+    """Return whether arrays of a dtype can be cast to another, which may be that of typed PRNG keys."""
     if not isinstance(wanted, np.dtype):
         return False
     both = stored.kind in _NUMBERS and wanted.kind in _NUMBERS
@@ -81,17 +76,7 @@ def _has_direct_cast(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 def read(
     reader: Reader, wanted: Sequence[Readable], casts: Mapping[Readable, Cast], mapped: Set[Readable] = frozenset()
 ) -> dict[Readable, Any]:
-    """Read values and cast them.
-
-    Args:
-        reader: of the checkpoint.
-        wanted: handles and slices, each once.
-        casts: handle or slice → its cast, for those that are cast.
-        mapped: those that may be memory-mapped.
-
-    Returns:
-        Handle or slice → value.
-    """
+    """Read handles and slices, each once, and cast those in ``casts``; those in ``mapped`` may be memory-mapped."""
     values: dict[Readable, Any] = {}
     for is_mapped in (False, True):
         group = [one for one in wanted if (one in mapped) is is_mapped]

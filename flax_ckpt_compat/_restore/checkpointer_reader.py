@@ -44,14 +44,7 @@ class CheckpointerReader(backend.Reader):
     places_on_device, keeps_lists = True, False
 
     def __init__(self, checkpointer: Any, path: str, tree: Node, own: backend.Reader | None = None):
-        """Wrap a checkpointer.
-
-        Args:
-            checkpointer: an Orbax checkpointer.
-            path: the checkpoint's path.
-            tree: the checkpoint's tree of leaf handles.
-            own: our reader of the same checkpoint, if there is one.
-        """
+        """Wrap an Orbax checkpointer; ``own`` is our reader of the same checkpoint, if there is one."""
         self.path, self.tree = path, tree
         self._checkpointer, self._own = checkpointer, own
 

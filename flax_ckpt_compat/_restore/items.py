@@ -94,13 +94,7 @@ class _ReaderOfSeveral(Reader):
     """Reader of leaves of several items or checkpoints, as rules may put them into one tree."""
 
     def __init__(self, reader: Reader, path: str, others: Sequence[Reader] | None = None):
-        """Combine readers.
-
-        Args:
-            reader: of all leaves that are not of ``others``.
-            path: for messages.
-            others: readers of their own leaves; all if None.
-        """
+        """Read leaves of ``others`` (None: of all readers) with their own readers, all else with this one."""
         self.format, self.path, self.tree = reader.format, path, reader.tree
         self.places_on_device, self.keeps_lists = reader.places_on_device, reader.keeps_lists
         self._reader, self._others = reader, others

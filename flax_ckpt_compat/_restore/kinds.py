@@ -94,14 +94,9 @@ def becomes_array(target: Any, cast: bool) -> bool:
 
 
 def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | None:
-    """Compare the kind of a stored node with that of the target's leaf; None if they fit.
+    """Compare the kind of a stored node with that of the target's leaf, of which None takes anything; None if they fit.
 
-    Args:
-        path: key path in the target.
-        stored: leaf handle, `Derived`, branch or None.
-        target: the target's leaf; None takes anything.
-        cast: the setting ``dtype="target"``, which makes arrays of numbers.
-    """
+    ``cast`` is the setting ``dtype="target"``, which makes arrays of numbers."""
     if target is None or (isinstance(stored, Derived) and stored.shape is None):
         return None
     wanted = target_kind(target)
@@ -252,11 +247,7 @@ def is_ambiguous(handle: LeafHandle, target: Any) -> bool:
 def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
     """Return whether a stored number is converted: to an array for abstract targets, to the target's type by a cast.
 
-    Args:
-        kind: the `resolved_kind`.
-        target: the target's leaf.
-        cast: the setting ``dtype="target"``.
-    """
+    ``kind`` is the `resolved_kind`, and ``cast`` the setting ``dtype="target"``."""
     if kind not in PYTHON_NUMBERS and kind is not LeafKind.NUMPY_SCALAR:
         return False
     if wants_array(target):

@@ -39,13 +39,7 @@ class LeafPlanner:
         self.host_types: set[type] = set()
 
     def array(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
-        """Plan a stored array; quick for those that are neither cast nor split, as almost all are.
-
-        Args:
-            path: key path in the target.
-            handle: of the array.
-            target: the target's leaf, or None.
-        """
+        """Plan a stored array for a target's leaf, or for None; quick for those that are neither cast nor split."""
         if not self._casts and not handle.possible_kinds:
             is_array = self._types[type(target)]
             on_device = self._on_device or handle.in_gda_folder
@@ -68,7 +62,7 @@ class LeafPlanner:
         return self._device_count == 1
 
     def stored(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
-        """Plan a stored leaf of any kind; same arguments as `array`."""
+        """Plan a stored leaf of any kind."""
         if handle.possible_kinds and kinds.is_ambiguous(handle, target):
             self._plan.problems.append(kinds.ambiguous_key(handle))
         kind, dtype = kinds.resolved_kind(handle, target), kinds.stored_dtype(handle)
@@ -100,7 +94,7 @@ class LeafPlanner:
         return leaf
 
     def derived(self, path: Path, source: Derived, target: Any) -> LeafPlan:
-        """Plan a derived leaf, and the inputs of users' functions; arguments as for `array`."""
+        """Plan a derived leaf, and the inputs of users' functions."""
         self._plan_inputs(source)
         on_device = self._on_device or any(handle.in_gda_folder for handle in source.handles)
         leaf = LeafPlan(path, source, target)

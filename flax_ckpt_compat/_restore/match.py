@@ -33,15 +33,9 @@ def plan_tree(
     *,
     leaf_by_leaf: bool = False,
 ) -> TreePlan:
-    """Plan a restore of one tree.
+    """Plan a restore of one tree, or of a part of it, after the rules.
 
-    Args:
-        reader: of the checkpoint.
-        tree: its tree, or a part of it, after the rules.
-        target: the user's tree, or None.
-        options: the restore's.
-        path: file or directory, for messages.
-        leaf_by_leaf: match leaves below nodes with custom serialization too, which take any stored structure.
+    With ``leaf_by_leaf``, match leaves below nodes with custom serialization, too, which take any stored structure.
 
     Raises:
         TransformError: a transform that does not fit.

@@ -55,13 +55,7 @@ def _top_level(stored: Node) -> str:
 
 
 def missing_remedies(missing: Sequence[Path], target: Node, suggestion: str) -> str:
-    """Return the remedies for missing leaves.
-
-    Args:
-        missing: their key paths.
-        target: the target's neutral tree.
-        suggestion: rules that map the checkpoint to the target; empty if none are clear.
-    """
+    """Return the remedies for missing leaves; ``suggestion`` has rules that map the checkpoint, or is empty."""
     # Where most of it is missing, this is another model, and nothing to keep part by part.
     is_little = 2 * len(missing) < sum(1 for _ in iter_leaves(target))
     rule = _from_target(target, missing) if is_little else ""
@@ -84,14 +78,8 @@ def other_shapes(
 ) -> str:
     """Return the folded list of shapes that differ, and the remedies.
 
-    Args:
-        shapes: the differences.
-        source: path of the checkpoint.
-        target: the target's neutral tree.
-        arrays: number of stored arrays that the target asks for.
-        refused: the restore fails; else the stored arrays are returned.
-        suggestion: rules that map the checkpoint to the target; empty if none are clear.
-    """
+    ``arrays`` is the number of stored arrays that the target asks for. If ``refused``, the restore fails; else the
+    stored arrays are returned. ``suggestion`` has rules that map the checkpoint, or is empty."""
     keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(node_at(target, path))}
     rows = [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes]
     lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]

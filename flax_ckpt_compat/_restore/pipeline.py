@@ -31,16 +31,7 @@ _log = logging.getLogger("flax_ckpt_compat")
 def restore(
     ckpt_dir: str, target: Any, step: Any, prefix: str, options: RestoreOptions, orbax_checkpointer: Any = None
 ) -> Any:
-    """Restore a tree; see `flax_ckpt_compat.checkpoints.restore_checkpoint`.
-
-    Args:
-        ckpt_dir: normalised path of a checkpoint or a directory of them.
-        target: the user's tree, or None.
-        step: the step, or None for the latest.
-        prefix: of the checkpoints' names.
-        options: policies and transforms.
-        orbax_checkpointer: an Orbax checkpointer that reads directories, or None.
-    """
+    """Restore a tree from a normalised path; see `flax_ckpt_compat.checkpoints.restore_checkpoint`."""
     monitoring.record_event("/jax/flax/checkpoint/restore")
     start = time.time()
     if target is None:
@@ -90,12 +81,7 @@ def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, che
 
 
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
-    """Restore chosen items, or parts of them, without a target.
-
-    Args:
-        opened: the checkpoint.
-        chosen: item name → its tree of leaf handles, or a part of it.
-    """
+    """Restore chosen items, by name, or parts of their trees of leaf handles, without a target."""
     values, options = {}, RestoreOptions(config.current())
     with depth.limited("read"):
         for name, node in chosen.items():

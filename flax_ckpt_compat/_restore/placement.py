@@ -17,14 +17,7 @@ from flax_ckpt_compat._trees import state_dict
 
 
 def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) -> Any:
-    """Return the final value of a stored leaf that was read whole.
-
-    Args:
-        leaf: its plan.
-        handle: its source.
-        value: as read.
-        cast: its cast, if any.
-    """
+    """Return the final value of a stored leaf that was read whole."""
     kind = kinds.resolved_kind(handle, leaf.target)
     if handle.possible_kinds:
         value = kinds.converted(value, handle, leaf.target)

@@ -44,11 +44,7 @@ def _mesh_in_context() -> Any:
 def wanted(target: Any, on_device: bool) -> Any:
     """Return the sharding that a leaf's value is placed with, or None for host memory.
 
-    Args:
-        target: the target's leaf.
-        on_device: use any sharding; else only an explicit one: of an abstract leaf, over several devices, or on a
-            device of another process.
-    """
+    Unless ``on_device``, only an explicit one counts: of an abstract leaf, over several devices, of another process."""
     sharding = of(target)
     if sharding is None or on_device or isinstance(target, jax.ShapeDtypeStruct):
         return sharding

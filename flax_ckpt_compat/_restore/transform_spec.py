@@ -105,12 +105,7 @@ class TransformSpec:
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
-        """Apply all rules to a checkpoint's tree.
-
-        Args:
-            tree: of leaf handles.
-            target: the target's neutral tree, or None.
-            path: of the checkpoint, for messages.
+        """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None.
 
         Raises:
             TransformError, NameCollisionError: a rule that does not fit.
@@ -131,12 +126,7 @@ class TransformSpec:
         return _Chooser(tree, self._transforms, self._default_to_original) if self._is_active else None
 
     def explain_unmatched(self, target: Node, tree: Node) -> str:
-        """Return a message about transforms that match no leaf of the target, most likely misspelt; empty if none.
-
-        Args:
-            target: the target's neutral tree.
-            tree: of the checkpoint.
-        """
+        """Return a message about transforms that match no leaf of the target, most likely misspelt; empty if none."""
         if not self._transforms:
             return ""
         wanted = ["/".join(path) for path, _ in iter_leaves(target)]

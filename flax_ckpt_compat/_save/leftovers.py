@@ -36,9 +36,6 @@ class Leftover:
 def find_leftovers(root: str) -> list[Leftover]:
     """Return what interrupted saves left in a directory and all below it, what may still be written included.
 
-    Args:
-        root: absolute path, or URL.
-
     Raises:
         CheckpointNotFoundError: it is no directory.
         StorageError: the file system or store refused.

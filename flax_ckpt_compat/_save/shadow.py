@@ -32,15 +32,9 @@ _MAX_DIFFERENCES = 20  # listed in a record
 
 
 def compare(request: SaveRequest, tree: Node, seconds: float) -> None:
-    """Save a tree in the other format, compare both checkpoints bit by bit, and record the result.
+    """Save what was just published in the other format, compare both checkpoints bit by bit, and record the result.
 
-    Never raises what concerns the copy: a failure is logged and recorded.
-
-    Args:
-        request: of the save that was just published.
-        tree: what it saved.
-        seconds: how long writing it took.
-    """
+    Never raises what concerns the copy: a failure is logged and recorded. Writing the tree took ``seconds``."""
     folder = os.path.join(request.directory, FOLDER)
     record: dict[str, Any] = {
         "name": request.name,

@@ -85,12 +85,7 @@ class TreeSummary:
         return f"; look at {'' if self._is_exact else 'some of '}{one_line(names)}" if names else ""
 
     def warn_of_values(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn once for leaves of which processes hold different values.
-
-        Args:
-            path: the checkpoint's.
-            others: `details` of the other processes, by index.
-        """
+        """Warn once for leaves of which processes hold different values; ``others`` has their `details` by process."""
         first = {(group, *digest.split()[:1]): digest for group, digest in self.details["values"].items()}
         groups: set[str] = set()
         processes = []

@@ -90,11 +90,7 @@ def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...] | None, Any]:
 
 
 def needs(source: Any) -> dict[Any, int]:
-    """Return the reads of a source: a key that is equal for equal reads → size in memory, in bytes.
-
-    Args:
-        source: a leaf of a tree of sources, or an input.
-    """
+    """Return the reads of a source, or of an input: a key that is equal for equal reads → size in memory, in bytes."""
     if isinstance(source, FunctionInput):
         source = source.handle
     if isinstance(source, LeafHandle):
@@ -109,12 +105,7 @@ def needs(source: Any) -> dict[Any, int]:
 
 
 def slice_leaf(leaf: Any, index: tuple[slice, ...]) -> ArraySlice | Derived:
-    """Return a slice of an array leaf (see `is_array`); of a stored leaf, only the slice is read.
-
-    Args:
-        leaf: the array.
-        index: start and stop on every axis, without steps.
-    """
+    """Return a slice, without steps, of an array leaf (see `is_array`); of a stored leaf, only the slice is read."""
     if isinstance(leaf, LeafHandle) and leaf.kind is LeafKind.ARRAY:
         return ArraySlice(leaf, index)
     shape = tuple(side.stop - side.start for side in index)

@@ -30,12 +30,7 @@ def modernize(stored: Node, target: Node) -> Node:
     """Rewrite the old namedtuples of a checkpoint as they are written since, so that rules find their fields.
 
     Rules run before names are those of the target, so an old namedtuple also counts where the target has one with the
-    same fields elsewhere, unless a node of the target has the three keys itself.
-
-    Args:
-        stored: tree of leaf handles; the names of fields are read.
-        target: the target's neutral tree, or None, which has no namedtuples.
-    """
+    same fields elsewhere, unless a node of the target has the three keys itself."""
     branches = [branch for _, branch in iter_branches(target)]
     known = {frozenset(one.children) for one in branches if one.container is Container.NAMEDTUPLE}
     if any(one.children.keys() == KEYS for one in branches):

@@ -78,13 +78,9 @@ class TargetTree:
         return branch
 
     def filled(self, values: Iterator[Any], stored_subtrees: Mapping[Path, Node], structure: str) -> Any:
-        """Return the state dict of the tree with other leaves, for `rebuild`.
+        """Return the state dict of the tree with other leaves, in order, for `rebuild`.
 
-        Args:
-            values: the leaves in order; at the key paths of ``stored_subtrees``, the leaves of those.
-            stored_subtrees: nodes in whose place a stored subtree is restored.
-            structure: structure of these; see `from_stored`.
-        """
+        At key paths of ``stored_subtrees`` it has these, with their own leaves, in a ``structure`` of `from_stored`."""
 
         def fill(node: Branch, path: Path) -> Any:
             children: dict[str, Any] = {}

@@ -43,12 +43,7 @@ def _on_two_lines(cells: tuple[str, str, str], width: int) -> list[str]:
 
 
 def rich(plan: Plan, width: int) -> Iterator[Any]:
-    """Render the plan with rich.
-
-    Args:
-        plan: the plan.
-        width: of the console, in characters.
-    """
+    """Render the plan with rich, for a console of ``width`` characters."""
     from rich.table import Table
     from rich.text import Text
 

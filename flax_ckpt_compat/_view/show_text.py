@@ -78,10 +78,7 @@ def title(contents: Contents) -> str:
 def lines(contents: Contents, levels: int | None = None) -> Iterator[tuple[str, bool]]:
     """Yield a line for each subtree and leaf, those of numbered layers folded, and whether it has NaN or infinity.
 
-    Args:
-        contents: what is in the checkpoint.
-        levels: number of levels to show; None shows all.
-    """
+    ``levels`` is the number of levels to show; None shows all."""
     root = tree_of(contents)
     with depth.limited("shown"):
         rows = [_row(root.name, [root])] if root.leaf else list(_rows([root], levels))

@@ -8,12 +8,7 @@ Box = tuple[float, float, float, float]  # left, top, width, height
 
 
 def squarified(sizes: Sequence[float], box: Box) -> Iterator[Box]:
-    """Yield a box for each size, in their order, which should be descending; together they fill the box.
-
-    Args:
-        sizes: positive numbers.
-        box: the box to fill.
-    """
+    """Yield a box for each size, positive and best in descending order; together they fill ``box``."""
     left, top, width, height = box
     area = width * height / sum(sizes) if sizes else 0.0
     areas = [size * area for size in sizes]

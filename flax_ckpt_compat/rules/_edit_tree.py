@@ -65,11 +65,8 @@ def put(stored: Node, path: Path, node: Node, rule_name: str, *, depth: int = 0)
 def each_leaf(pattern: str, rule_name: str, change: Callable[[Any, Path, Node], Node], needed: str = "leaf") -> Apply:
     """Return the `apply` of a rule that changes every leaf whose key path has a match; other leaves stay.
 
-    Args:
-        pattern: see `flax_ckpt_compat.rules._patterns.matches`.
-        rule_name: the rule, for messages.
-        change: takes leaf, key path and target; returns the new leaf, or None to leave it as it is and not count it.
-        needed: noun for the required match, for messages.
+    ``change`` takes leaf, key path and target, and returns the new leaf, or None to leave it as it is and not count it.
+    ``needed`` is a noun for the required match.
 
     Raises:
         TransformError: not a regular expression; when applied: there is no such leaf.

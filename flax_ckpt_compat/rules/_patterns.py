@@ -108,11 +108,7 @@ def matches(patterns: Sequence[re.Pattern[str]], path: Path) -> Iterator[tuple[i
 def below(branch: Branch, path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
     """Yield the topmost key paths below a branch that a `whole_names` pattern matches, each with its match.
 
-    Args:
-        branch: the branch.
-        path: its key path; the pattern does not match names of it.
-        pattern: the pattern.
-    """
+    The pattern does not match names of the branch's own key path."""
     start = len("/".join(path)) + bool(path)
 
     def visit(node: Node, level: Path) -> Iterator[tuple[Path, re.Match[str]]]:
@@ -131,11 +127,7 @@ def select(
 ) -> dict[Path, re.Match[str]]:
     """Return the key paths of the topmost nodes whose whole key path a pattern matches, each with its match.
 
-    Args:
-        tree: the tree to search; the empty pattern is the whole of it.
-        patterns: regular expressions.
-        rule_name: the rule, for the message.
-        whose: name of the tree, for the message.
+    The empty pattern is the whole tree, which messages call ``whose``.
 
     Raises:
         TransformError: a pattern that matches nothing, or two nodes with one text, because names contain ``/``.

@@ -245,11 +245,7 @@ def _compiled(key: str) -> re.Pattern[str] | None:
 
 
 def check(transform: Any, key: str | None = None) -> None:
-    """Raise if a transform's fields contradict each other.
-
-    Args:
-        transform: ours or Orbax's.
-        key: its key, for the message.
+    """Raise if a transform's fields contradict each other; ``key`` is for the message.
 
     Raises:
         TransformError: names the fields and the remedy.
