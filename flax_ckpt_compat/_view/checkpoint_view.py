@@ -66,7 +66,7 @@ def open_checkpoint(
 
 
 class Checkpoint:
-    """An open checkpoint: a known structure, and values read on demand.
+    """An open checkpoint: a known structure, and values read on demand; in notebooks, a tree that can be searched.
 
     Attributes:
         path: absolute path of the file or directory.

@@ -3,32 +3,32 @@
 ========================================  ===========================================================================
 rule                                      what it does
 ========================================  ===========================================================================
-``rename(pattern, replacement)``          other names, wherever a pattern matches whole names; or a mapping of such
-``move(source, to)``                      subtrees or leaves go elsewhere, or become the whole tree
-``copy(source, to)``                      the same, and they stay where they are, too
-``drop(*patterns)``                       leaves out what is not wanted
-``from_target(*patterns)``                the target keeps its own values there
-``from_checkpoint(path, *patterns)``      takes them from another checkpoint
-``wrap(name, at)``                        one level more: params/… → params/model/…
-``unwrap(name, at)``                      one level less: params/model/… → params/…
-``stack(pattern, into, axis)``            layer_0 … layer_11 → layers, with one axis more
-``unstack(pattern, into, axis)``          layers → layer_0 … layer_11
-``fuse(names, into, axis)``               query, key, value → qkv, concatenated
-``split(pattern, into, axis, sizes)``     qkv → query, key, value
-``transpose(pattern, axes)``              another order of axes
-``reshape(pattern, shape)``               another shape, the same values
-``pad(pattern, size, axis, value)``       longer arrays, filled with a number or the target's own values
-``cut(pattern, size, axis)``              the first values on an axis
-``index(pattern, number, axis)``          one index of an axis, which goes
-``unreplicate(pattern)``                  the first replica of a state that was saved replicated for ``jax.pmap``
-``resize(pattern, shape, method, …)``     interpolated arrays, such as position embeddings
-``cast(pattern, dtype)``                  another dtype of the same kind
-``apply(pattern, function)``              whatever a function returns
-``wrap_key_data(pattern, impl)``          raw PRNG keys become typed ones
-``key_data(pattern)``                     typed PRNG keys become raw ones
-``optimizer_state(at, stored_at)``        moments of the parameters that still exist, the target's own elsewhere
-``pre_linen(at)``                         names of modules from before linen
-``pre_optax()``                           checkpoints of ``flax.optim``
+``rename(pattern, replacement)``          renames whole names that a pattern matches; takes a mapping, too
+``move(source, to)``                      moves a subtree or leaf, or makes it the whole tree
+``copy(source, to)``                      copies a subtree or leaf
+``drop(*patterns)``                       leaves out subtrees or leaves
+``from_target(*patterns)``                keeps the target's own values there
+``from_checkpoint(path, *patterns)``      takes subtrees from another checkpoint
+``wrap(name, at)``                        adds a level: params/… → params/model/…
+``unwrap(name, at)``                      removes a level: params/model/… → params/…
+``stack(pattern, into, axis)``            stacks layer_0 … layer_11 → layers, with one more axis
+``unstack(pattern, into, axis)``          unstacks layers → layer_0 … layer_11
+``fuse(names, into, axis)``               concatenates query, key, value → qkv
+``split(pattern, into, axis, sizes)``     splits qkv → query, key, value
+``transpose(pattern, axes)``              changes the order of axes
+``reshape(pattern, shape)``               changes the shape of the same values
+``pad(pattern, size, axis, value)``       makes arrays longer, with a number or the target's own values
+``cut(pattern, size, axis)``              keeps the first values on an axis
+``index(pattern, number, axis)``          takes one index of an axis
+``unreplicate(pattern)``                  takes the first replica of a state saved replicated for ``jax.pmap``
+``resize(pattern, shape, method, …)``     interpolates arrays, such as position embeddings
+``cast(pattern, dtype)``                  changes the dtype, within its kind
+``apply(pattern, function)``              computes arrays with your function
+``wrap_key_data(pattern, impl)``          turns raw PRNG keys into typed ones
+``key_data(pattern)``                     turns typed PRNG keys into raw ones
+``optimizer_state(at, stored_at)``        takes the moments of parameters that still exist, else the target's own
+``pre_linen(at)``                         reads checkpoints from before linen
+``pre_optax()``                           reads checkpoints of ``flax.optim``
 ========================================  ===========================================================================
 
 Patterns are regular expressions over key paths joined with ``/``, such as ``params/Dense_0/kernel``, and match whole

@@ -28,7 +28,7 @@ _MOST_FILES = 20_000
 # Seconds for one save or restore; of 50,000 leaves by eight processes on two CPUs it takes minutes.
 _LIMIT = 900
 _KINDS = ("index", "array_metadatas", "_sharding")
-_STAGES = ("share s", "merge s", "open s")
+_STAGES = ("database s", "merge s", "open s")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     leaves = (100,) if options.quick else (500, 5_000, 50_000)
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         facts = disk.machine_facts(workdir)
-        tables = [*real_tables(processes, leaves, workdir), *played_tables(workdir, quick=options.quick)]
+        tables = [*real_tables(processes, leaves, workdir), *simulated_tables(workdir, quick=options.quick)]
     for table in tables:
         table.show()
     if options.write:
@@ -149,15 +149,15 @@ def _timed(one: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def played_tables(workdir: str, *, quick: bool) -> list[Table]:
-    """Meetings and merges of which one process plays all sides."""
+def simulated_tables(workdir: str, *, quick: bool) -> list[Table]:
+    """Barriers and merges of which one process simulates all sides."""
     met = [(f"{count:,}", *_met(count)) for count in ((8, 64) if quick else (8, 64, 256, 1_000))]
     sizes = ((8, 50),) if quick else ((8, 5_000), (64, 1_000), (256, 400), (1_000, 50), (1_000, 200))
     merged = [(f"{count:,}", f"{leaves:,}", *_merged(count, leaves, workdir)) for count, leaves in sizes]
     return [
-        Table("Meetings of one save, played", ("processes", "messages", "process 0 s"), met),
+        Table("Barriers of one save, simulated", ("processes", "messages", "process 0 s"), met),
         Table(
-            "Shares in Orbax's format, played",
+            "Databases of processes in Orbax's format, simulated",
             ("processes", "leaves", "chunks", "files", *(f"{kind} bytes" for kind in _KINDS), *_STAGES),
             merged,
         ),
