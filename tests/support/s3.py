@@ -42,13 +42,17 @@ _SLOW = 0.3  # s
 _SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
 _ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
-Fault = str  # one of FAULTS; or "403", denied for good; "501", not known here; "stall", no answer
+# One of FAULTS or of LATE; or "403", denied for good; "501", not known here; "stall", no answer.
+Fault = str
 FAULTS = ("refuse", "lose", "cut", "500", "slow")
 """
 What passes when tried again.
 refuse: the connection ends before the request is handed on; lose: after it was done, without an answer;
 cut: in the middle of the answer; 500: the server says that it has failed; slow: the answer is late.
 """
+LATE = ("again", "delayed")
+"""again: what was done and answered is done once more later; delayed: it is done later, and the connection ends now."""
+_LATER = 0.4  # s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Proxy:
         latency: seconds that each answer takes at least.
         refuses_conditions: it is one of a store that does not know conditional writes.
         ended: set when it is closed.
+        late: what is to be done later.
     """
 
     refuses_conditions = False
@@ -129,6 +134,7 @@ class Proxy:
         self.log: list[Asked] = []
         self.latency = 0.0
         self.ended = threading.Event()
+        self.late: list[threading.Timer] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -141,6 +147,19 @@ class Proxy:
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         """What the server says to a request."""
         return forward(self.port, method, path, headers, body)
+
+    def forward_later(self, *request: Any) -> None:
+        """Hands a request on, after a while; nobody hears the answer."""
+        self.late.append(threading.Timer(_LATER, self.forward, request))
+        self.late[-1].start()
+
+    def wait_for_late(self) -> int:
+        """Waits until everything late is done; returns how much it was."""
+        done = 0
+        while self.late:
+            self.late.pop().join()
+            done += 1
+        return done
 
     @property
     def url(self) -> str:
@@ -189,7 +208,10 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
 
         def _answer(self, body: bytes) -> None:
-            if self.fault == "refuse":
+            request = self.command, self.path, dict(self.headers), body
+            if self.fault in LATE:
+                proxy.forward_later(*request)
+            if self.fault in ("refuse", "delayed"):
                 self._note(0, 0)
                 self._hang_up()
             elif refusal := proxy.refusal(self.fault):
@@ -200,7 +222,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             else:
                 if self.fault == "slow":
                     time.sleep(_SLOW)
-                self._pass_back(*proxy.forward(self.command, self.path, dict(self.headers), body))
+                self._pass_back(*proxy.forward(*request))
 
         def _pass_back(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
             if self.fault == "lose" or (self.fault == "cut" and not content):

@@ -389,6 +389,12 @@ def delete(url: str) -> None:
     _write(url, "deleted", lambda: bucket_store(url).write(key_of(url), None))
 
 
+def delete_version(url: str) -> None:
+    """Delete an object as it is now: a request that the store executes later, or twice, deletes no newer one."""
+    there = version(url)
+    retry(url, "deleted", lambda: bucket_store(url).write(key_of(url), None, if_equal=there))
+
+
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:
     stamp = retry(url, operation, request, nbytes)
     if not stamp.generation:  # TensorStore's sign of HTTP 412, even without a condition

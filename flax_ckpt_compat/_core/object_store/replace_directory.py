@@ -59,7 +59,10 @@ def replace(
         _undo(lease, next_folder, shared, data)
         raise
     if COMMIT_FILE in before:
-        client.delete(f"{lease.url}/{COMMIT_FILE}")  # this commits the new checkpoint
+        commit_file = f"{lease.url}/{COMMIT_FILE}"
+        # This commits the new checkpoint. S3's delete has no condition, but there the new one is complete without it.
+        delete = client.delete_version if client.scheme_of(lease.url).needs_commit_file else client.delete
+        delete(commit_file)
     _finish(lease, staged, shared, versions, {*data, *uploaded}, next_folder)
 
 

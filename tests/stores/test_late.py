@@ -1,0 +1,147 @@
+"""Stores that execute a request twice, late, or never: nothing that was saved is lost, and no wait is endless."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.object_store import gs as gs_scheme
+from flax_ckpt_compat._core.object_store import retrying, uploads
+from flax_ckpt_compat._core.object_store.lease import ConcurrentWriteError
+from tests.stores.test_faults import from_request, state
+from tests.support import s3
+from tests.support.store_places import AnyBucket
+from tests.support.trees import fingerprint
+
+CHANGES = ("PUT", "POST", "DELETE")
+FORMATS = ("msgpack", "orbax")
+Request = tuple[str, str, dict[str, str], bytes]
+
+
+@contextmanager
+def recorded(bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Request]]:
+    """Lists the requests within it that change the store."""
+    changes: list[Request] = []
+    forward = bucket.proxy.forward
+
+    def forward_and_record(*request: Any) -> s3.Answer:
+        if request[0] in CHANGES:
+            changes.append(request)
+        return forward(*request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket.proxy, "forward", forward_and_record)
+        yield changes
+
+
+def put_back(bucket: AnyBucket, contents: dict[str, bytes]) -> None:
+    """Restores what was changed in a bucket, and only that: objects keep their versions."""
+    there = {key: bucket.get(key) for key in bucket.keys("run/")}
+    for key in there.keys() - contents:
+        bucket.delete(key)
+    for key, content in contents.items():
+        if there.get(key) != content:
+            bucket.put(key, content)
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_request_that_is_executed_again_later(
+    format: Any, every: int, any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a save and two overwrites of one step: it stays whole, and what was saved last, after all of them."""
+    root = f"{any_bucket.url}/run"
+    with recorded(any_bucket, monkeypatch) as changes:
+        for number in (1, 2, 3):
+            flax_ckpt_compat.save(root, state(number), step=7, format=format, overwrite=number > 1)
+    contents = {key: any_bucket.get(key) for key in any_bucket.keys("run/")}
+    # A msgpack file of any size is overwritten by a request without a condition: if that is executed again after a
+    # later overwrite, the earlier one is back, whole.
+    allowed = [state(3), *([state(2)] if format == "msgpack" else [])]
+    commits = [number for number, (_, path, *_) in enumerate(changes) if "commit_success.txt" in path]
+    for number in sorted({*range(0, len(changes), every), *commits}):
+        method, path, *_ = changes[number]
+        any_bucket.proxy.forward(*changes[number])
+        assert checkpoints.available_steps(root) == [7], (number, method, path)
+        restored = fingerprint(checkpoints.restore_checkpoint(root, None))
+        assert restored in [fingerprint(one) for one in allowed], (number, method, path)
+        put_back(any_bucket, contents)
+
+
+def save_until_it_succeeds(root: str, tree: Any, step: int, format: Any) -> None:
+    """Saves again where late requests look like another writer, and keeps two steps."""
+    for _ in range(6):
+        try:
+            flax_ckpt_compat.save(root, tree, step=step, format=format, overwrite=True, keep=2)
+            return
+        except ConcurrentWriteError:
+            pass
+    raise AssertionError("it never succeeded")
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_run_with_requests_that_come_late(format: Any, seed: int, any_bucket: AnyBucket) -> None:
+    """Steps that a run keeps are what it saved last, also after requests of evicted and replaced ones are executed."""
+    root, proxy = f"{any_bucket.url}/run", any_bucket.proxy
+    saved: dict[int, list[int]] = {}
+    faults = s3.sometimes(0.5, seed, (*s3.LATE, "lose"))
+    with proxy.failing(lambda method, path: faults(method, path) if method in CHANGES else ""):
+        for number, step in enumerate((1, 2, 2, 3, 4)):
+            save_until_it_succeeds(root, state(number), step, format)
+            saved.setdefault(step, []).append(number)
+        proxy.wait_for_late()
+    assert {asked.fault for asked in proxy.log} & {*s3.LATE}
+    assert checkpoints.latest_checkpoint(root) == f"{root}/checkpoint_4"
+    for step, numbers in saved.items():
+        kept = numbers[-1:] if step in (3, 4) else numbers
+        try:
+            restored = fingerprint(flax_ckpt_compat.restore(root, step=step))
+        except errors.CheckpointError:
+            assert step in (1, 2)  # evicted
+        else:
+            assert restored in [fingerprint(state(number)) for number in kept]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("format", "firsts"),
+    [
+        ("msgpack", (4,)),
+        ("orbax", (24,)),
+        *(pytest.param(format, range(0, 200, 3), marks=pytest.mark.slow) for format in FORMATS),
+    ],
+    ids=["msgpack", "orbax", "msgpack-sweep", "orbax-sweep"],
+)
+def test_a_save_without_answers(
+    format: Any, firsts: Sequence[int], any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, whichever request is the first without an answer, and names the reason; old or new step are whole."""
+    root = f"{any_bucket.url}/run"
+    flax_ckpt_compat.save(root, state(1), step=1, format=format)
+    flax_ckpt_compat.save(root, state(2), step=2, format=format)
+    for first in firsts:
+        began, ended = time.monotonic(), False
+        with any_bucket.proxy.failing(from_request(first, "stall")), monkeypatch.context() as patched:
+            for module in (retrying, uploads, gs_scheme):
+                patched.setattr(module, "_TIMEOUT", 0.4)
+            for name, value in (("_MIN_RATE", 2**40), ("_ATTEMPTS", 2), ("_FIRST_PAUSE", 0.01)):
+                patched.setattr(retrying, name, value)
+            try:
+                flax_ckpt_compat.save(root, state(3), step=2, format=format, overwrite=True, keep=1)
+                ended = True
+            except errors.CheckpointError as error:
+                assert "did not answer in time" in str(error)
+        assert time.monotonic() - began < 60
+        assert checkpoints.latest_checkpoint(root) == f"{root}/checkpoint_2"
+        restored = fingerprint(checkpoints.restore_checkpoint(root, None))
+        assert restored in [fingerprint(state(3)), *([] if ended else [fingerprint(state(2))])]
+        if ended:
+            return
+    assert len(firsts) == 1, "it never succeeded"
