@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from contextlib import closing
 from typing import Any, Literal
 
 from flax_ckpt_compat._convert import find, managers
@@ -29,6 +30,7 @@ def convert(
     resume: bool = False,
     executor: Executor | None = None,
     shard: tuple[int, int] | None = None,
+    progress: Callable[[Conversion], None] | None = None,
 ) -> list[Conversion]:
     """Convert a checkpoint, a directory of steps, or a tree of runs; never touch the source.
 
@@ -53,6 +55,7 @@ def convert(
         executor: runs a job for each checkpoint, in other threads, processes or machines, which must see the same
             paths; None runs them here, one after another.
         shard: ``(i, n)`` converts every n-th checkpoint, from the i-th (from 0), so that n jobs do all of it.
+        progress: takes each result as soon as it is there.
 
     Returns:
         What was done, in the order of the sources.
@@ -69,8 +72,12 @@ def convert(
         ['converted']
     """
     jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, shard=shard)
-    results = list(run(jobs, executor, dry_run=dry_run, resume=resume))
-    by_source = {result.source: result for result in results}
+    by_source: dict[str, Conversion] = {}
+    with closing(run(jobs, executor, dry_run=dry_run, resume=resume)) as results:
+        for result in results:
+            by_source[result.source] = result
+            if progress is not None:
+                progress(result)
     ordered = [by_source[job.source] for job in jobs]
     failed = [result for result in ordered if result.error is not None]
     if failed:
@@ -118,7 +125,7 @@ def run(
     dry_run: bool,
     resume: bool,
     progress: Progress | None = None,
-) -> Iterator[Conversion]:
+) -> Generator[Conversion]:
     """Yield the results of jobs as they end.
 
     Args:

@@ -361,6 +361,24 @@ def test_any_executor_runs_it(tmp_path: Path, make: Callable[[], Any]) -> None:
     assert (flax_ckpt_compat.restore(tmp_path / "dst", step=5)["a"] == 5).all()
 
 
+def test_progress(tmp_path: Path) -> None:
+    """The callback takes each result when it is on the disk; what it raises ends the conversion."""
+    for step in range(3):
+        flax_ckpt_compat.save(tmp_path / "src", {"a": step}, step=step, format="msgpack")
+    (tmp_path / "src" / "checkpoint_0").write_bytes(b"\x81\xa1a")
+    seen: list[tuple[str, int]] = []
+
+    def progress(result: flax_ckpt_compat.Conversion) -> None:
+        seen.append((result.status, len(list((tmp_path / "dst").glob("checkpoint_*")))))
+        if len(seen) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", progress=progress)
+    assert seen == [("failed", 0), ("converted", 1)]
+    assert not (tmp_path / "dst" / "checkpoint_2").exists()
+
+
 def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit that changes between writing and publishing fails the conversion, and leaves nothing."""
     from flax_ckpt_compat._convert import layouts
