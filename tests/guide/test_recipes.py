@@ -123,6 +123,18 @@ def test_suggestions_are_right(outcome_of: Callable[[Path], Outcome]) -> None:
     assert len(wrong) <= 2, wrong
 
 
+def test_table_has_the_rules_of_the_pages() -> None:
+    """Each call in the table of all recipes is one of the page that its row links to."""
+    guide = ROOT / "migration_guide"
+    table = (guide / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[.+\]\(([^#)]+).*?\) \| (.*) \|$", table, re.MULTILINE)
+    assert {guide / page for page, _ in rows} == set(PAGES)
+    for page, cell in rows:
+        text = "".join((guide / page).read_text(encoding="utf-8").split())
+        for call in re.findall("`(.+?)`", cell):
+            assert "".join(f"rules.{call}".replace("\\|", "|").split()).removesuffix("{…})") in text, call
+
+
 def test_both_formats() -> None:
     """Of the first ten, half are on each side of Flax's flag; all others restore from both formats."""
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
