@@ -157,7 +157,9 @@ def _open(tensorstore: Any, array: FolderArray) -> Any:
     kvstore = storage.kvstore(array.folder)
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
     store = tensorstore.open(spec, open=True, read=True, context=storage.context()).result()
-    _check_unchanged(array, store.shape, store.dtype.numpy_dtype)
+    shape, dtype = store.shape, store.dtype.numpy_dtype
+    if (shape, dtype) != (array.shape, array.dtype):
+        raise ValueError(f"it is now {dtype}{shape}, it was {array.dtype}{array.shape}")
     return store
 
 
@@ -182,11 +184,6 @@ def _translated(array: FolderArray, path: Path) -> Iterator[None]:
         raise
     except (*TENSORSTORE_ERRORS, MemoryError) as error:
         raise _corrupt(array.checkpoint, path, f"an array in {array.folder} that cannot be read ({error})") from error
-
-
-def _check_unchanged(array: FolderArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    if shape != array.shape or dtype != array.dtype:
-        raise ValueError(f"it is now {dtype}{shape}, it was {array.dtype}{array.shape}")
 
 
 def _corrupt(checkpoint: str, path: Path, found: str) -> CorruptCheckpointError:

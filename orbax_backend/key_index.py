@@ -28,7 +28,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .files import ByteRange, CheckpointFiles, refuse_escape, tensorstore_context, wait
+from .files import ByteRange, CheckpointFiles, corrupt, refuse_escape, tensorstore_context, wait
 from .ocdbt import Entries, read_entries
 from .ocdbt_encoding import UndecodableError
 
@@ -169,11 +169,8 @@ def _read_small(path: str, extent: ByteRange) -> bytes:
             f"{full}: the file is missing, but the array database refers to it; restore it from a copy", path=full
         ) from error
     if len(data) != extent.length:
-        raise CorruptCheckpointError(
-            f"{full}: {extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}; "
-            f"restore the file from a copy",
-            path=full,
-        )
+        what = f"{extent.length} bytes of metadata were expected at offset {extent.offset}, found {len(data)}"
+        raise corrupt(full, what)
     return data
 
 

@@ -287,7 +287,8 @@ def _holds_msgpack_tree(path: str) -> bool:
     """Return whether a file begins like Orbax's aggregate file: a map, an array, or a placeholder's text."""
     if not paths.isfile(path):
         return False
-    first = _read_first(path)
+    with translated(path):
+        first = paths.read(path, 0, _FIRST_BYTES)
     return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
 
 
@@ -319,8 +320,3 @@ def _items(path: str, names: set[str]) -> dict[str, Item]:
         elif len(inside - {layout.COMMIT_FILE}) == 1 and inside.intersection(layout.JSON_FILES):
             items[name] = Item(None, os.path.join(child, *inside.intersection(layout.JSON_FILES)))
     return items
-
-
-def _read_first(path: str) -> bytes:
-    with translated(path):
-        return paths.read(path, 0, _FIRST_BYTES)

@@ -50,7 +50,7 @@ class CheckpointerReader(backend.Reader):
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:  # noqa: ARG002
         """Return the values of handles of the tree, or slices of them, in order; arrays in host memory."""
-        restored = _restored(self._checkpointer, self.path, self._arguments())
+        restored = restore_with(self._checkpointer, self.path, **self._arguments())
         paths = {leaf: path for path, leaf in iter_leaves(self.tree) if isinstance(leaf, LeafHandle)}
         whole = [one.handle if isinstance(one, ArraySlice) else one for one in handles]
         values = [_in_memory(_at(restored, paths[handle]), handle) for handle in whole]
@@ -74,12 +74,8 @@ class CheckpointerReader(backend.Reader):
         return {}
 
 
-def restore_raw(checkpointer: Any, path: str) -> Any:
-    """Restore a directory that our own reader does not know, with the checkpointer alone."""
-    return _restored(checkpointer, path, {})
-
-
-def _restored(checkpointer: Any, path: str, arguments: Mapping[str, Any]) -> Any:
+def restore_with(checkpointer: Any, path: str, **arguments: Any) -> Any:
+    """Restore with a checkpointer, alone if it gets no arguments; its errors say what to do."""
     try:
         return checkpointer.restore(path, **arguments)
     except Exception as error:  # handlers raise anything, and say little about the file

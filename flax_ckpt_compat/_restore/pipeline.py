@@ -75,7 +75,7 @@ def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, che
         own = opened.reader(main_item(opened)) if opened.trees else None
     except UnrecognizedFormatError:
         pass
-    tree = state_dict.describe(checkpointer_reader.restore_raw(checkpointer, path)) if own is None else own.tree
+    tree = state_dict.describe(checkpointer_reader.restore_with(checkpointer, path)) if own is None else own.tree
     reader = checkpointer_reader.CheckpointerReader(checkpointer, path, tree, own)
     return RestorePlan({"": plan_with_rules(reader, tree, target, options, path)}, False)
 

@@ -25,7 +25,7 @@ from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 
 _log = logging.getLogger("flax_ckpt_compat")
-_pending: list[_BackgroundSave] = []
+_pending: list[_FollowedSave] = []
 _PUBLISHED = "published"
 
 
@@ -52,7 +52,7 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
     if is_async(checkpointer):
         own_wait = checkpointer.wait_until_finished
         follow = functools.partial(_publish_after, own_wait, request, written, coordinator)
-        _BackgroundSave(checkpointer, request.path, follow).start()
+        _FollowedSave(checkpointer, request.path, follow).start()
     elif coordinator is None or coordinator.process.index == 0:
         _publish(request, written)
 
@@ -116,7 +116,7 @@ def _publish_after(
                 coordinator.send(_PUBLISHED, failed)
 
 
-class _BackgroundSave:
+class _FollowedSave:
     """A save that a thread follows to its end: Orbax has no public hook after the commit.
 
     Until its outcome was seen, the checkpointer's ``wait_until_finished`` waits for that thread, whose failure its

@@ -11,8 +11,8 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import layouts
-from flax_ckpt_compat._suggest.layouts import ProposedRule, Row, either, plain
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, Memo, fits, flatten, look
+from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, look
 from flax_ckpt_compat._suggest.names import akin, pair_up
 
 _MAX_PAIRS = 900
@@ -40,7 +40,7 @@ class Level:
     reason: str
 
 
-def torn(stored: Node, target: Node, memo: Memo, *, at_root: bool) -> bool:
+def torn(stored: Node, target: Node, memo: SubtreeMemo, *, at_root: bool) -> bool:
     """Return whether nodes of one name in both trees hold nothing that is alike."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return not fits(look(stored), look(target)) if type(stored) is type(target) else memo.contents(target) != {}
@@ -56,7 +56,7 @@ def torn(stored: Node, target: Node, memo: Memo, *, at_root: bool) -> bool:
 class Gap:
     """Two paired branches, with the children that are gone and those that are new."""
 
-    def __init__(self, path: Path, stored: Branch, target: Branch, memo: Memo):
+    def __init__(self, path: Path, stored: Branch, target: Branch, memo: SubtreeMemo):
         self.path, self.memo = path, memo
         self.ours, self.theirs = stored.children, target.children
         same = {
@@ -81,14 +81,14 @@ class Gap:
         for name in new:
             self.new.pop(name, None)
 
-    def _open(self) -> tuple[list[Row], list[Row]]:
+    def _open(self) -> tuple[list[LayerRow], list[LayerRow]]:
         """Return the rows of both branches that are not paired yet."""
         olds = [row for row in layouts.rows(self.ours) if self.gone.keys() & row.siblings]
         return olds, [row for row in layouts.rows(self.theirs) if self.new.keys() & row.siblings]
 
     def rows(self) -> Iterator[Change]:
         """Yield the changes from rows to rows of the same layers, of which there may be more or fewer now."""
-        groups: dict[object, tuple[list[Row], list[Row]]] = {}
+        groups: dict[object, tuple[list[LayerRow], list[LayerRow]]] = {}
         for side, found in enumerate(self._open()):
             for row in found:
                 prints = [self.memo.print(node) for node in row.nodes]

@@ -33,7 +33,7 @@ class ProposedRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class LayerRow:
     """Siblings numbered without a gap."""
 
     stem: str  # before the numbers; the name of a list
@@ -53,7 +53,7 @@ class Row:
         return [self.stem] if self.is_list else self.names
 
 
-def rows(children: dict[str, Node]) -> list[Row]:
+def rows(children: dict[str, Node]) -> list[LayerRow]:
     """Return the rows of two or more layers among the children of a branch."""
     found: dict[tuple[str, bool], dict[int, Node]] = {}
     for name, node in children.items():
@@ -62,7 +62,7 @@ def rows(children: dict[str, Node]) -> list[Row]:
         if is_list(node) and "/" not in name:
             found[name, True] = {int(number): child for number, child in node.children.items()}
     return [
-        Row(stem, listed, min(layers), [layers[number] for number in sorted(layers)])
+        LayerRow(stem, listed, min(layers), [layers[number] for number in sorted(layers)])
         for (stem, listed), layers in found.items()
         if len(layers) > 1 and max(layers) - min(layers) == len(layers) - 1
     ]
@@ -77,7 +77,7 @@ def is_list(node: Node) -> bool:
     )
 
 
-def renamed(old: Row, new: Row) -> dict[str, str]:
+def renamed(old: LayerRow, new: LayerRow) -> dict[str, str]:
     """Return patterns and replacements for the names of a row; numbers that change are named one by one."""
     if old.first == new.first:
         pattern = rf"{literal(old.stem)}{'/' if old.is_list else ''}(\d+)"
@@ -92,16 +92,16 @@ def rename(patterns: dict[str, str], reason: str) -> ProposedRule:
     )
 
 
-def stacked(old: Row, into: str, axis: int, doubt: str) -> list[ProposedRule]:
+def stacked(old: LayerRow, into: str, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that stack a row."""
     stem = f"{into.rpartition('/')[2]}_" if old.is_list or not old.stem else old.stem
     reason = f"{into} has an axis of {len(old.nodes)}, there are {len(old.nodes)} {old.stem}…"
-    from_0 = Row(stem, False, 0, old.nodes)
+    from_0 = LayerRow(stem, False, 0, old.nodes)
     first = [rename(renamed(old, from_0), "stacks are made of rows from 0")] if old.is_list or old.first else []
     return [*first, ProposedRule(rules.stack(rf"{literal(stem)}(\d+)", into, **_axis(axis)), reason, doubt)]
 
 
-def unstacked(name: str, new: Row, axis: int, doubt: str) -> list[ProposedRule]:
+def unstacked(name: str, new: LayerRow, axis: int, doubt: str) -> list[ProposedRule]:
     """Return the rules that make a row of a stack."""
     into = f"{new.stem}{'/' if new.is_list else ''}{{}}"
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"

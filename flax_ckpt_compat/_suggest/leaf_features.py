@@ -136,7 +136,7 @@ def _has_marks(tree: Branch) -> bool:
     return pre_optax or any(_MARKS & branch.children.keys() for _, branch in iter_branches(tree))
 
 
-class Memo:
+class SubtreeMemo:
     """Cache of the contents of subtrees."""
 
     def __init__(self) -> None:

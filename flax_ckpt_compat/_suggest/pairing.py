@@ -10,7 +10,7 @@ from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
-from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Memo, Roles, fits, flatten
+from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import numbered, unnumbered
 
 _ROUNDS = 8
@@ -30,7 +30,7 @@ class Pairing:
 
     def __init__(self, target: Node):
         self.target, self.goal = target, flatten(target)
-        self.roles, self.memo = Roles(target), Memo()
+        self.roles, self.memo = Roles(target), SubtreeMemo()
 
     def start(self, stored: Node) -> State:
         """Return the state before any step."""

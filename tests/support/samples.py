@@ -72,10 +72,6 @@ def train_state_sample() -> Any:
     return state.apply_gradients(grads={"w": jnp.full((2, 2), 0.5), "b": jnp.ones(2)})
 
 
-def _masked() -> Any:
-    return optax.masked(optax.adam(1e-3), {"w": True, "b": False}).init({"w": jnp.ones(2), "b": jnp.ones(3)})
-
-
 def _multi_transform() -> Any:
     chosen = {"w": "slow", "b": "fast"}
     tx = optax.multi_transform({"slow": optax.adam(1e-3), "fast": optax.sgd(1e-2, momentum=0.9)}, chosen)

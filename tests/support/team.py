@@ -207,15 +207,6 @@ def team_of(count: int, devices: int = 2) -> Team:
     return team
 
 
-def run_team(code: str, count: int, devices: int, *args: Any, timeout: float = 60) -> list[Outcome]:
-    """Runs a program in all processes of a team of its own; see `Team.start`."""
-    team = Team(count, devices)
-    try:
-        return team.run(code, *args, timeout=timeout)
-    finally:
-        team.close()
-
-
 @atexit.register
 def close_all() -> None:
     """Ends all teams that tests have shared."""
