@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ _ML_DTYPES = {
     for name in dir(ml_dtypes)
     if isinstance(scalar := getattr(ml_dtypes, name), type) and issubclass(scalar, np.generic)
 }
+_finfo: Any = ml_dtypes.finfo  # which has no types
 # ``np.dtype.name`` of text and bytes arrays, which ``np.dtype`` does not parse.
 _SIZED = re.compile(r"(str|bytes)(\d+)")
 # ``np.dtype.name`` of everything else that an array checkpoint may hold, or a typestr with its byte order.
@@ -43,6 +45,23 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
     if dtype is None or not is_storable(dtype):
         raise ValueError(f"{name!r} is not a dtype that a checkpoint can hold")
     return dtype
+
+
+@functools.cache
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is of real floats, numpy's or ml_dtypes', whose kind is not specific."""
+    if dtype.kind != "V":
+        return dtype.kind == "f"
+    try:
+        _finfo(dtype)
+    except ValueError:  # an integer of ml_dtypes
+        return False
+    return True
+
+
+def is_integer(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype is of integers, numpy's or ml_dtypes'."""
+    return dtype.kind in "iu" or (dtype.name in _ML_DTYPES and dtype.kind == "V" and not is_float(dtype))
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flax_ckpt_compat._core.dtypes import is_float, is_integer
+
 Array = np.ndarray[Any, Any]
 _BLOCK = 2**20
 _floats: Any = ml_dtypes.finfo
@@ -28,10 +30,10 @@ def is_lossy(array: Array, dtype: np.dtype[Any]) -> bool:
         parts = (array.real, array.imag) if dtype.kind == "c" else (array.real,)
         return any(is_lossy(part, _real(dtype)) for part in parts)
     dtype = _real(dtype)
-    if _is_integer(array.dtype) and _is_integer(dtype):
+    if is_integer(array.dtype) and is_integer(dtype):
         limits = _integers(dtype)
         return int(array.min()) < int(limits.min) or int(array.max()) > int(limits.max)
-    if _is_float(array.dtype) and _is_float(dtype):
+    if is_float(array.dtype) and is_float(dtype):
         return not _is_in_range(array, dtype) and not all(_is_only_rounded(block, dtype) for block in _blocks(array))
     return not all(_is_kept(block, dtype) for block in _blocks(array))
 
@@ -42,7 +44,7 @@ def is_safe(stored: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
         return True
     if 2 in (stored.isbuiltin, wanted.isbuiltin):  # of ml_dtypes, whose kind is not specific
         # What ml_dtypes registers as safe includes int8 to four-bit floats.
-        return _is_float(stored) and _is_float(wanted) and _is_wider(_floats(stored), _floats(wanted))
+        return is_float(stored) and is_float(wanted) and _is_wider(_floats(stored), _floats(wanted))
     return np.can_cast(stored, wanted, "safe")
 
 
@@ -54,20 +56,6 @@ def _blocks(array: Array) -> Iterator[Array]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         yield flat[start : start + _BLOCK]
-
-
-def _is_integer(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind in "iu" or (dtype.kind == "V" and not _is_float(dtype))
-
-
-def _is_float(dtype: np.dtype[Any]) -> bool:
-    if dtype.kind != "V":
-        return dtype.kind == "f"
-    try:
-        _floats(dtype)
-    except ValueError:  # one of the integers of ml_dtypes
-        return False
-    return True
 
 
 def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -101,5 +89,5 @@ def _is_kept(array: Array, dtype: np.dtype[Any]) -> bool:
             array = array.astype(np.float32)
         after = array.astype(dtype)
         # Infinity becomes an integer, and comes back as such.
-        finite = [np.isfinite(one).all() for one in (array, after) if _is_float(one.dtype)]
+        finite = [np.isfinite(one).all() for one in (array, after) if is_float(one.dtype)]
         return all(finite) and bool((after.astype(array.dtype) == array).all())

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.dtypes import is_float, is_integer
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
@@ -35,12 +36,11 @@ _OLD_FIELDS = {"grad_ema": "mu", "grad_sq_ema": "nu", "momentum": "trace"}  # fl
 
 @functools.cache
 def kind_of(dtype: Any) -> str:
-    """Return the kind of an array's dtype; unlike in ``dtype.kind``, bfloat16 and its like are floats."""
+    """Return the kind of an array's dtype; unlike in ``dtype.kind``, those of ml_dtypes are floats or integers."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return "key"
-    if jax.numpy.issubdtype(dtype, np.floating):
-        return "f"
-    return {"i": "i", "u": "i", "b": "b", "c": "c"}.get(np.dtype(dtype).kind, "text")
+    dtype = np.dtype(dtype)
+    return "f" if is_float(dtype) else "i" if is_integer(dtype) else {"b": "b", "c": "c"}.get(dtype.kind, "text")
 
 
 def look(leaf: Any) -> Look:

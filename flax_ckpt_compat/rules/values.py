@@ -10,7 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
-from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.dtypes import dtype_from_name, is_float, is_integer
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.tree import KeyData, Node, Path, is_jax_array, node_at, show_path
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
@@ -186,9 +186,9 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:
     """Return the kind of number of a dtype; None for text, booleans and times."""
-    if dtype.kind in "iu" or dtype.name in ("int2", "uint2", "int4", "uint4"):
+    if is_integer(dtype):
         return "ints"
-    if dtype.kind == "f" or (dtype.kind == "V" and hasattr(ml_dtypes, dtype.name)):
+    if is_float(dtype):
         return "floats"
     return "complex numbers" if dtype.kind == "c" else None
 

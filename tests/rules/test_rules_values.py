@@ -43,6 +43,17 @@ def test_cast_ints_is_numpys(shape: tuple[int, ...], old: Any, new: Any) -> None
     same(values(rules.cast("w", new).apply(stored({"w": array}), None)), {"w": array.astype(new)})
 
 
+@pytest.mark.parametrize("name", ["int1", "uint1", "int2", "uint4"])
+def test_cast_knows_the_narrow_ints(name: str) -> None:
+    """Every integer of ml_dtypes is one: it takes ints, and never floats, whose fractions it would drop."""
+    if not hasattr(ml_dtypes, name):
+        pytest.skip("of a later ml_dtypes")
+    zeros = np.zeros(3, np.int32)
+    same(values(rules.cast("w", name).apply(stored({"w": zeros}), None)), {"w": zeros.astype(getattr(ml_dtypes, name))})
+    with pytest.raises(TransformError, match="matches no array of ints"):
+        rules.cast("w", name).apply(stored({"w": count((2,))}), None)
+
+
 def test_cast_says_how() -> None:
     """The new leaf has the new dtype before anything is read, and says what is done; a leaf that has it stays."""
     tree = stored({"w": count((3,)), "v": count((3,), ml_dtypes.bfloat16)})
