@@ -176,24 +176,37 @@ class GsBucket(Folders):
 
 
 @contextmanager
+def server_alone(environment: dict[str, str] | None = None) -> Iterator[int]:
+    """The port of a new server without a proxy."""
+    at = ["-scheme", "http", "-host", "127.0.0.1", "-backend", "memory"]
+    command = [_binary(), *at]
+    with server(
+        lambda port: [*command, "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"], environment
+    ) as port:
+        yield port
+
+
+@contextmanager
 def serving() -> Iterator[GsProxy]:
     """A new server behind a proxy."""
-    at = ["-scheme", "http", "-host", "127.0.0.1", "-backend", "memory"]
-    with server(lambda port: [_binary(), *at, "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]) as port:
+    with server_alone() as port:
         proxy = GsProxy(port)
         yield proxy
         proxy.close()
 
 
-def new_bucket(proxy: GsProxy) -> GsBucket:
-    """A bucket with a name of its own."""
+def new_name(port: int) -> str:
+    """The name of a new bucket of the server at a port."""
     name = f"b-{uuid.uuid4().hex[:12]}"
     body = json.dumps({"name": name}).encode()
-    status, _, told = forward(
-        proxy.port, "POST", "/storage/v1/b?project=test", {"Content-Type": "application/json"}, body
-    )
+    status, _, told = forward(port, "POST", "/storage/v1/b?project=test", {"Content-Type": "application/json"}, body)
     assert status == 200, told
-    return GsBucket(name, proxy)
+    return name
+
+
+def new_bucket(proxy: GsProxy) -> GsBucket:
+    """A bucket with a name of its own."""
+    return GsBucket(new_name(proxy.port), proxy)
 
 
 def environment(proxy: GsProxy) -> dict[str, str]:
