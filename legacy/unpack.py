@@ -21,8 +21,10 @@ from .summed_reads import SummedFile
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
-# A file with so many arrays in its first bytes is read whole; of others most bytes are skipped.
+# A file with so many arrays in its first bytes, and no large one, is read whole; of others most bytes are skipped.
 _SAMPLE, _MIN_ARRAYS = 16 * 2**10, 16
+_SAMPLED = 16  # one byte in so many, of larger files
+_HEADER = 128  # bytes around an array: names, shape, dtype; more than most have
 # A hostile file may announce more values than it has, and the unpacker allocates space for them.
 _LIMITS = {"max_array_len": 0, "max_map_len": 2**16}
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
@@ -34,7 +36,9 @@ def unpack(source: Source, reader: Reader, sums: SummedFile | None = None) -> Br
     Raises:
         ChecksumError: the file is not what ``sums`` was recorded of.
     """
-    if not source.is_local or source.size > _MAX_SIZE or not _is_dense(source.read(_SAMPLE, 0)):
+    if not source.is_local or source.size > _MAX_SIZE:
+        return None
+    if not all(_is_dense(source.read(size, 0)) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE):
         return None
     data = source.read(source.size, 0)
     if sums is not None and not sums.is_verified:
@@ -47,10 +51,12 @@ def unpack(source: Source, reader: Reader, sums: SummedFile | None = None) -> Br
 
 
 def _is_dense(head: bytes) -> bool:
-    arrays: list[int] = []
+    sizes: list[int] = []
     with contextlib.suppress(*_ERRORS):  # it ends in the middle of a value
-        msgpack.unpackb(head, ext_hook=lambda code, _: arrays.append(code), **_LIMITS)
-    return len(arrays) >= _MIN_ARRAYS
+        msgpack.unpackb(head, ext_hook=lambda _, payload: sizes.append(len(payload)), **_LIMITS)
+    # Headers and keys, and what the bytes have of the last array.
+    rest = len(head) - sum(sizes) - _HEADER * len(sizes)
+    return len(sizes) >= _MIN_ARRAYS and max([*sizes, rest]) < mapping.MIN_BYTES
 
 
 class _ExtHook:

@@ -142,6 +142,26 @@ def test_only_many_small_arrays_are_read_whole(
     assert type(next(iter(opened.tree.children.values())).locator) is int
 
 
+@pytest.mark.parametrize("small", [3, 500])
+def test_a_large_array_after_small_ones_is_not_read_on_opening(
+    save: Any, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    """Only the structure is read, and a sample of the file."""
+    monkeypatch.undo()
+    path = save({f"a{n:03}": np.full(small, n) for n in range(40)} | {"w": np.zeros(1 << 20)})
+    read = 0
+    pread = os.pread
+
+    def counted(fd: int, count: int, offset: int) -> bytes:
+        nonlocal read
+        read += len(data := pread(fd, count, offset))
+        return data
+
+    monkeypatch.setattr(os, "pread", counted)
+    BACKEND.open(str(path))
+    assert read < (1 << 23) / 8
+
+
 def test_a_large_array_among_small_ones_is_mapped(save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the file is parsed, and the array read into place, or mapped if that is asked for."""
     monkeypatch.undo()
