@@ -14,6 +14,7 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from .add_import import with_standard_import
 from .names import Names
 from .project import Finding
 
@@ -39,7 +40,8 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
     wrapper = MetadataWrapper(cst.parse_module(code))
     fixer = _Fixer({(found.line, found.column): found.kind for found in findings}, keeps_flax=_uses_helpers(code))
     fixed = wrapper.visit(fixer)
-    return AddImportsVisitor(fixer.context).transform_module(fixed).code
+    fixed = AddImportsVisitor(fixer.context).transform_module(fixed)
+    return (with_standard_import(fixed, "shutil") if fixer.uses_shutil else fixed).code
 
 
 class _Fixer(cst.CSTTransformer):
@@ -47,7 +49,7 @@ class _Fixer(cst.CSTTransformer):
 
     def __init__(self, kinds: dict[tuple[int, int], str], *, keeps_flax: bool) -> None:
         super().__init__()
-        self.context = CodemodContext()
+        self.context, self.uses_shutil = CodemodContext(), False
         self._kinds, self._keeps_flax = kinds, keeps_flax
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
@@ -100,7 +102,7 @@ class _Fixer(cst.CSTTransformer):
         is_known = get_full_name_for_node(call.func) in {"os.remove", "os.unlink"}
         if not is_known or not isinstance(call.args[0].value, cst.Name | cst.Attribute):
             return statement  # an expression with effects must not be evaluated twice
-        AddImportsVisitor.add_needed_import(self.context, "shutil")
+        self.uses_shutil = True
         code = cst.Module([]).code_for_node
         path, remove = code(call.args[0].value), code(call)
         return cst.Expr(cst.parse_expression(f"shutil.rmtree({path}) if os.path.isdir({path}) else {remove}"))

@@ -129,6 +129,73 @@ def test_fixed_imports(code: str, fixed: str, tmp_path: Path) -> None:
     assert fixed_by_us(code, scan([file]).findings) == fixed
 
 
+# What stands before `_REMOVAL` → the same with `shutil` among the imports of the standard library, as isort puts it.
+_IMPORTS = {
+    "among ours": (
+        "import os\nimport time\n\nimport jax\n\nfrom project import data\nUSED\n",
+        "import os\nimport shutil\nimport time\n\nimport jax\n\nfrom project import data\nUSED\n",
+    ),
+    "before all": ("import sys\nimport os\nUSED\n", "import sys\nimport os\nimport shutil\nUSED\n"),
+    "docstring": ('"""Trains."""\n\nUSED\n\nx = 1\n', '"""Trains."""\n\nimport shutil\n\nUSED\n\nx = 1\n'),
+    "shebang": (
+        "#!/usr/bin/env python\n# License.\nimport time\nUSED\n",
+        "#!/usr/bin/env python\n# License.\nimport shutil\nimport time\nUSED\n",
+    ),
+    "future": (
+        '"""Trains."""\nfrom __future__ import annotations\n\nimport jax\nUSED\n',
+        '"""Trains."""\nfrom __future__ import annotations\n\nimport shutil\n\nimport jax\nUSED\n',
+    ),
+    "only future": (
+        "from __future__ import annotations\nUSED\n",
+        "from __future__ import annotations\n\nimport shutil\n\nUSED\n",
+    ),
+    "from first": (
+        "# Standard.\nfrom typing import Any\n\nimport jax\nUSED\n",
+        "# Standard.\nimport shutil\nfrom typing import Any\n\nimport jax\nUSED\n",
+    ),
+    "comments": (
+        "import os  # paths\n\n# Ours.\nimport jax\nUSED\n",
+        "import os  # paths\nimport shutil\n\n# Ours.\nimport jax\nUSED\n",
+    ),
+    "one line": ("import glob, os\nUSED\n", "import glob, os\nimport shutil\nUSED\n"),
+    "there": ("import os, shutil\nUSED\n", "import os, shutil\nUSED\n"),
+    "other name": ("import shutil as sh\nUSED\n", "import shutil\nimport shutil as sh\nUSED\n"),
+    "try": (
+        "import os\n\ntry:\n    import zlib\nexcept ImportError:\n    zlib = None\nUSED\n",
+        "import os\nimport shutil\n\ntry:\n    import zlib\nexcept ImportError:\n    zlib = None\nUSED\n",
+    ),
+    "only try": (
+        "try:\n    import os\nexcept ImportError:\n    pass\nUSED\n",
+        "import shutil\n\ntry:\n    import os\nexcept ImportError:\n    pass\nUSED\n",
+    ),
+    "later ones": ("import os\nUSED\nimport re\n", "import os\nimport shutil\nUSED\nimport re\n"),
+}
+_USED = "from flax_ckpt_compat import checkpoints\npath = checkpoints.latest_checkpoint('d')\nos.remove(path)"
+_IN_FUNCTION = (
+    "def clean():\n    import os\n    from flax_ckpt_compat import checkpoints\n"
+    "    path = checkpoints.latest_checkpoint('d')\n    {}os.remove(path)\n"
+)
+_REMOVES = "shutil.rmtree(path) if os.path.isdir(path) else "
+
+
+def _fix(code: str, tmp_path: Path) -> str:
+    file = tmp_path / "code.py"
+    file.write_text(code)
+    return fixed_by_us(code, scan([file]).findings)
+
+
+@pytest.mark.parametrize(("code", "fixed"), _IMPORTS.values(), ids=_IMPORTS.keys())
+def test_shutil_is_imported_where_people_put_it(code: str, fixed: str, tmp_path: Path) -> None:
+    """In order among the imports of the standard library; everything else stays as it was."""
+    expected = fixed.replace("USED", _USED.replace("os.remove", f"{_REMOVES}os.remove"))
+    assert _fix(code.replace("USED", _USED), tmp_path) == expected
+
+
+def test_shutil_is_imported_for_a_function_with_imports_of_its_own(tmp_path: Path) -> None:
+    """Above all, where the file has no other import."""
+    assert _fix(_IN_FUNCTION.format(""), tmp_path) == f"import shutil\n\n{_IN_FUNCTION.format(_REMOVES)}"
+
+
 def test_fixed_program_is_scanned(tmp_path: Path) -> None:
     """Once the import is ours, what still breaks is still found, and what --fix mended is not."""
     file = tmp_path / "code.py"
