@@ -15,8 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import checkpoints, config
+from tests.support.team import Team
 
 MESH = (4, 2)
+SPECS = {"xy": ("x", "y"), "both": (("x", "y"),), "part": (None, "x"), "replicated": ()}
+PROCESSES = 2
 SETTINGS = {"0.6": "default", "0.3": "old"}  # value of oldest_orbax → name of the directory
 
 
@@ -37,28 +40,58 @@ def trees() -> dict[str, Any]:
         "lr": 0.5,
         "done": True,
     }
-    mesh = Mesh(np.array(jax.devices()).reshape(MESH), ("x", "y"))
-    specs = {"xy": ("x", "y"), "both": (("x", "y"),), "part": (None, "x"), "replicated": ()}
-    sharded = {
-        name: jax.device_put(np.arange(128, dtype=np.float32).reshape(16, 8), NamedSharding(mesh, PartitionSpec(*spec)))
-        for name, spec in specs.items()
+    return {"whole": tree, "sharded": sharded(), "text": {"name": "héllo", "w": np.ones(3)}}
+
+
+def sharded() -> dict[str, Any]:
+    """Arrays over all devices of all processes."""
+    mesh, values = Mesh(np.array(jax.devices()).reshape(MESH), ("x", "y")), np.arange(128, dtype=np.float32)
+    values = values.reshape(16, 8)
+    params = {
+        name: jax.make_array_from_callback(
+            values.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda index: values[index]
+        )
+        for name, spec in SPECS.items()
     }
-    return {"whole": tree, "sharded": {"params": sharded, "step": 3}, "text": {"name": "héllo", "w": np.ones(3)}}
+    return {"params": params, "step": 3}
 
 
 def write(root: Path) -> None:
-    """Write every case in both formats, with the setting and without, and as steps of a `CheckpointManager`."""
+    """Write every case in both formats, with the setting and without, and as steps of a `CheckpointManager`.
+
+    What several processes save is in Orbax's format only: Flax restores their msgpack files in several processes only.
+    """
     for case, tree in trees().items():
-        folder = root / case
-        (folder).mkdir(parents=True)
-        (folder / "expected.json").write_text(json.dumps(described(tree)))
+        (root / case).mkdir(parents=True)
+        (root / case / "expected.json").write_text(json.dumps(described(tree)))
         flax.config.update("flax_use_orbax_checkpointing", False)
-        checkpoints.save_checkpoint(folder / "msgpack", tree, 1)
-        flax.config.update("flax_use_orbax_checkpointing", True)
+        checkpoints.save_checkpoint(root / case / "msgpack", tree, 1)
+        save(root / case, tree)
+    folder = root / "processes"
+    folder.mkdir()
+    (folder / "expected.json").write_text((root / "sharded" / "expected.json").read_text())
+    team = Team(PROCESSES, jax.device_count() // PROCESSES)
+    try:
+        team.call(save_sharded, str(folder))
+    finally:
+        team.close()
+    for folder in root.iterdir():
         for oldest, name in SETTINGS.items():
             with config.override(oldest_orbax=oldest):
-                checkpoints.save_checkpoint(folder / f"orbax-{name}", tree, 1)
                 fcc.convert(folder / f"orbax-{name}" / "checkpoint_1", folder / f"manager-{name}", to="manager")
+
+
+def save_sharded(folder: str) -> None:
+    """Save what is sharded over all processes; each of them calls this."""
+    save(Path(folder), sharded())
+
+
+def save(folder: Path, tree: Any) -> None:
+    """Save a tree in Orbax's format, with the setting and without."""
+    flax.config.update("flax_use_orbax_checkpointing", True)
+    for oldest, name in SETTINGS.items():
+        with config.override(oldest_orbax=oldest):
+            checkpoints.save_checkpoint_multiprocess(folder / f"orbax-{name}", tree, 1)
 
 
 def described(tree: Any, path: str = "") -> dict[str, Any]:

@@ -20,12 +20,18 @@ _HEAD = """\
 |---|---|---|---|---|---|---|---|---|---|
 | Flax, Orbax | Flax | Flax | PyTree | Standard | Manager | Flax | PyTree | Standard | Manager |
 """
-_CASES = {"whole": "one device: ", "sharded": "sharded arrays: ", "text": "text: "}
+_CASES = {
+    "whole": "one device: ",
+    "sharded": "sharded arrays: ",
+    "processes": "saved by two processes: ",
+    "text": "text: ",
+}
 # What the release raised → why.
 _REASONS = {
     r"structure file does not exist|IsADirectoryError|KeyError": "it needs the structure file, which the setting adds",
     r"Unsupported type: <class 'str'>|NotImplementedError|name/\.zarray\" in OCDBT": "its reader takes no texts",
     r"Sharding of jax.Array cannot be None": "it restores no arrays without a sharding",
+    r"not configured to allow OCDBT": "it reads jax arrays once a `PyTreeCheckpointHandler(use_ocdbt=True)` was made",
     r"\.zarray\S* does not exist": "it reads a folder for each array, a layout that this library does not write",
 }
 
