@@ -11,6 +11,7 @@ from .project import Finding, ScanReport
 if TYPE_CHECKING:
     from rich.console import Console
 
+_HANG = 4  # spaces before what continues a line, besides its own
 _SARIF_LEVEL = {CHANGE: "error", CHECK: "warning", NOTHING: "note"}
 _HEADINGS = {
     CHANGE: ("Change these: they expect a checkpoint to be one file", "red"),
@@ -52,18 +53,32 @@ def _print_kind(kind: str, places: list[Finding], console: Console, *, list_all:
     from rich.markup import escape
 
     about = KINDS[kind]
-    console.print(f"  [bold]{about.title}[/] [dim]({kind}, {len(places)})[/]", highlight=False)
+    _print(console, 2, f"[bold]{about.title}[/] [dim]({kind}, {len(places)})[/]")
     if about.flax != about.shim:
-        console.print(f"    [dim]flag on, Flax alone:[/] {escape(about.flax)}", highlight=False)
-        console.print(f"    [dim]with flax_ckpt_compat:[/] {escape(about.shim)}", highlight=False)
+        _print(console, 4, f"[dim]flag on, Flax alone:[/] {escape(about.flax)}")
+        _print(console, 4, f"[dim]with flax_ckpt_compat:[/] {escape(about.shim)}")
     else:
-        console.print(f"    [dim]flag on:[/] {escape(about.flax)}", highlight=False)
+        _print(console, 4, f"[dim]flag on:[/] {escape(about.flax)}")
     if about.remedy:
-        console.print(f"    [dim]instead:[/] {escape(about.remedy)}", highlight=False)
+        _print(console, 4, f"[dim]instead:[/] {escape(about.remedy)}")
     for place in places if list_all else ():
         console.print(
             f"      {escape(where(place))}  {escape(place.code)}", highlight=False, no_wrap=True, overflow="ellipsis"
         )
+
+
+def _print(console: Console, indent: int, markup: str) -> None:
+    """Print a line; indent what continues it by more."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    text = Text.from_markup(markup)
+    if console.soft_wrap:
+        console.print(Text(" " * indent).append_text(text), highlight=False)
+        return
+    lines = text.wrap(console, max(1, console.width - indent - _HANG))
+    for number, line in enumerate(lines):
+        console.print(Padding(line, (0, 0, 0, indent + _HANG * (number > 0)), expand=False), highlight=False)
 
 
 def where(finding: Finding) -> str:

@@ -72,25 +72,22 @@ class Command(click.Command):
 
 def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:
     """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
+    stream = file or (sys.stderr if err else sys.stdout)
+    click.secho(wrapped(text, indent) if stream.isatty() else text, file=file, err=err, fg=fg)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Return lines no longer than the terminal's, unless a word is; ``indent`` is before what continues a line."""
     import textwrap
 
-    stream = file or (sys.stderr if err else sys.stdout)
-    if stream.isatty():
-        width = shutil.get_terminal_size().columns
-        lines = (
-            textwrap.wrap(
-                line,
-                width,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-                drop_whitespace=True,
-                replace_whitespace=False,
-            )
-            for line in text.splitlines()
-        )
-        text = "\n".join("\n".join(one) for one in lines)
-    click.secho(text, file=file, err=err, fg=fg)
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join("\n".join(wrapper.wrap(line)) for line in text.splitlines())
 
 
 def _paragraph(error: Exception) -> str:

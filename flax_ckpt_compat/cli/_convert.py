@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -18,9 +19,10 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._core.load_name import load_name
 
-from ._commands import FailedError, print_json
+from ._commands import FailedError, echo, print_json, wrapped
 
 _HEADINGS = ("status", "leaves", "size", "source", "result")
+_INDENT = "  "  # before what continues a line
 
 
 def run(
@@ -64,16 +66,19 @@ def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_
         print_json([_as_json(result) for result in results])
     elif dry_run:
         rows = [_cells(result) for result in results]
-        click.echo("\n".join(aligned([_HEADINGS, *rows], right=(1, 2))))
+        lines = aligned([_HEADINGS, *rows], right=(1, 2))
+        if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
+            lines = [wrapped(_line(result), _INDENT) for result in results]
+        click.echo("\n".join(lines))
     if not as_json:
         for note in dict.fromkeys(note for result in results for note in result.notes):
             mine = [result for result in results if note in result.notes]
             more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
-            click.echo(f"Note: {printable(mine[0].source)}{more}: {note}", err=True)
-        click.echo(_summary(results, seconds, dry_run=dry_run))
+            echo(f"Note: {printable(mine[0].source)}{more}: {note}", _INDENT, err=True)
+        echo(_summary(results, seconds, dry_run=dry_run))
     failed = [result for result in results if result.error is not None]
     for result in failed:
-        click.echo(f"Error: {printable(str(result.error))}", err=True)
+        echo(f"Error: {printable(str(result.error))}", _INDENT, err=True)
     if failed:
         click.get_current_context().exit(1)
 
@@ -159,7 +164,7 @@ class _Silent:
 
     def print(self, line: str) -> None:
         """Print a line of results."""
-        click.echo(line)
+        echo(line, _INDENT)
 
     def stop(self) -> None:
         """Stop the threads that convert."""
@@ -187,7 +192,7 @@ class _Bar(_Silent):
 
     def print(self, line: str) -> None:
         if sys.stdout.isatty():
-            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._progress.console.print(wrapped(line, _INDENT), markup=False, highlight=False, soft_wrap=True)
         else:
             super().print(line)
 

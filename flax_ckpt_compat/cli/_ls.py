@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
+from ._commands import echo
 from ._hints import next_step
 from ._ls_folders import Folder, Row, folder_of, folders_below
 
@@ -46,7 +47,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         click.echo(json.dumps([record for folder in folders for record in _as_json(folder)], indent=2))
         return
     if empty_reason is not None:
-        click.echo(printable(empty_reason))
+        echo(printable(empty_reason))
     for number, folder in enumerate(folders):
         if recursive:
             click.echo(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
@@ -121,10 +122,10 @@ def _show_folder(folder: Folder, *, leaves: bool) -> None:
 
 def _show_apart(heading: str, found: Sequence[tuple[str, int, str]]) -> None:
     if found:
-        click.echo(printable(heading, one_line=True))
+        echo(printable(heading, one_line=True), "  ")
     for path, nbytes, what in found:
         line = f"  {format_size(nbytes):>8}  {os.path.basename(path)}: {what}"
-        click.echo(printable(line, one_line=True))
+        echo(printable(line, one_line=True), "    ")
 
 
 def _cells(row: Row) -> dict[str, str]:

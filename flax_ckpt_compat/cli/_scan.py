@@ -15,7 +15,7 @@ from flax_ckpt_compat._scan.kinds import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
 
-from ._commands import FOUND, FailedError, print_json
+from ._commands import FOUND, FailedError, echo, print_json
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 
@@ -36,7 +36,7 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
         sys.exit(FailedError.exit_code)
     if any(found.about.action == CHANGE for found in report.findings):
         if not (as_json or as_sarif or do_fix):
-            click.echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
+            echo("Next: --fix shows changes of imports, os.remove and os.path.isfile as a diff, and asks.")
         sys.exit(FOUND)
 
 
@@ -56,7 +56,7 @@ def _fix(report: ScanReport, *, yes: bool) -> None:
             for line in difflib.unified_diff(before.splitlines(), after.splitlines(), path, path, lineterm=""):
                 click.secho(line, fg=_COLORS.get(line[0]), bold=line.startswith(("---", "+++")))
     if any(found.cell for found in report.findings):
-        click.echo(
+        echo(
             "Notebooks are not changed: put `import flax_ckpt_compat; flax_ckpt_compat.install()` into the first cell."
         )
     if changed and (yes or click.confirm(f"Write {len(changed)} files?")):

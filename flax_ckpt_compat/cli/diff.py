@@ -47,7 +47,7 @@ def command(
     if as_json:
         print_json(diff_text.to_json(found))
     else:
-        click.echo("\n".join(diff_text.title(found)))
+        echo("\n".join(diff_text.title(found)), "  ")
         for line in diff_text.lines(found):
             echo(line, "    ", fg=_COLORS.get(line[0]))
         echo(diff_text.summary(found))

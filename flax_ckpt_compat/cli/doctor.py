@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import FOUND, Command, json_option, print_json
+from ._commands import FOUND, Command, echo, json_option, print_json
 
 
 @click.command(
@@ -32,8 +32,8 @@ def command(paths: tuple[str, ...], *, as_json: bool) -> None:
         for title, values in report.sections.items():
             click.secho(title, bold=True)
             for name, value in values.items():
-                click.echo(f"  {name:<28} {value}")
+                echo(f"  {name:<28} {value}", f"{'':31}")
     for problem in report.problems:
-        click.secho(f"Problem: {problem}", fg="red", err=True)
+        echo(f"Problem: {problem}", "  ", fg="red", err=True)
     if report.problems:
         raise click.exceptions.Exit(FOUND)

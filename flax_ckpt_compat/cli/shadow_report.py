@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._commands import FOUND, Command, json_option, print_json
+from ._commands import FOUND, Command, echo, json_option, print_json
 
 
 @click.command(
@@ -31,6 +31,6 @@ def command(directory: str, *, as_json: bool) -> None:
     if as_json:
         print_json(report.records)
     else:
-        click.echo("\n".join(lines(report)))
+        echo("\n".join(lines(report)), "    ")
     if not report.is_clean:
         raise click.exceptions.Exit(FOUND)

@@ -37,7 +37,7 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
 
     def show(checkpoint: VerifiedCheckpoint) -> None:
         if not as_json:
-            click.secho(verify_text.title(checkpoint), fg=_COLORS[checkpoint.state])
+            echo(verify_text.title(checkpoint), "  ", fg=_COLORS[checkpoint.state])
             for line in verify_text.details(checkpoint):
                 echo(f"  {line}", "    ")
 

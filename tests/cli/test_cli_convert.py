@@ -1,9 +1,13 @@
 """``flax-ckpt convert``: what it prints, its exit codes, and that each refusal says what to do."""
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +48,21 @@ def test_a_dry_run_is_a_table(runs: Path, tmp_path: Path) -> None:
     note = f"Note: {runs}/checkpoint_1 (and 1 more): dicts of 0, 1, … are written as lists"
     assert result.stderr.startswith(note)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_narrow_terminal_gets_lines_that_keep_their_indent(runs: Path, tmp_path: Path) -> None:
+    """At 80 columns a table does not fit; paths, which are not cut, stand in lines of their own."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    arguments = ["convert", runs, tmp_path / "out", "--to", "orbax", "--dry-run"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "flax_ckpt_compat", *arguments]
+    subprocess.run(command, check=True, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment)
+    os.close(theirs)
+    lines = os.read(ours, 1 << 16).decode().split("\r\n")
+    os.close(ours)
+    assert f"  {tmp_path}/out/checkpoint_2" in {line.partition(" (")[0].removesuffix(" →") for line in lines}
+    assert all(len(line) <= 80 or " " not in line.strip() for line in lines)
 
 
 def test_lines_while_it_runs_and_a_summary(runs: Path, tmp_path: Path) -> None:

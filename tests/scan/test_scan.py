@@ -1,5 +1,6 @@
 """`flax-ckpt scan`: what is planted in programs is found, all of it and nothing else, and fixed programs still run."""
 
+import io
 import json
 import re
 import subprocess
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from flax_ckpt_compat._scan.project import scan
+from flax_ckpt_compat._scan.report import print_report
 from flax_ckpt_compat.cli import main
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -205,6 +208,21 @@ def test_fixed_program_is_scanned(tmp_path: Path) -> None:
         "if os.path.isdir(path):\n  pass\nelse:\n  os.remove(path)\n"
     )
     assert [(one.line, one.kind) for one in scan([file]).findings] == [(3, "lookup"), (4, "open")]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_long_lines_keep_their_indent(is_terminal: bool) -> None:
+    """At 80 columns what continues a line stands further right; piped, each line is one."""
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=is_terminal, no_color=True, soft_wrap=not is_terminal)
+    print_report(scan([PROGRAMS]), console, verbose=False)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()
+    (start,) = [at for at, line in enumerate(lines) if "rmtree for" in line]
+    assert lines[start].startswith("    instead: let overwrite=True")
+    if is_terminal:
+        assert max(map(len, lines)) <= 80 and lines[start + 1] == "        directories"
+    else:
+        assert lines[start].endswith("for directories")
 
 
 def test_notebook(tmp_path: Path) -> None:
