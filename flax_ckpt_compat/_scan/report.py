@@ -76,9 +76,10 @@ def _print(console: Console, indent: int, markup: str) -> None:
     if console.soft_wrap:
         console.print(Text(" " * indent).append_text(text), highlight=False)
         return
-    lines = text.wrap(console, max(1, console.width - indent - _HANG))
-    for number, line in enumerate(lines):
-        console.print(Padding(line, (0, 0, 0, indent + _HANG * (number > 0)), expand=False), highlight=False)
+    first, *more = text.wrap(console, max(1, console.width - indent))
+    rest = Text(" ").join(more).wrap(console, max(1, console.width - indent - _HANG)) if more else []
+    for line, left in [(first, indent), *((line, indent + _HANG) for line in rest)]:
+        console.print(Padding(line, (0, 0, 0, left), expand=False), highlight=False)
 
 
 def where(finding: Finding) -> str:

@@ -31,6 +31,6 @@ def command(directory: str, *, as_json: bool) -> None:
     if as_json:
         print_json(report.records)
     else:
-        echo("\n".join(lines(report)), "    ")
+        echo("\n".join(lines(report)), "  ")
     if not report.is_clean:
         raise click.exceptions.Exit(FOUND)
