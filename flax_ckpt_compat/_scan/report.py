@@ -77,8 +77,8 @@ def _print(console: Console, indent: int, markup: str) -> None:
         console.print(Text(" " * indent).append_text(text), highlight=False)
         return
     first, *more = text.wrap(console, max(1, console.width - indent))
-    rest = Text(" ").join(more).wrap(console, max(1, console.width - indent - _HANG)) if more else []
-    for line, left in [(first, indent), *((line, indent + _HANG) for line in rest)]:
+    rest = Text(" ").join(more).wrap(console, max(1, console.width - indent - _HANG))
+    for line, left in [(first, indent), *((line, indent + _HANG) for line in rest if line)]:
         console.print(Padding(line, (0, 0, 0, left), expand=False), highlight=False)
 
 
