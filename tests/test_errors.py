@@ -17,6 +17,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "UnrecognizedFormatError": (ValueError,),
     "CorruptCheckpointError": (ValueError,),
     "ChecksumError": (ValueError, errors.CorruptCheckpointError),
+    "ReplacedError": (ValueError,),
     "MissingLeavesError": (ValueError,),
     "ShapeMismatchError": (ValueError,),
     "KindMismatchError": (TypeError, ValueError),

@@ -6,6 +6,7 @@ CheckpointError
 ├── UnrecognizedFormatError(ValueError)      it exists, but is no checkpoint; says what it looks like
 ├── CorruptCheckpointError(ValueError)       it is a checkpoint, but does not decode
 │   └── ChecksumError                        it decodes, but its bytes are not those that were saved
+├── ReplacedError(ValueError)                another checkpoint took its path while it was read
 ├── MissingLeavesError(ValueError)           the target has leaves that the checkpoint lacks
 ├── ShapeMismatchError(ValueError)           setting ``shape_mismatch="error"`` and shapes differ
 ├── KindMismatchError(TypeError, ValueError)    setting ``kind_mismatch="error"``: text for an array, and the like
@@ -102,6 +103,10 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
 class ChecksumError(CorruptCheckpointError):
     """Stored bytes do not have the checksum that was recorded when they were saved."""
+
+
+class ReplacedError(CheckpointError, ValueError):
+    """Another checkpoint took the path of one that was read."""
 
 
 class MissingLeavesError(CheckpointError, ValueError):

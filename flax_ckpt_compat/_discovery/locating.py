@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.errors import (
     IncompleteCheckpointError,
     KindMismatchError,
     MissingLeavesError,
+    ReplacedError,
     ShapeMismatchError,
     StorageError,
     TransformError,
@@ -48,10 +49,6 @@ class LocatedCheckpoint:
     path: str
     named: bool
     listing: Any = dataclasses.field(default=None, compare=False, repr=False)
-
-
-class ReplacedError(CheckpointError):
-    """Another checkpoint took this path during the read."""
 
 
 def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:

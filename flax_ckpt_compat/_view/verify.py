@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.errors import (
     ChecksumError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    ReplacedError,
     StorageError,
     UnrecognizedFormatError,
 )
@@ -111,7 +112,7 @@ def _verify(path: str, *, is_named: bool) -> VerifiedCheckpoint | None:
             if is_named:
                 raise
             return _unopened(path, error)
-        except locating.ReplacedError as error:
+        except ReplacedError as error:
             if not left:
                 return _unopened(path, error)
         except CheckpointNotFoundError:

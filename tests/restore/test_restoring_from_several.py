@@ -171,7 +171,7 @@ def test_the_other_checkpoint_is_replaced_meanwhile(path: str, tmp_path: Path, u
         return stored
 
     taken = [rules.from_checkpoint(other, "w", "n"), rules.Rule("replace", replace)]
-    with pytest.raises(errors.CheckpointError, match="was replaced while it was read") as caught:
+    with pytest.raises(errors.ReplacedError, match="was replaced while it was read") as caught:
         restore(path, {"w": old["w"], "n": 0}, transforms=taken)
     assert caught.value.path == other
 
