@@ -176,7 +176,7 @@ SAID: dict[str, tuple[bool, Callable[[Any], Any], type[Exception] | None]] = {
     "unpack(b) received extra data": (False, _restored_file(b"<html>"), errors.UnrecognizedFormatError),
     "Trying to save an outdated checkpoint at step": (False, _save_twice, errors.InvalidCheckpointError),
     "Destination": (True, _save_twice, errors.InvalidCheckpointError),
-    "Checkpoint path should be absolute": (True, lambda module: module.save_checkpoint("runs", {"a": 1}, 1), None),
+    "Checkpoint path should be absolute. Got": (True, lambda module: module.save_checkpoint("runs", {"a": 1}, 1), None),
     "JAX array with PRNGKey dtype cannot be converted": (
         False,
         lambda module: module.save_checkpoint("runs", {"a": jax.random.key(0)}, 1),
