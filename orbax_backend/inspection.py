@@ -29,9 +29,8 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.tree import Path
 
-from .files import corrupt, read_json
 from .key_index import Index
-from .structure import Structure
+from .structure import Structure, arrays_listed
 from .zarr import ArrayInfo
 
 _FILES = {COMMIT_FILE, JAX_KEY_METADATA, MSGPACK_FILE, SHARDING, STEP_METADATA, STRINGS, TREE_METADATA, V1_MARKER}
@@ -125,11 +124,6 @@ def _listed(folder: str) -> Mapping[str, Sequence[tuple[str, object]]]:
     """Return stored name → every file that lists it, and the chunk shape that it gives."""
     found: dict[str, list[tuple[str, object]]] = {}
     for file in sorted(paths.listdir(folder)) if paths.isdir(folder) else ():
-        try:
-            for one in (read_json(folder, file) or {})["array_metadatas"]:
-                array = one["array_metadata"]
-                found.setdefault(str(array["param_name"]), []).append((file, array.get("chunk_shape")))
-        except (KeyError, TypeError, AttributeError) as error:
-            full = os.path.join(folder, file)
-            raise corrupt(full, f"it does not decode ({error!r})") from error
+        for name, chunks, _ in arrays_listed(folder, file):
+            found.setdefault(name, []).append((file, chunks))
     return found

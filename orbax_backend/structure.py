@@ -240,22 +240,29 @@ def _missing_structure(path: str) -> Exception:
     )
 
 
+def arrays_listed(folder: str, file: str) -> list[tuple[str, Any, str | None]]:
+    """Return name, chunk shape and PRNG implementation of the arrays that a file of ``array_metadatas`` lists."""
+    try:
+        arrays = [one["array_metadata"] for one in (read_json(folder, file) or {})["array_metadatas"]]
+        impls = [(array.get("ext_metadata") or {}).get("random_key_impl") for array in arrays]
+        return [
+            (str(array["param_name"]), array.get("chunk_shape"), impl if isinstance(impl, str) else None)
+            for array, impl in zip(arrays, impls, strict=True)
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"it does not decode ({error!r}), but only it tells PRNG keys from arrays"
+        raise corrupt(os.path.join(folder, file), what) from error
+
+
 def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None]:
     """Return `Structure.key_impls`; every process lists all arrays, so one complete file is enough."""
     directory = os.path.join(path, ARRAY_METADATAS)
     impls: dict[str, str | None] = {}
     listed = {entry.name for entry in entries if entry.value_type == JAX_ARRAY and not entry.skipped}
-    for name in sorted(paths.listdir(directory)) if paths.isdir(directory) else ():
+    for file in sorted(paths.listdir(directory)) if paths.isdir(directory) else ():
         if listed and listed <= impls.keys():
             break
-        file = os.path.join(directory, name)
-        try:
-            for one in (read_json(directory, name) or {})["array_metadatas"]:
-                array = one["array_metadata"]
-                impl = (array.get("ext_metadata") or {}).get("random_key_impl")
-                impls[str(array["param_name"])] = impl if isinstance(impl, str) else None
-        except (KeyError, TypeError, AttributeError) as error:
-            raise corrupt(file, f"it does not decode ({error!r}), but only it tells PRNG keys from arrays") from error
+        impls.update({name: impl for name, _, impl in arrays_listed(directory, file)})
     return impls
 
 

@@ -136,8 +136,8 @@ def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] 
     axes = [axis for axis in _AXES if shared[axis] == best]
     # Axes on which the stacks are the same are one, as the last one where all arrays have as many.
     ranks = {len(shape) for _, (shape, _) in layer}
-    told = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
-    return axes[0], "" if told else "the shapes do not tell on which axis the layers lie"
+    is_clear = len(axes) == 1 or (axes[1:] == [-1] and ranks == {axes[0]})
+    return axes[0], "" if is_clear else "the shapes do not tell on which axis the layers lie"
 
 
 def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
