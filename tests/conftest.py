@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import flax
@@ -82,6 +83,13 @@ def save(request: pytest.FixtureRequest) -> Save:
             return writers[request.param](*args, **kwargs)
 
     return quiet
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all processes of pytest-xdist unpack the archives of the corpus to, and only read."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "corpus"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

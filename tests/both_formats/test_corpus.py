@@ -20,12 +20,6 @@ COLLIDING = ("a/b.c", "a.b/c")
 CASES = corpus.cases()
 
 
-@pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where archives are unpacked to."""
-    return tmp_path_factory.mktemp("corpus")
-
-
 def read_case(case: corpus.Case, unpacked: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The path to restore, the expected entries, and what is known about the case."""
     directory = corpus.unpack(case.release, unpacked) / case.name

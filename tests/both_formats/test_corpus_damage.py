@@ -25,12 +25,6 @@ NAMES = (
 CASES = [case for case in corpus.cases() if case.name in NAMES]
 
 
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where archives are unpacked to."""
-    return tmp_path_factory.mktemp("corpus")
-
-
 @pytest.mark.parametrize("case", corpus.parameters(CASES, oldest=False))
 def test_any_file_may_be_lost(case: corpus.Case, unpacked: Path, tmp_path: Path) -> None:
     """Never other values, and no error that does not tell which file, or which directory of files, it needs."""

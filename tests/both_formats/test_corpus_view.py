@@ -18,12 +18,6 @@ from tests.support.samples import fingerprint
 CASES = corpus.cases()
 
 
-@pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where archives are unpacked to."""
-    return tmp_path_factory.mktemp("corpus")
-
-
 def announced(leaf: LeafHandle) -> Any:
     """Shape and dtype that a handle shows."""
     return leaf.shape, leaf.dtype

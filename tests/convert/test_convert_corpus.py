@@ -23,12 +23,6 @@ def parameters() -> list[object]:
     return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.slow) for case in CASES]
 
 
-@pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where archives are unpacked to."""
-    return tmp_path_factory.mktemp("corpus")
-
-
 @pytest.mark.parametrize("case", parameters())
 def test_conversions_restore_to_what_was_saved(
     case: corpus.Case, unpacked: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

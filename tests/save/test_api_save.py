@@ -221,7 +221,7 @@ def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path: Path, format: Any
 def test_real_checkpoints_count_as_checkpoints(tmp_path: Path, release: str) -> None:
     """What real Flax and real Orbax wrote, flat, composite or a manager's step, is replaced on request."""
     replaced = 0
-    root = corpus.unpack(release, tmp_path / "corpus")
+    root = corpus.unpack(release, tmp_path)
     for family in ("legacy_msgpack/", "flax_orbax/", "orbax_standard/", "orbax_composite/", "orbax_pytree_ocdbt/small"):
         for case in (case for case in corpus.cases() if case.release == release and case.name.startswith(family)):
             for path in sorted((root / case.name / "ckpt").iterdir()):

@@ -59,12 +59,6 @@ def orbax_format() -> Iterator[None]:
     flax.config.update("flax_use_orbax_checkpointing", before)
 
 
-@pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where archives are unpacked to."""
-    return tmp_path_factory.mktemp("corpus")
-
-
 def one_of_each_kind() -> list[corpus.Case]:
     """The first case of each release and family that has no hundreds of files; of one with nested databases, all."""
     found: dict[tuple[str, ...], corpus.Case] = {}
