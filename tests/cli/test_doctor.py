@@ -6,6 +6,10 @@ import subprocess
 import sys
 from importlib import metadata
 
+import pytest
+
+from tests.support import interpreters
+
 DOCTOR = ["-m", "flax_ckpt_compat", "doctor"]
 
 
@@ -35,7 +39,21 @@ def test_report(tmp_path):
     assert sections["Paths"] == {str(tmp_path): "reachable, 1 names", missing: "does not exist"}
 
 
-def test_patched_and_unreachable():
+UNDER_RUN = """
+from flax_ckpt_compat import _patching
+from flax_ckpt_compat.cli import main
+_patching.install()
+main(["doctor", "ftp://host/run"])
+"""
+
+
+@pytest.mark.parametrize("is_run", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_patched_and_unreachable(is_run):
     """Under `flax-ckpt run` it says that Flax's functions are ours; a scheme that cannot be reached is a problem."""
-    found = run("-m", "flax_ckpt_compat", "run", *DOCTOR, "ftp://host/run")
-    assert found.returncode == 1 and "patched: ours" in found.stdout and "Problem: ftp://host/run" in found.stderr
+    if is_run:
+        found = run("-m", "flax_ckpt_compat", "run", *DOCTOR, "ftp://host/run")
+        printed, told, code = found.stdout, found.stderr, found.returncode
+    else:
+        with interpreters.start_python(UNDER_RUN) as program:
+            (printed, told), code = program.communicate(60), program.wait()
+    assert code == 1 and "patched: ours" in printed and "Problem: ftp://host/run" in told
