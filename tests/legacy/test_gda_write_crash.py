@@ -144,8 +144,18 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "after"), KINDS)
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+# The first save is a part of all, and what is replaced by arrays is a file, a directory, or such arrays themselves.
+OTHERS = [("none", "arrays"), ("arrays", "arrays"), ("arrays", "directory")]
+
+
+@pytest.mark.parametrize(
+    ("every", "before", "after"),
+    [
+        pytest.param(every, *kinds, marks=pytest.mark.slow if every == 1 or kinds in OTHERS else ())
+        for every in (8, 1)
+        for kinds in KINDS
+    ],
+)
 def test_killed_at_every_step(tmp_path: Path, before: str, after: str, every: int) -> None:
     """The old checkpoint or the new one restores, whole; the next writer removes all that is left of the other."""
     out, _ = run_python(KILLS, tmp_path, before, after, every, PYTHONWARNINGS="ignore")

@@ -15,15 +15,28 @@ from tests.multiprocess import jobs
 from tests.support.saves import use_flag
 from tests.support.team import team_of
 
+SPREADS = [
+    (2, "plain", 2, "plain"),
+    (2, "plain", 4, "turned"),
+    (4, "plain", 2, "flat"),
+    (4, "turned", 4, "plain"),
+    (4, "flat", 1, "plain"),
+]
+# More processes than saved it, and one, in both formats; each of the others in one of them.
+BOTH, ONE = (1, 4), ((False, 2), (True, 0))
+
 
 @pytest.mark.parametrize(
-    ("writers", "kind", "readers", "onto"),
+    ("orbax", "writers", "kind", "readers", "onto"),
     [
-        (2, "plain", 2, "plain"),
-        (2, "plain", 4, "turned"),
-        (4, "plain", 2, "flat"),
-        (4, "turned", 4, "plain"),
-        (4, "flat", 1, "plain"),
+        pytest.param(
+            orbax,
+            *spread,
+            id=f"{'orbax' if orbax else 'msgpack'}-{'-'.join(map(str, spread))}",
+            marks=() if number in BOTH or (orbax, number) in ONE else pytest.mark.slow,
+        )
+        for orbax in (False, True)
+        for number, spread in enumerate(SPREADS)
     ],
 )
 def test_every_bit_comes_back_on_any_number_of_processes(
@@ -66,7 +79,18 @@ def test_without_a_target_it_is_what_one_process_would_have_saved(orbax: bool, t
             assert a == b, path
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("orbax", "writers", "readers"),
+    [
+        pytest.param(orbax, *counts, id=f"{'orbax' if orbax else 'msgpack'}-{counts[0]}-{counts[1]}", marks=marks)
+        for orbax, counts, marks in (
+            (False, (2, 4), ()),
+            (True, (4, 2), ()),
+            (False, (4, 2), pytest.mark.slow),
+            (True, (2, 4), pytest.mark.slow),
+        )
+    ],
+)
 def test_a_train_state_with_its_optimizer(orbax: bool, tmp_path: Path, writers: int, readers: int) -> None:
     """Parameters, moments and counts of a sharded TrainState are as they were, on other processes."""
     saved = team_of(writers).call(jobs.save_state, str(tmp_path), orbax, "plain")

@@ -1,4 +1,4 @@
-"""Saves arrays sharded over eight devices, with real Orbax or with ours: ``WRITER TARGET [key=value]``."""
+"""Saves arrays sharded over eight devices, with real Orbax or with ours: ``FOLDER WRITER...``."""
 
 import sys
 from typing import Any
@@ -30,9 +30,15 @@ def sharded_tree() -> dict[str, Any]:
     return tree
 
 
-def main(writer: str, target: str) -> None:
-    """Writes the tree, and with ours checks that real Orbax restores it with the same shardings."""
+def main(folder: str, *writers: str) -> None:
+    """Writes the tree with each of the writers, into a directory of its name."""
     tree = sharded_tree()
+    for writer in writers:
+        write(tree, writer, f"{folder}/{writer}")
+
+
+def write(tree: dict[str, Any], writer: str, target: str) -> None:
+    """Writes the tree, and with ours checks that real Orbax restores it with the same shardings."""
     import orbax.checkpoint as ocp
 
     if writer == "ours":

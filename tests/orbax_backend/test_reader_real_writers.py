@@ -117,14 +117,14 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("sharded")
     program = "import sys; from tests.orbax_backend import sharded_save; sharded_save.main(*sys.argv[1:])"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    run_python(program, folder, "ocdbt", "zarr3", "files", "ours", **flags)
 
     def write(writer: str) -> Path:
-        target = folder / writer
         if writer == "plain":
             pytree_handler(use_compression=False)  # skips where there is no such option
-        if not target.exists():
-            run_python(program, writer, target, **flags)
-        return target
+        if not (folder / writer).exists():
+            run_python(program, folder, writer, **flags)
+        return folder / writer
 
     return write
 

@@ -73,16 +73,21 @@ def test_boxes_are_what_numpy_slices(
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize(
-    "chunks", [[3000, 700], *(pytest.param([*c], marks=pytest.mark.slow) for c in ((1000, 700), (3000, 100))), [7, 333]]
+    ("rows", "chunks"),
+    [
+        (3000, [3000, 700]),
+        *(pytest.param(3000, [*c], marks=pytest.mark.slow) for c in ((1000, 700), (3000, 100), (7, 333))),
+        (600, [7, 333]),
+    ],
 )
-def test_large_boxes(tmp_path: Path, codec: str, chunks: list[int]) -> None:
+def test_large_boxes(tmp_path: Path, codec: str, rows: int, chunks: list[int]) -> None:
     """Rows, columns and blocks of an array of some megabytes, whatever way its reads are planned."""
-    values = np.arange(3000 * 700, dtype=np.float64).reshape(3000, 700)
+    values = np.arange(rows * 700, dtype=np.float64).reshape(rows, 700)
     handle = stored_by_tensorstore(tmp_path / "c", values, chunks, codec)
-    columns = [(slice(0, 3000), slice(start, start + 100)) for start in range(0, 700, 100)]
-    rows = [(slice(start, start + 1500), slice(0, 700)) for start in (0, 1500)]
-    block = [(slice(5, 2500), slice(17, 640))]
-    for boxes in (columns, columns[:1], rows, block, columns + rows + block):
+    columns = [(slice(0, rows), slice(start, start + 100)) for start in range(0, 700, 100)]
+    halves = [(slice(start, start + rows // 2), slice(0, 700)) for start in (0, rows // 2)]
+    block = [(slice(5, rows * 5 // 6), slice(17, 640))]
+    for boxes in (columns, columns[:1], halves, block, columns + halves + block):
         for box, part in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
             assert np.array_equal(part, values[box])
 
