@@ -20,6 +20,10 @@ from tests.support.peers import version
 
 _ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
 needs_shim = pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not() or "it is there")
+needs_attributes = pytest.mark.skipif(
+    not any(map(shim.holds_attributes, ("/dev/shm", tempfile.gettempdir()))),
+    reason="no extended attributes, which hold the checksums of msgpack files",
+)
 
 
 def _command(*arguments: object) -> str:
@@ -30,10 +34,19 @@ def _command(*arguments: object) -> str:
 
 
 SHIM = ("calls", "kills", "errors", "power")
+DAMAGE = ("bytes", "flips", "fuzz")
 
 
 @needs_shim
-@pytest.mark.parametrize("scale", [0.003, pytest.param(0.03, marks=pytest.mark.slow)])
+@needs_attributes
+def test_a_little_of_each() -> None:
+    """The short forms of the next two tests together: to start their program takes longer than what it does."""
+    _command("--ours", "--scale", 0.0002, *(f"--only={name}" for name in (*SHIM, *DAMAGE)))
+
+
+@needs_shim
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.03])
 def test_nothing_of_ours_is_lost(scale: float) -> None:
     """Whatever is injected, what was acknowledged restores, and nothing half is ever restored."""
     _command("--ours", "--scale", scale, *(f"--only={name}" for name in SHIM))
@@ -56,14 +69,12 @@ def test_readers_beside_writers_and_a_soak(scale: float) -> None:
     _command("--ours", "--scale", scale, *(f"--only={name}" for name in names))
 
 
-@pytest.mark.skipif(
-    not any(map(shim.holds_attributes, ("/dev/shm", tempfile.gettempdir()))),
-    reason="no extended attributes, which hold the checksums of msgpack files",
-)
-@pytest.mark.parametrize("scale", [0.0002, pytest.param(0.005, marks=pytest.mark.slow)])
+@needs_attributes
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [0.005])
 def test_damage_is_found(scale: float) -> None:
     """Every flipped bit changes nothing, or gives an error of ours, as every file does that was mutated at random."""
-    _command("--ours", "--scale", scale, "--only=bytes", "--only=flips", "--only=fuzz")
+    _command("--ours", "--scale", scale, *(f"--only={name}" for name in DAMAGE))
 
 
 @needs_shim
