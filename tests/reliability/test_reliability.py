@@ -40,8 +40,8 @@ DAMAGE = ("bytes", "flips", "fuzz")
 @needs_shim
 @needs_attributes
 def test_a_little_of_each() -> None:
-    """The short forms of the next two tests together: to start their program takes longer than what it does."""
-    _command("--ours", "--scale", 0.0002, *(f"--only={name}" for name in (*SHIM, *DAMAGE)))
+    """A little of the next two tests; that each flipped byte is found, the tests of checksums show."""
+    _command("--ours", "--scale", 0.0002, *(f"--only={name}" for name in (*SHIM, "fuzz")))
 
 
 @needs_shim
