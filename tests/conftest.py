@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from tests.support.saves import Save, use_flag
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 assert profiles.examples  # registers the profiles that are loaded here
+_TEMPORARY_BYTES = 4 << 30  # more than there is at any time
 # Jobs of a shell that is not interactive start with the signal ignored, and all programs of theirs inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,8 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Run all that ``-m`` says with all examples, and slow tests also where one is named on the command line."""
     if config.option.markexpr == "not slow" and any("::" in name for name in config.args):
         config.option.markexpr = ""
+    is_quick = config.option.markexpr == "not slow"
     if not config.getoption("--hypothesis-profile"):
-        settings.load_profile("quick" if config.option.markexpr == "not slow" else "full")
+        settings.load_profile("quick" if is_quick else "full")
+    # Half of the time would be waits for the disk, which the slow tests and CI's run of all see.
+    if is_quick and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > _TEMPORARY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
