@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import http.client
+import io
 import os
 import random
 import socket
@@ -22,12 +23,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 # Ends when its standard input does, so also when the tests are killed. moto's own server would first look for the
-# service that each request is for, which takes as long as the request.
+# service that each request is for, and werkzeug's take a connection and a thread for it: each as long as the request.
 _SERVER = """
 import sys, threading
+from tests.support import s3
 from moto.moto_server.werkzeug_app import create_backend_app
-from werkzeug.serving import make_server
-server = make_server("127.0.0.1", int(sys.argv[1]), create_backend_app("s3"), threaded=True)
+server = s3.application_server(int(sys.argv[1]), create_backend_app("s3"))
 threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stdin.read()
 """
@@ -146,7 +147,7 @@ class Proxy:
 
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         """What the server says to a request."""
-        return forward(self.port, method, path, headers, body)
+        return forward(self.port, method, path, headers, body, _onward)
 
     def forward_later(self, *request: Any) -> None:
         """Hands a request on, after a while; nobody hears the answer."""
@@ -192,6 +193,11 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         fault: Fault = ""
         received = 0
         began = 0.0
+
+        def finish(self) -> None:
+            super().finish()
+            if _onward.connection is not None:
+                _onward.connection.close()
 
         def handle_any(self) -> None:
             self.began = time.monotonic()
@@ -268,18 +274,86 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def forward(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-    """What the server at a port says to a request."""
-    onward = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+class _Onward(threading.local):
+    """The connection from a thread of a proxy to its server."""
+
+    connection: http.client.HTTPConnection | None = None
+
+
+_onward = _Onward()
+
+
+def forward(
+    port: int, method: str, path: str, headers: dict[str, str], body: bytes, kept: _Onward | None = None
+) -> Answer:
+    """What the server at a port says to a request; the connection stays open where it is kept."""
+    connection = kept.connection if kept is not None else None
+    if connection is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    is_whole = False
     try:
-        kept = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}
-        onward.request(method, path, body or None, kept)
-        answer = onward.getresponse()
+        sent = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}
+        connection.request(method, path, body or None, sent)
+        answer = connection.getresponse()
         content = answer.read()
         passed = [(name, value) for name, value in answer.getheaders() if name.lower() not in _ONLY_ONE_HOP]
+        is_whole = True
         return answer.status, passed, content
     finally:
-        onward.close()
+        if kept is not None:
+            kept.connection = connection if is_whole else None
+        if kept is None or not is_whole:
+            connection.close()
+
+
+def application_server(port: int, application: Callable[..., Any]) -> ThreadingHTTPServer:
+    """A server of a WSGI application on loopback, with connections that stay open."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = -1  # an answer is one write
+
+        def handle_any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path, _, query = self.path.partition("?")
+            environ = {
+                "REQUEST_METHOD": self.command,
+                "SCRIPT_NAME": "",
+                "PATH_INFO": urllib.parse.unquote(path, "latin-1"),
+                "QUERY_STRING": query,
+                "REQUEST_URI": self.path,
+                "RAW_URI": self.path,
+                "SERVER_NAME": "127.0.0.1",
+                "SERVER_PORT": str(port),
+                "SERVER_PROTOCOL": "HTTP/1.1",
+                "CONTENT_TYPE": self.headers.get("Content-Type", ""),
+                "CONTENT_LENGTH": str(len(body)),
+                "wsgi.url_scheme": "http",
+                "wsgi.input": io.BytesIO(body),
+                "wsgi.errors": sys.stderr,
+                "wsgi.multithread": True,
+                **{f"HTTP_{name.upper().replace('-', '_')}": value for name, value in self.headers.items()},
+            }
+            answered: list[Any] = []
+            content = b"".join(application(environ, lambda *answer: answered.extend(answer)))
+            self.send_response_only(int(answered[0].split()[0]))
+            for name, value in answered[1]:
+                if name.lower() not in _ONLY_ONE_HOP:
+                    self.send_header(name, value)
+            if not any(name.lower() == "content-length" for name, _ in answered[1]):
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" or answered[0][:3] in ("204", "304") else content)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
+
+        def log_message(self, *_: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    return server
 
 
 class Folders:
@@ -377,7 +451,7 @@ def server(command: Callable[[int], list[str]], environment: dict[str, str] | No
 def serving() -> Iterator[tuple[int, Proxy]]:
     """The port of a new server, and a proxy before it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOTO_"))}
-    environment["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE)
+    environment["MOTO_S3_DEFAULT_MAX_KEYS"], environment["PYTHONPATH"] = str(PAGE), str(Path(__file__).parents[2])
     with server(lambda port: [sys.executable, "-W", "ignore", "-c", _SERVER, str(port)], environment) as port:
         proxy = Proxy(port)
         yield port, proxy
