@@ -108,7 +108,8 @@ def _note_of_lists(guessed: Sequence[Path]) -> list[str]:
 
 
 def _note_of_nones(opened: Opened, trees: dict[str, Node]) -> list[str]:
-    stored = [tree for name, tree in trees.items() if opened.items[name].format is Format.ORBAX]
+    formats = {name: item.format for name, item in opened.items.items()}
+    stored = [tree for name, tree in trees.items() if formats.get(name, Format.ORBAX) is Format.ORBAX]
     nones = [show_path(path) for tree in stored for path, leaf in iter_leaves(tree) if leaf is None]
     what = (
         "None is written as it is stored, also for optax.EmptyState, which real Flax expects as a dict; give a target"
@@ -146,7 +147,8 @@ def _arranged(trees: dict[str, Node], opened: Opened, job: Job) -> dict[str, Nod
         if not is_mapping:
             trees = {ITEM[job.to]: next(iter(trees.values()))}
         else:
-            trees = {name: tree for name, tree in trees.items() if opened.items[name].format is not None}
+            json = {name for name, item in opened.items.items() if item.format is None}
+            trees = {name: tree for name, tree in trees.items() if name not in json}
     else:
         trees = {"": Branch(dict(trees)) if is_mapping else next(iter(trees.values()))}
     if job.to in ("msgpack", "safetensors"):

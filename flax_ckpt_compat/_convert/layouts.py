@@ -43,6 +43,9 @@ def check(contents: Contents, to: str) -> Any:
     """
     if not contents.trees:
         raise UnsupportedLeafError("it holds only JSON, and no tree of arrays to convert; copy it instead")
+    for item in contents.trees if to in TO_STEPS else ():
+        if item in (os.curdir, os.pardir) or not item or "/" in item or "\0" in item:
+            raise UnsupportedLeafError(f"{item!r} cannot be the name of an item, a directory of the step; rename it")
     if to == "safetensors":
         safetensors.check(contents.trees[""])
         return contents.trees

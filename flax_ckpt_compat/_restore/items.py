@@ -8,7 +8,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
-from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._discovery import detect, notices, opening
 from flax_ckpt_compat._restore.match import plan_tree
@@ -28,7 +28,7 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
         _log_omitted_json(opened)
         return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
     if target is None:
-        return RestorePlan(_plan_items(opened, dict.fromkeys(opened.parts), options), True)
+        return _plan_everything(opened, options)
     if _names_items(opened, target):
         return RestorePlan(_plan_items(opened, target, options), True)
     name = "" if "" in opened.items else main_item(opened)
@@ -69,25 +69,54 @@ def plan_with_rules(reader: Reader, tree: Node, target: Any, options: RestoreOpt
     return plan_tree(_ReaderOfSeveral(reader, path, others) if others else reader, tree, target_tree, options, path)
 
 
+def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> RestorePlan:
+    """Plan several items without a target: all that the rules make of them, under whatever names."""
+    tree = _tree_of_items(opened, {}, options)
+    if not isinstance(tree, Branch):
+        return RestorePlan({"": _plan_part(opened, "", tree, None, options)}, False)
+    json = [name for name in opened.parts if name not in opened.trees]
+    if taken := [name for name in json if name in tree.children]:
+        raise NameCollisionError(
+            f"{opened.path}: a rule gives a subtree the name of the JSON item {taken[0]!r}; give it another",
+            path=opened.path,
+            leaf=taken[0],
+        )
+    names = [name for name in opened.parts if name in tree.children or name in json]
+    names += [name for name in tree.children if name not in names]
+    return RestorePlan({name: _plan_part(opened, name, tree, None, options) for name in names}, True)
+
+
 def _plan_items(opened: opening.Opened, targets: Mapping[str, Any], options: RestoreOptions) -> dict[str, TreePlan]:
-    """Plan several items; rules see them as one tree with the item names at the top."""
+    """Plan the items that a target names."""
     target_trees = {name: TargetTree(part) for name, part in targets.items() if part is not None}
-    trees: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
-    has_rules = bool(options.transforms.rules)
-    if has_rules:
-        nodes = {name: part.node for name, part in target_trees.items()}
-        trees = options.transforms.apply_rules(trees, Branch(nodes) if nodes else None, opened.path)
-    plans = {}
-    for name in targets:
+    tree = _tree_of_items(opened, target_trees, options)
+    return {name: _plan_part(opened, name, tree, target_trees.get(name), options) for name in targets}
+
+
+def _tree_of_items(opened: opening.Opened, targets: Mapping[str, TargetTree], options: RestoreOptions) -> Node:
+    """Return what rules make of all items: they see them as one tree with the item names at the top."""
+    tree: Node = Branch({name: opened.reader(name).tree for name in opened.trees})
+    if not options.transforms.rules:
+        return tree
+    nodes = {name: part.node for name, part in targets.items()}
+    return options.transforms.apply_rules(tree, Branch(nodes) if nodes else None, opened.path)
+
+
+def _plan_part(
+    opened: opening.Opened, name: str, tree: Node, target: TargetTree | None, options: RestoreOptions
+) -> TreePlan:
+    """Plan one item of a tree of items, or another name that rules gave."""
+    if name in opened.items and name not in opened.trees:
+        # JSON items are restored as they are; targets and rules do not apply.
         reader, path = opened.reader(name), opened.items[name].path
-        if name not in opened.trees:
-            # JSON items are restored as they are; targets and rules do not apply.
-            plans[name] = plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), path)
-            continue
-        tree = trees.children.get(name, Branch({})) if isinstance(trees, Branch) else Branch({})
-        item_reader = _ReaderOfSeveral(reader, path) if has_rules else reader
-        plans[name] = plan_tree(item_reader, tree, target_trees.get(name), options, path)
-    return plans
+        return plan_tree(reader, reader.tree, None, RestoreOptions(options.settings), path)
+    is_item = name in opened.items
+    reader = opened.reader(name if is_item else next(iter(opened.trees)))
+    path = opened.items[name].path if is_item else opened.path
+    part = tree.children.get(name, Branch({})) if isinstance(tree, Branch) else Branch({}) if is_item else tree
+    return plan_tree(
+        _ReaderOfSeveral(reader, path) if options.transforms.rules else reader, part, target, options, path
+    )
 
 
 class _ReaderOfSeveral(Reader):

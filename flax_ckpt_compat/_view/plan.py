@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
@@ -26,6 +26,8 @@ from flax_ckpt_compat._suggest import Suggestion
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of, needs, shape_and_dtype
 from flax_ckpt_compat._view import plan_html, plan_text
+
+_Owners = dict[Reader, str]  # reader of an item → its name
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -218,9 +220,11 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
     unused: list[str] = []
     unused_nbytes = 0
     needed: dict[Any, int] = {}
+    # Rules may move leaves from one item to another.
+    owners: _Owners = {opened.reader(name): name for name in opened.parts} if plans.is_mapping else {}
     for name, tree_plan in plans.items.items():
         item = (name,) if plans.is_mapping else ()
-        leaves += _planned_leaves(tree_plan, item)
+        leaves += _planned_leaves(tree_plan, item, owners)
         for leaf in tree_plan.leaves:
             needed.update(needs(leaf.source))
         stored = dict(iter_leaves(tree_plan.tree)) if tree_plan.unused else {}
@@ -249,33 +253,39 @@ def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
     return None, ""
 
 
-def _planned_leaves(plan: TreePlan, item: Path) -> Iterator[PlannedLeaf]:
+def _source(handle: LeafHandle, item: Path, owners: _Owners) -> str:
+    """Return the key path of a stored leaf in the whole checkpoint."""
+    owner = owners.get(handle.reader)
+    return show_path((*(item if owner is None else (owner,)), *handle.path))
+
+
+def _planned_leaves(plan: TreePlan, item: Path, owners: _Owners) -> Iterator[PlannedLeaf]:
     """Yield the leaves of a tree's plan; a subtree that is restored as stored counts as one."""
     raises = plan.options.settings.missing_leaves == "error" and not plan.options.transforms.lenient
     missing = frozenset(plan.missing) if raises else frozenset()
     subtrees = {} if plan.target is None else plan.stored_subtrees
     for path, group in itertools.groupby(plan.leaves, lambda leaf: leaf.path):
         if path in subtrees:
-            yield _planned_subtree(path, subtrees[path], item)
+            yield _planned_subtree(path, subtrees[path], item, owners)
         else:
             for leaf in group:
-                yield _planned(leaf, item, "missing" if path in missing else "target")
+                yield _planned(leaf, item, owners, "missing" if path in missing else "target")
     for path, stored in subtrees.items():
         if all(isinstance(leaf, Branch) for _, leaf in iter_leaves(stored)):  # without leaves
-            yield _planned_subtree(path, stored, item)
+            yield _planned_subtree(path, stored, item, owners)
     for path in sorted(plan.empty):
         yield _kept(show_path((*item, *path)), {}, "not in the checkpoint", "missing" if path in missing else "target")
 
 
-def _planned_subtree(path: Path, stored: Node, item: Path) -> PlannedLeaf:
+def _planned_subtree(path: Path, stored: Node, item: Path, owners: _Owners) -> PlannedLeaf:
     leaves = [leaf for _, leaf in iter_leaves(stored)]
-    sources = tuple(show_path((*item, *handle.path)) for leaf in leaves for handle in handles_of(leaf))
+    sources = tuple(_source(handle, item, owners) for leaf in leaves for handle in handles_of(leaf))
     how = "by the rules of the target's own type, or leaf by leaf if they refuse it"
     nbytes = sum(size for leaf in leaves for size in needs(leaf).values())
     return PlannedLeaf(show_path((*item, *path)), "checkpoint", sources, how, None, None, None, None, nbytes)
 
 
-def _planned(leaf: LeafPlan, item: Path, kept: str) -> PlannedLeaf:
+def _planned(leaf: LeafPlan, item: Path, owners: _Owners, kept: str) -> PlannedLeaf:
     name, source, target = show_path((*item, *leaf.path)), leaf.source, leaf.target
     if source is Own.KEEP_TARGET:
         return _kept(name, target, leaf.why, kept)
@@ -290,7 +300,7 @@ def _planned(leaf: LeafPlan, item: Path, kept: str) -> PlannedLeaf:
     return PlannedLeaf(
         name,
         "computed" if isinstance(source, Derived) else "checkpoint",
-        tuple(show_path((*item, *handle.path)) for handle in handles_of(source)),
+        tuple(_source(handle, item, owners) for handle in handles_of(source)),
         source.how if isinstance(source, Derived) else "",
         shape,
         leaf.cast if is_cast else dtype,

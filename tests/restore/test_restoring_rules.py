@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import train_state
 
-from flax_ckpt_compat import checkpoints, plan_restore, restore, rules, save
-from flax_ckpt_compat.errors import TransformError
+from flax_ckpt_compat import checkpoints, convert, plan_restore, restore, rules, save
+from flax_ckpt_compat.errors import NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import Transform
 from tests.support.peers import ocp_v1, skip_without_typed_keys
 from tests.support.saves import run_python
@@ -192,6 +192,53 @@ def test_roots_of_a_checkpoint_manager(tmp_path: Path) -> None:
         assert [(leaf.path, leaf.sources) for leaf in plan.leaves] == [
             (f"{name}/new", (f"{name}/old",)) for name in items
         ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (rules.move("params/a", "enc"), {"params": {"b": 2.0}, "opt": {"m": 3.0}, "enc": 1.0}),
+        (rules.move("params", ""), {"a": 1.0, "b": 2.0}),
+        (rules.rename("^opt", "optimizer"), {"params": {"a": 1.0, "b": 2.0}, "optimizer": {"m": 3.0}}),
+        (rules.drop("opt"), {"params": {"a": 1.0, "b": 2.0}}),
+        (rules.copy("opt", "params/old"), {"params": {"a": 1.0, "b": 2.0, "old": {"m": 3.0}}, "opt": {"m": 3.0}}),
+        (rules.wrap("model"), {"model": {"params": {"a": 1.0, "b": 2.0}, "opt": {"m": 3.0}}}),
+    ],
+    ids=str,
+)
+def test_rules_give_items_other_names(tmp_path: Path, rule: Any, expected: dict[str, Any]) -> None:
+    """Without a target, all that rules make of several items is restored, planned and converted, JSON as it is."""
+    items: dict[str, Any] = {"params": {"a": 1.0, "b": 2.0}, "opt": {"m": 3.0}}
+    trees = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        manager.save(3, args=ocp.args.Composite(**trees, notes=ocp.args.JsonSave({"n": 1})))
+    expected = {"notes": {"n": 1}, **expected}
+    assert restore(tmp_path / "src", transforms=[rule]) == expected
+    planned = plan_restore(tmp_path / "src", None, transforms=[rule]).leaves
+    assert {leaf.path for leaf in planned} == {"/".join(path) for path in _paths(expected)}
+    assert {source for leaf in planned for source in leaf.sources} <= {"notes/n", "params/a", "params/b", "opt/m"}
+    convert(tmp_path / "src", tmp_path / "flat", "orbax", transforms=[rule])
+    assert restore(tmp_path / "flat", step=3) == expected
+    if "enc" not in expected and "a" not in expected:
+        convert(tmp_path / "src", tmp_path / "dst", "manager", transforms=[rule])
+        names = {path.name for path in (tmp_path / "dst" / "3").iterdir() if path.is_dir()}
+        assert names == set(expected)
+
+
+def _paths(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(tree, dict):
+        return [path]
+    return [found for name, child in tree.items() for found in _paths(child, (*path, name))]
+
+
+def test_rules_that_make_one_leaf_of_several_items(tmp_path: Path) -> None:
+    """A leaf that becomes the whole tree is the result; a name that a JSON item has is refused."""
+    trees = {name: ocp.args.PyTreeSave({"x": np.ones(2)}) for name in ("params", "opt")}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.Composite(**trees, notes=ocp.args.JsonSave({"n": 1})))
+    assert restore(tmp_path, transforms=[rules.move("opt/x", "")]).tolist() == [1, 1]
+    with pytest.raises(NameCollisionError, match="JSON item 'notes'"):
+        restore(tmp_path, transforms=[rules.rename("^opt", "notes")])
 
 
 def test_directories_of_orbax_v1(tmp_path: Path) -> None:
