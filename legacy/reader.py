@@ -69,6 +69,11 @@ class MsgpackReader(Reader):
         limit = max(1, nbytes // max(1, array.dtype.itemsize))
         return grid.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
 
+    def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
+        """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
+        array = handle.locator
+        return array.chunks if isinstance(array, gda_read.FolderArray) else handle.shape
+
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
         return Inspection(tuple(gda_read.unreferenced(self.path, [leaf.locator for leaf in handles_of(self)])))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import grid
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
@@ -65,6 +66,11 @@ class EncodedLeaf:
         """
         if self.write_shape == self.shape and not self.spans_processes:
             return [all_of(self.whole())]
+        if isinstance(self.source, StoredArray):
+            read = self.source.read_part
+            assert read is not None
+            boxes = [box for _, box in grid.cells(grid.full_box(self.shape), self.write_shape)]
+            return [Shard(box, self._stored_form(read(box))) for box in boxes]
         return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards_of(self.source)]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -136,7 +142,10 @@ def encode(leaf: Any, keystr: str, multiprocess: bool = False) -> EncodedLeaf:
     if isinstance(leaf, HostCopy):
         return _placed(leaf, keystr, multiprocess)
     if isinstance(leaf, StoredArray):
-        return _array(leaf, NP_ARRAY if leaf.sharding is None else JAX_ARRAY, keystr, leaf.sharding)
+        stored = _array(leaf, NP_ARRAY if leaf.sharding is None else JAX_ARRAY, keystr, leaf.sharding)
+        if leaf.chunks is not None and len(stored.shape) == len(leaf.shape):
+            stored.write_shape = leaf.chunks
+        return stored
     if is_jax_array(leaf):
         return _jax_array(leaf, keystr, multiprocess)
     raise _unsupported(keystr, f"a leaf of type {type(leaf).__module__}.{type(leaf).__qualname__}")

@@ -135,6 +135,11 @@ class OrbaxReader(Reader):
         splits = leaf.info.raw and not leaf.info.checksum_nbytes
         return readable_boxes(leaf.shape, chunks, limit, splits_chunks=splits)
 
+    def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
+        """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
+        leaf = handle.locator
+        return leaf.info.chunks[: len(leaf.shape)] if isinstance(leaf, StoredLeaf) else handle.shape
+
     def inspect(self) -> Inspection:
         """See `flax_ckpt_compat._core.backend.Reader.inspect`."""
         infos = {leaf.name: leaf.locator.info for leaf in handles_of(self) if isinstance(leaf.locator, StoredLeaf)}

@@ -34,6 +34,8 @@ class Digests:
             array = leaf.data if isinstance(leaf, KeyData) else leaf
             if isinstance(array, StoredArray):
                 array.read = functools.partial(self._read, name, array.read, array_nbytes(leaf), progress)
+                if array.read_part is not None:
+                    array.read_part = functools.partial(_read_part, array.read_part, progress)
 
     def __enter__(self) -> Digests:
         return self
@@ -54,3 +56,9 @@ class Digests:
         while self._pending:
             name, computed = self._pending.pop()
             self.crcs[name] = computed.result()
+
+
+def _read_part(read: Callable[[Any], Any], progress: Callable[[int], None], box: tuple[slice, ...]) -> Any:
+    value = read(box)
+    progress(value.nbytes)
+    return value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.tree import (
     Branch,
@@ -51,9 +52,17 @@ class Leaves:
         if leaf.kind is LeafKind.ARRAY:
             assert leaf.dtype is not None
             read = functools.partial(self._small.read, leaf) if leaf.nbytes <= _SMALL else leaf.read
-            return StoredArray(leaf.shape, leaf.dtype, leaf.sharding, read, leaf)
+            return StoredArray(leaf.shape, leaf.dtype, leaf.sharding, read, leaf, *_parts(leaf))
         value = self._values[leaf]
         return KeyData(value.impl, in_memory(value.data, leaf.sharding)) if isinstance(value, KeyData) else value
+
+
+def _parts(handle: LeafHandle) -> tuple[Any, Any]:
+    """Return the chunks of a large array that is split evenly, as a sharded save has it, and what reads one."""
+    chunks = handle.reader.chunks_of(handle)
+    if handle.nbytes <= _SMALL or chunks == handle.shape or any(map(operator.mod, handle.shape, chunks)):
+        return None, None
+    return chunks, lambda box: handle.reader.read([ArraySlice(handle, box)])[0]
 
 
 def in_memory(array: np.ndarray[Any, Any], sharding: str | None = None) -> StoredArray:

@@ -163,6 +163,10 @@ class Reader(Protocol):
         limit = max(1, nbytes // handle.dtype.itemsize)
         return grid.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
 
+    def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
+        """Return the shape of the chunks that an array is stored in."""
+        return handle.shape
+
     def inspect(self) -> Inspection:
         """Compare the files with each other and with the tree, without reading arrays."""
         return Inspection()

@@ -147,6 +147,8 @@ class StoredArray:
         sharding: its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array.
         read: reads it into host memory.
         handle: its `flax_ckpt_compat._core.backend.LeafHandle`, if it is stored as it is to be written.
+        chunks: shape of the chunks to write it in, where the format has any; it divides `shape`. None for one chunk.
+        read_part: reads a slice of it; there is one if there are ``chunks``.
     """
 
     shape: tuple[int, ...]
@@ -154,6 +156,8 @@ class StoredArray:
     sharding: str | None
     read: Callable[[], np.ndarray[Any, Any]]
     handle: Any = None
+    chunks: tuple[int, ...] | None = None
+    read_part: Callable[[tuple[slice, ...]], np.ndarray[Any, Any]] | None = None
 
     @property
     def nbytes(self) -> int:

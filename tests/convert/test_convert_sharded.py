@@ -1,0 +1,57 @@
+"""What real Flax saved in several processes, converted: an array that was split stays so, for sharded restores."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+import flax_ckpt_compat
+from flax_ckpt_compat import config
+from tests.convert import sharded_job
+from tests.convert.sharded_job import ODD, VALUES
+from tests.support.team import team_of
+
+
+def chunks(path: Path, name: str, driver: str) -> tuple[int, ...]:
+    """The shape of the chunks of an array, as TensorStore tells it."""
+    store = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
+    shape: tuple[int, ...] = ts.open({"driver": driver, "kvstore": store}).result().chunk_layout.read_chunk.shape
+    return shape
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["orbax", "gda"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two processes with four devices each."""
+    folder = tmp_path_factory.mktemp("sharded")
+    team_of(2, 4).call(sharded_job.save, str(folder), request.param)
+    return folder / "checkpoint_1"
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.filterwarnings("ignore:Couldn't find sharding info")
+@pytest.mark.parametrize(("compression", "driver"), [(None, "zarr"), ("zstd", "zarr3")])
+def test_chunks_stay(source: Path, tmp_path: Path, compression: Any, driver: str) -> None:
+    """Each shard of the source is a chunk of the result, whose values real Orbax reads."""
+    with config.override(compression=compression):
+        flax_ckpt_compat.convert(source, tmp_path / "out", "orbax")
+    assert chunks(tmp_path / "out", "w", driver) == (128, 128)
+    # Real Orbax also splits what two columns of devices hold twice; the folder of arrays does not.
+    assert chunks(tmp_path / "out", "odd", driver) == (64 if source.is_dir() else 128, 512)
+    arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in ("w", "odd")}
+    found = ocp.PyTreeCheckpointer().restore(tmp_path / "out", restore_args=arguments)
+    assert found["w"].tobytes() == VALUES.tobytes()
+    assert found["odd"].tobytes() == np.tile(ODD, (1, 2)).tobytes() and found["odd"].dtype == ODD.dtype
+
+
+def test_there_and_back(source: Path, tmp_path: Path) -> None:
+    """Formats without chunks get whole arrays; each result was compared with its source."""
+    for to in ("msgpack", "safetensors"):
+        flax_ckpt_compat.convert(source, tmp_path / to, to)  # type: ignore[arg-type]
+    flax_ckpt_compat.convert(source, tmp_path / "orbax", "orbax")
+    flax_ckpt_compat.convert(tmp_path / "orbax", tmp_path / "file", "msgpack")
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "msgpack").read_bytes()
+    found: Any = flax_ckpt_compat.restore(tmp_path / "file")
+    assert np.asarray(found["w"]).tobytes() == VALUES.tobytes()
