@@ -1,8 +1,8 @@
 """How fast ``convert`` is beside a copy of the same files: ``python -m tests.benchmarks.conversion``.
 
 A copy reads every file, writes it, and syncs it, and is compared with nothing; a conversion is compared bit for bit
-with its source besides. All read from a warm page cache. CPU time is that of all threads. The goal is 0.7 of the rate of
-the fastest copy.
+with its source besides. All read from a warm page cache. CPU time is that of all threads. The goal is 0.7 of the rate
+of the fastest copy.
 """
 
 from __future__ import annotations
