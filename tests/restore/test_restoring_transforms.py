@@ -256,7 +256,7 @@ def wishes(target: Any) -> Any:
 
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=examples(60), phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=examples(60, 12), phases=[Phase.generate, Phase.shrink])
 @given(st.data())
 def test_as_real_orbax_with_dtypes(data: Any) -> None:
     """RestoreArgs of the target cast, as does our dtype="target", before functions are called."""
@@ -271,7 +271,7 @@ def test_as_real_orbax_with_dtypes(data: Any) -> None:
 
 @pytest.mark.skipif(version("orbax-checkpoint") < (0, 12), reason="Orbax 0.12 is what ours are held to")
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=examples(60), phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=examples(60, 12), phases=[Phase.generate, Phase.shrink])
 @given(st.data())
 def test_as_real_flax(data: Any) -> None:
     """restore_checkpoint with orbax_transforms gives what real Flax gives with its flag on, in the target's dtypes."""

@@ -103,8 +103,11 @@ for _ in range(kills):
 @pytest.mark.parametrize(
     "mode",
     [
-        "orbax", "mixed", "async msgpack", "same orbax", "same mixed", "same orbax in two steps",
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("msgpack", "async orbax", "same msgpack")),
+        "orbax", "async msgpack", "same mixed", "same orbax in two steps",
+        *(
+            pytest.param(mode, marks=pytest.mark.slow)
+            for mode in ("msgpack", "async orbax", "same msgpack", "mixed", "same orbax")
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])

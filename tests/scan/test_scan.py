@@ -3,8 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from rich.console import Console
 from flax_ckpt_compat._scan.project import scan
 from flax_ckpt_compat._scan.report import print_report
 from flax_ckpt_compat.cli import main
+from tests.support.interpreters import run_python
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -78,8 +77,8 @@ def run(code: str, folder: Path, backend: str) -> str:
     folder.mkdir()
     file = folder / "train.py"
     file.write_text(code)
-    arguments = [sys.executable, str(file), str(folder / "run"), backend]
-    return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+    program = "import runpy, sys; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return run_python(program, file, folder / "run", backend)[0]
 
 
 def test_fixed_program_runs(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def race(url: str, format: Any, overwrite: bool) -> dict[int, str]:
     return told
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(attempt, marks=pytest.mark.slow) for attempt in (1, 2))])
 @pytest.mark.parametrize("how", ["msgpack", "orbax", "orbax overwrites"])
 def test_one_of_two_threads_wins(how: str, attempt: int, bucket: Bucket) -> None:
     """Just one save succeeds, and its values are there; the other names the reason, and leaves nothing behind."""

@@ -133,10 +133,10 @@ def test_a_refused_list_in_a_reader(fault: str, format: Any, on: bool, gs_bucket
 
 
 SOME_SAVES = [
-    ("msgpack new", False, 4),
-    ("orbax new", True, 4),
-    ("msgpack overwrite", True, 4),
-    ("orbax overwrite", False, 4),
+    ("msgpack new", False, 5),
+    ("orbax new", True, 7),
+    ("msgpack overwrite", True, 5),
+    ("orbax overwrite", False, 7),
 ]
 
 

@@ -86,7 +86,9 @@ def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
     assert "checkpoint_1" not in " ".join(bucket.keys())
 
 
-@pytest.mark.parametrize(("orbax", "reader"), [(True, "orbax"), (True, "flax"), (False, "flax")])
+@pytest.mark.parametrize(
+    ("orbax", "reader"), [(True, "orbax"), pytest.param(True, "flax", marks=pytest.mark.slow), (False, "flax")]
+)
 def test_real_readers(orbax: bool, reader: str, bucket: Bucket, tmp_path: Path) -> None:
     """Real Orbax and real Flax, in two processes and on another mesh, read a copy of what was saved."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
@@ -106,7 +108,7 @@ def test_no_array_passes_through_process_0(orbax: bool, bucket: Bucket, proxies:
     team.call(jobs.restore_large, root)
 
 
-@pytest.mark.parametrize(("orbax", "victim"), [(True, 0), (True, 1), (False, 0)])
+@pytest.mark.parametrize(("orbax", "victim"), [(True, 0), pytest.param(True, 1, marks=pytest.mark.slow), (False, 0)])
 def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: list[Proxy]) -> None:
     """The step that was to be replaced stays whole until the commit, the others hear of it, and the next save works."""
     team, root = Team(2, outside=True), f"{bucket.url}/run"
