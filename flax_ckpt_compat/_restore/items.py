@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
-from flax_ckpt_compat._core.tree import Branch, Node
+from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
 from flax_ckpt_compat._discovery import detect, notices, opening
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -31,6 +32,8 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
         return _plan_everything(opened, options)
     if _names_items(opened, target):
         return RestorePlan(_plan_items(opened, target, options), True)
+    if _names_some_items(opened, target):
+        return RestorePlan({"": _plan_as_one_tree(opened, target, options)}, False)
     name = "" if "" in opened.items else main_item(opened)
     return RestorePlan({name: _plan_item(opened, name, target, options)}, False)
 
@@ -53,6 +56,29 @@ def _names_items(opened: opening.Opened, target: Any) -> bool:
         return bool(target) or not opened.trees
     tree = opened.reader(next(iter(opened.trees))).tree
     return bool(target) and not (isinstance(tree, Branch) and target.keys() <= tree.children.keys())
+
+
+def _names_some_items(opened: opening.Opened, target: Any) -> bool:
+    """Return whether a target has items and other names, and looks less like the tree that it would stand for."""
+    if not isinstance(target, Mapping) or "" in opened.items or not target.keys() & opened.trees.keys():
+        return False
+    main = _usual_item(opened)
+    tree = None if main is None else opened.reader(main).tree
+    inside = tree.children.keys() if isinstance(tree, Branch) else set[str]()
+    return len(target.keys() & inside) < len(target.keys() & opened.items.keys())
+
+
+def _plan_as_one_tree(opened: opening.Opened, target: Any, options: RestoreOptions) -> TreePlan:
+    """Plan all items as one tree with their names at the top."""
+    tree = Branch({name: opened.reader(name).tree for name in opened.items})
+    reader = _ReaderOfSeveral(opened.reader(next(iter(opened.trees))), opened.path)
+    return plan_with_rules(reader, map_leaves(at_whole_path, tree), target, options, opened.path)
+
+
+def at_whole_path(path: Path, leaf: Any) -> Any:
+    """Return a leaf with its path in the whole checkpoint instead of in its item."""
+    is_elsewhere = isinstance(leaf, LeafHandle) and leaf.path != path
+    return dataclasses.replace(leaf, path=path, stored_name=leaf.name) if is_elsewhere else leaf
 
 
 def _plan_item(opened: opening.Opened, name: str, target: Any, options: RestoreOptions) -> TreePlan:
@@ -148,11 +174,8 @@ def main_item(opened: opening.Opened) -> str:
     Raises:
         CheckpointError: several trees, none of which has a usual name.
     """
-    if len(opened.trees) == 1:
-        return next(iter(opened.trees))
-    for name in detect.USUAL_ITEMS:
-        if name in opened.trees:
-            return name
+    if (usual := _usual_item(opened)) is not None:
+        return usual
     if not opened.trees:
         raise CheckpointError(
             f"{opened.path} holds no tree of arrays, only JSON ({', '.join(opened.items)}); restore it without a "
@@ -164,3 +187,10 @@ def main_item(opened: opening.Opened) -> str:
         f"one by its own path, such as {os.path.join(opened.path, next(iter(opened.items)))}.",
         path=opened.path,
     )
+
+
+def _usual_item(opened: opening.Opened) -> str | None:
+    """Return the only tree, or else the one with a usual name; None if there is none."""
+    if len(opened.trees) == 1:
+        return next(iter(opened.trees))
+    return next((name for name in detect.USUAL_ITEMS if name in opened.trees), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from flax_ckpt_compat._core.folding import Row, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
+from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._view import metadata
@@ -153,7 +153,7 @@ class Checkpoint:
         """Return the tree of all items."""
         trees = {name: self._opened.reader(name).tree for name in self._opened.parts}
         whole = Branch(trees) if self._opened.is_mapping else next(iter(trees.values()))
-        return map_leaves(_at, whole)
+        return map_leaves(at_whole_path, whole)
 
     def _handles(self) -> Iterable[tuple[Path, LeafHandle]]:
         return ((path, leaf) for path, leaf in iter_leaves(self._root) if isinstance(leaf, LeafHandle))
@@ -209,12 +209,6 @@ class _Selection:
         # A sequence with gaps becomes a dict of the indices.
         container = node.container if len(children) == len(node.children) else Container.DICT
         return Branch(children, container, node.int_keys & children.keys())
-
-
-def _at(path: Path, leaf: Any) -> Any:
-    """Return a leaf with its path in the whole checkpoint instead of in its item."""
-    is_elsewhere = isinstance(leaf, LeafHandle) and leaf.path != path
-    return dataclasses.replace(leaf, path=path, stored_name=leaf.name) if is_elsewhere else leaf
 
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:

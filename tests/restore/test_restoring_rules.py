@@ -15,7 +15,7 @@ import pytest
 from flax.training import train_state
 
 from flax_ckpt_compat import checkpoints, convert, plan_restore, restore, rules, save
-from flax_ckpt_compat.errors import NameCollisionError, TransformError
+from flax_ckpt_compat.errors import MissingLeavesError, NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import Transform
 from tests.support.peers import ocp_v1, skip_without_typed_keys
 from tests.support.saves import run_python
@@ -229,6 +229,36 @@ def _paths(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     if not isinstance(tree, dict):
         return [path]
     return [found for name, child in tree.items() for found in _paths(child, (*path, name))]
+
+
+@pytest.mark.parametrize("names", [("params", "opt"), ("weights", "opt")])
+def test_a_target_of_items_and_other_names(tmp_path: Path, names: tuple[str, str]) -> None:
+    """What it names of several items is restored; only the rest is missing, kept, or given by rules."""
+    first, second = names
+    with ocp.CheckpointManager(tmp_path) as manager:
+        trees = {name: ocp.args.PyTreeSave({"w": np.full(2, 1.0 + n)}) for n, name in enumerate(names)}
+        manager.save(3, args=ocp.args.Composite(**trees, notes=ocp.args.JsonSave({"n": 1})))
+    target: dict[str, Any] = {first: {"w": np.zeros(2)}, "new": {"w": np.full(2, 7.0)}, "notes": {"n": 0}}
+    with pytest.raises(MissingLeavesError) as caught:
+        restore(tmp_path, target)
+    assert caught.value.missing == ("new/w",)
+    for given, new in (({}, [7, 7]), ([rules.rename(f"^{second}", "new")], [2, 2])):
+        restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=given)
+        assert (restored[first]["w"].tolist(), restored["new"]["w"].tolist()) == ([1, 1], new)
+        assert restored["notes"] == {"n": 1}
+        found = {leaf.path: leaf.sources for leaf in plan_restore(tmp_path, target, transforms=given).leaves}
+        assert found[f"{first}/w"] == (f"{first}/w",)
+
+
+def test_a_target_like_one_of_several_items(tmp_path: Path) -> None:
+    """A field that is called like another item does not make the target a mapping of items."""
+    state = {"params": {"w": np.ones(2)}, "step": 3}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        trees = {"state": ocp.args.PyTreeSave(state), "params": ocp.args.PyTreeSave({"w": np.zeros(2)})}
+        manager.save(3, args=ocp.args.Composite(**trees))
+    target = {"params": {"w": np.full(2, 5.0)}, "step": 0, "new": 1}
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
+    assert (restored["params"]["w"].tolist(), restored["step"], restored["new"]) == ([1, 1], 3, 1)
 
 
 def test_rules_that_make_one_leaf_of_several_items(tmp_path: Path) -> None:
