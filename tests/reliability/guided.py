@@ -17,8 +17,11 @@ from pathlib import Path
 
 import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-with atheris.instrument_imports(include=["flax_ckpt_compat"]):
-    from flax_ckpt_compat import checkpoints
+# What reads files; the library itself imports the formats on first use, which would be too late.
+with atheris.instrument_imports(
+    include=[f"flax_ckpt_compat.{name}" for name in ("legacy", "orbax_backend", "_discovery", "_core")]
+):
+    from flax_ckpt_compat import checkpoints, config
     from flax_ckpt_compat._core import checksums, orbax_layout
     from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import damage, fuzz
@@ -50,12 +53,18 @@ def _fuzz(options: argparse.Namespace) -> None:
     logging.disable(logging.CRITICAL)
     files, corpus = _write_checkpoints(options.folder, options.only), Path(options.folder, "corpus")
     corpus.mkdir()
-    for number, file in enumerate(files):
-        for sealed in (0, 1):
-            (corpus / f"{number}-{sealed}").write_bytes(bytes([number, sealed]) + file.read_bytes())
+    seeds = [bytes([number, mode]) + file.read_bytes() for number, file in enumerate(files) for mode in range(4)]
+    for number, seed in enumerate(seeds):
+        (corpus / str(number)).write_bytes(seed)
+
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        # libFuzzer keeps one of all files that restore well. So half of the inputs are made from the others.
+        return bytes(atheris.Mutate(seeds[seed // 2 % len(seeds)] if seed % 2 else data, max_size))
+
     flags = [f"-max_total_time={options.seconds}", f"-max_len={_MAX_BYTES}", f"-rss_limit_mb={_MEGABYTES}"]
-    flags += [f"-timeout={_SECONDS}", "-print_final_stats=1", f"-artifact_prefix={options.keep}"]
-    atheris.Setup([sys.argv[0], *flags, options.replay or str(corpus)], _restorer(options.folder, files))
+    flags += [f"-timeout={_SECONDS}", "-len_control=0", "-print_final_stats=1", f"-artifact_prefix={options.keep}"]
+    inputs = options.replay or str(corpus)
+    atheris.Setup([sys.argv[0], *flags, inputs], _restorer(options.folder, files), custom_mutator=mutate)
     atheris.Fuzz()
 
 
@@ -81,6 +90,7 @@ def _restorer(folder: str, files: Sequence[Path]) -> Callable[[bytes], None]:
         number, content = data[0] % len(files), data[2:]
         file = files[number]
         file.write_bytes(_sealed(file.name, content) if data[1] % 2 else content)
+        config.update("checksums", "off" if data[1] & 2 else "verify")
         try:
             checkpoints.restore_checkpoint(os.path.join(folder, file.relative_to(folder).parts[0]), None)
         except CheckpointError:
