@@ -7,6 +7,7 @@ restores it may return a value or raise an error of ours; else libFuzzer stops, 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import subprocess
@@ -21,6 +22,8 @@ import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
 with atheris.instrument_imports(
     include=[f"flax_ckpt_compat.{name}" for name in ("legacy", "orbax_backend", "_discovery", "_core")]
 ):
+    for name in ("legacy", "orbax_backend"):
+        importlib.import_module(f"flax_ckpt_compat.{name}.reader")
     from flax_ckpt_compat import checkpoints, config
     from flax_ckpt_compat._core import checksums, orbax_layout
     from flax_ckpt_compat.errors import CheckpointError
