@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
+import re
 
 from flax_ckpt_compat._core import module_names, paths
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._discovery import below
 
+_DIGITS = re.compile(r"\d+")
 _MAX_NAMES = 5
+_SIMILAR = 0.6  # of difflib; of restores, which have to be sure, more is asked
 _MAX_FOLDERS = 200  # a tree of runs may be large, and its disk slow
 
 
@@ -39,6 +43,10 @@ def _beside(path: str) -> str:
     names = [name for name in os.listdir(parent) if not name.startswith(".")]
     if parent == os.path.dirname(parent) or not names:
         return f"Check the path; {printable(parent, one_line=True)} exists." if parent != "/" else "Check the path."
+    missing = os.path.relpath(path, parent).partition(os.sep)[0]
+    near = difflib.get_close_matches(missing, names, 1, _SIMILAR)
+    if near and _DIGITS.sub("", near[0]) != _DIGITS.sub("", missing):  # of other steps, all are of interest
+        return f"Did you mean {printable(os.path.join(parent, near[0]), one_line=True)}?"
     return f"{printable(parent, one_line=True)} has {_some(module_names.natural_sort(names, signed=False))}."
 
 

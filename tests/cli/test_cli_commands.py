@@ -134,6 +134,8 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         *(((name, "runs/b"), 2, "/runs has a") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
         *(((name, "run"), 2, "did you mean") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
+        *(((name, "runz"), 2, "id you mean ") for name in ("ls", "show", "verify", "clean", "plan", "shadow-report")),
+        (("convert", "runz/a", "out", "--to", "orbax"), 2, "/runs?"),
         *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
         *(((name, "runs"), 2, "There are checkpoints in ") for name in ("show", "plan")),
         (("ls", "runs"), 0, "There are checkpoints in "),
