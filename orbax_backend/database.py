@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_wri
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
-from flax_ckpt_compat._core.tree import Shard
+from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
 from .encode import EncodedLeaf, all_of
 from .files import wait
@@ -82,6 +82,7 @@ class Database:
         # Bytes of arrays in the transaction, and in the one that is being committed.
         self._staged = self._committing = 0
         self._committed: Any = None
+        self._known_keys: dict[Any, list[str]] = {}
 
     def _begin(self) -> None:
         self._transaction = ts.Transaction(atomic=True)
@@ -126,9 +127,24 @@ class Database:
         prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.write_shape, stored.dtype, encoding)
         if is_primary:
             self._store[prefix + encoding.metadata_file] = text
-        for shard in shards:
-            cell = tuple(side.start // length for side, length in zip(shard.index, stored.write_shape, strict=True))
-            self._put_chunk(prefix + info.chunk_key(cell), shard.data, encoding)
+        for key, shard in zip(self._chunk_keys(stored, info, shards), shards, strict=True):
+            self._put_chunk(prefix + key, shard.data, encoding)
+
+    def _chunk_keys(self, stored: EncodedLeaf, info: ArrayInfo, shards: list[Shard]) -> list[str]:
+        """Return the keys of shards; those of jax arrays are the same for all of one shape and sharding."""
+        known = (
+            (stored.sharding, stored.shape, stored.write_shape, info.driver) if is_jax_array(stored.source) else None
+        )
+        if known is not None and (keys := self._known_keys.get(known)) is not None:
+            return keys
+        cells = (
+            tuple(side.start // length for side, length in zip(shard.index, stored.write_shape, strict=True))
+            for shard in shards
+        )
+        keys = [info.chunk_key(cell) for cell in cells]
+        if known is not None:
+            self._known_keys[known] = keys
+        return keys
 
     def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
         prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.shape, stored.dtype, encoding)

@@ -71,7 +71,10 @@ class EncodedLeaf:
             assert read is not None
             boxes = [box for _, box in grid.cells(grid.full_box(self.shape), self.write_shape)]
             return [Shard(box, self._stored_form(read(box))) for box in boxes]
-        return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards_of(self.source)]
+        shards = shards_of(self.source)
+        if self.source.dtype == self.dtype:
+            return list(shards)
+        return [Shard(shard.index, self._stored_form(shard.data)) for shard in shards]
 
     def _stored_form(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if array.dtype == self.dtype:
@@ -113,7 +116,8 @@ class Encoder:
             if known is not None:
                 return EncodedLeaf(JAX_ARRAY, leaf.dtype, leaf.shape, leaf, None, sharding, *known)
         stored = encode(leaf, show_path(path), self._multiprocess)
-        if is_jax_array(leaf) and not self._multiprocess:
+        if is_jax_array(leaf):
+            # A sharding of one process is stored as another one, so it never gets here as a leaf's own.
             self._jax_types.add(kind)
             self._shardings[stored.sharding][1][stored.shape] = stored.write_shape, stored.spans_processes
         return stored

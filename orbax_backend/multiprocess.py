@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import cast
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.grid import Shape, cells, full_box
 from flax_ckpt_compat._core.local.listing import files_below
+from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.orbax_layout import (
@@ -31,12 +34,12 @@ from . import metadata
 from .database import Database, file_locator
 from .encode import EncodedLeaf
 from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
-from .key_index import Index, open_database
+from .key_index import Index, StoredValue, open_database
 from .recording import Recorder, file_of_database
-from .save_plan import SavePlan
+from .save_plan import Entry, SavePlan
 from .shardings import ShardingEncoder
 from .writer import array_metadatas, commit, encoding_of, finish_arrays, start_arrays, sync_database, tree_files
-from .zarr import Encoding, parse_array_metadata
+from .zarr import ArrayInfo, Encoding, parse_array_metadata
 
 
 def begin(
@@ -145,13 +148,15 @@ def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> 
 
 def _digest(plan: SavePlan) -> str:
     """Return a digest of what must be equal in all processes for their shards to fit together."""
-    texts, numbers = ShardingEncoder(), dict[str | None, int]()
+    texts, numbers, dtypes = ShardingEncoder(), dict[str | None, int](), Memo(operator.attrgetter("name"))
     spread = []
     for name, stored in metadata.arrays(plan):
         if stored.spans_processes:
             # Texts of shardings list all device ids, and few of them are distinct.
             number = numbers.setdefault(texts.of(stored.sharding), len(numbers))
-            spread.append((name, stored.dtype.name, stored.shape, stored.write_shape, str(stored.annotation), number))
+            spread.append(
+                (name, dtypes[stored.dtype], stored.shape, stored.write_shape, str(stored.annotation), number)
+            )
     return hashlib.sha256(json.dumps([spread, list(numbers)]).encode()).hexdigest()
 
 
@@ -191,22 +196,46 @@ def _check_complete(
     """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
 
     ``size`` returns the bytes in a file, relative to the checkpoint, or an error, or None if there is none."""
+    ends = dict[str, int]()
+    for entry, info, cell, value in _stored_chunks(path, plan, encoding, index):
+        if value is None:
+            raise _incomplete(path, _leaf_of(entry), f"{_chunk_owner(entry, info, cell)} is missing")
+        if type(value) is ByteRange:
+            file, offset, length = value
+            if offset + length > ends.get(file, -1):
+                ends[file] = offset + length
+    sizes = {file: size(file) for file in ends}
+    short = {file for file, found in sizes.items() if not isinstance(found, int) or found < ends[file]}
+    for entry, info, cell, value in _stored_chunks(path, plan, encoding, index) if short else ():
+        if isinstance(value, ByteRange) and value.file in short:
+            found = sizes[value.file]
+            if not isinstance(found, int) or found < value.offset + value.length:
+                what = f"should be in {value.file}, which is missing or too short"
+                raise _incomplete(path, _leaf_of(entry), f"{_chunk_owner(entry, info, cell)} {what}")
+
+
+def _stored_chunks(
+    path: str, plan: SavePlan, encoding: Encoding, index: Index
+) -> Iterator[tuple[Entry, ArrayInfo, Shape, StoredValue | None]]:
+    """Yield every chunk of the planned arrays, with its value in the index."""
+    last, find = b"", index.find
+    info, chunks = cast(ArrayInfo, None), list[tuple[Shape, str]]()  # of the last array: neighbours are often alike
     for entry in plan.entries:
         if entry.stored is None or entry.stored.value_type == STRING:
             continue
-        leaf, prefix = show_path(tuple(name for name, _ in entry.keys)), key_prefix(entry.name)
+        prefix = key_prefix(entry.name)
         text = index.get(prefix + encoding.metadata_file)
         if text is None:
-            raise _incomplete(path, leaf, "its metadata is missing, which process 0 writes")
-        info = parse_array_metadata(text, zarr3=encoding.checksums)
-        for cell, _ in cells(full_box(info.shape), info.chunks):
-            value = index.find(prefix + info.chunk_key(cell))
-            if value is None:
-                raise _incomplete(path, leaf, f"{_chunk_owner(entry.stored, cell, info.chunks)} is missing")
-            found = size(value.file) if isinstance(value, ByteRange) else None
-            if isinstance(value, ByteRange) and not (isinstance(found, int) and value.offset + value.length <= found):
-                chunk = _chunk_owner(entry.stored, cell, info.chunks)
-                raise _incomplete(path, leaf, f"{chunk} should be in {value.file}, which is missing or too short")
+            raise _incomplete(path, _leaf_of(entry), "its metadata is missing, which process 0 writes")
+        if text != last:
+            info, last = parse_array_metadata(text, zarr3=encoding.checksums), text
+            chunks = [(cell, info.chunk_key(cell)) for cell, _ in cells(full_box(info.shape), info.chunks)]
+        for cell, key in chunks:
+            yield entry, info, cell, find(prefix + key)
+
+
+def _leaf_of(entry: Entry) -> str:
+    return show_path(tuple(name for name, _ in entry.keys))
 
 
 def _incomplete(path: str, keystr: str, what: str) -> StorageError:
@@ -219,9 +248,10 @@ def _incomplete(path: str, keystr: str, what: str) -> StorageError:
     return error
 
 
-def _chunk_owner(stored: EncodedLeaf, cell: Shape, chunks: Shape) -> str:
+def _chunk_owner(entry: Entry, info: ArrayInfo, cell: Shape) -> str:
     """Name a chunk and the process that holds its first replica."""
-    at = [number * length for number, length in zip(cell, chunks, strict=True)]
+    stored = cast(EncodedLeaf, entry.stored)
+    at = [number * length for number, length in zip(cell, info.chunks, strict=True)]
     devices = stored.sharding.devices_indices_map(stored.shape) if stored.spans_processes else {}
     holders = (
         device.process_index

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -157,15 +158,21 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _owners(sharding: Any) -> frozenset[int]:
+    """Return the indices of the processes that hold parts of an array of this sharding."""
+    return frozenset(int(device.process_index) for device in sharding.device_set)
+
+
 def _from_processes(path: Path, leaf: jax.Array) -> Any:
     """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
-    owners = {int(device.process_index) for device in cast(Any, leaf.sharding).device_set}
+    owners = _owners(leaf.sharding)
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
         return leaf.addressable_data(0) if leaf.addressable_shards else tree_summary.placeholder(leaf)
     if len(owners) == 1:
         shown = show_path(path)
         raise UnsupportedLeafError(
-            f"{shown} lies wholly on the devices of process {owners.pop()}, and process {jax.process_index()} sees "
+            f"{shown} lies wholly on the devices of process {min(owners)}, and process {jax.process_index()} sees "
             "nothing of it; spread or replicate it over several processes, or put it on process 0, before saving",
             leaf=shown,
         )

@@ -43,7 +43,7 @@ class TreeSummary:
 
     def __init__(self, tree: Node):
         self._names: dict[str, list[str]] = defaultdict(list)
-        self._layouts = Memo(_layout)
+        described = Memo[str](lambda array: f"{array[1]} {array[2]} {_layout(array[0])}")
         spread: dict[str, int] = defaultdict(int)
         held: dict[str, int] = defaultdict(int)
         values: dict[str, int] = defaultdict(int)
@@ -62,8 +62,8 @@ class TreeSummary:
                 array = leaf.data if isinstance(leaf, KeyData) else leaf
                 if spans_processes(array):
                     number += 1
-                    layout = self._layouts.of(array.sharding)
-                    spread[group] += zlib.crc32(f"{array.shape} {array.dtype} {layout}".encode(), checksum)
+                    layout = described.of((array.sharding, array.shape, array.dtype))
+                    spread[group] += zlib.crc32(layout.encode(), checksum)
                 self._names[group].append(name)
                 if checksum >> 8 & skip_mask:
                     continue
