@@ -12,16 +12,23 @@ from flax_ckpt_compat._discovery.opening import Opened
 class StoredLeaves:
     """Leaves of a checkpoint by key path, and the key paths of empty nodes with what they are."""
 
-    def __init__(self, opened: Opened):
+    def __init__(self, opened: Opened, *, with_json: bool = False):
+        """List the leaves of what a restore returns; ``with_json``, also of JSON items beside the only tree."""
         self.path, self.format = opened.path, opened.format
         self.leaves: dict[Path, LeafHandle] = {}
         self.empty: dict[Path, str] = {}
         for name in opened.parts:
-            for path, leaf in iter_leaves(opened.reader(name).tree, (name,) if opened.is_mapping else ()):
-                if isinstance(leaf, LeafHandle):
-                    self.leaves[path] = leaf
-                else:
-                    self.empty[path] = _empty(leaf)
+            self._add(opened.reader(name).tree, (name,) if opened.is_mapping else ())
+        for name in [one for one in opened.items if one not in opened.parts] if with_json else ():
+            is_taken = any(path[:1] == (name,) for path in (*self.leaves, *self.empty))
+            self._add(opened.reader(name).tree, (f"{name} (JSON)" if is_taken else name,))
+
+    def _add(self, tree: Node, at: Path) -> None:
+        for path, leaf in iter_leaves(tree, at):
+            if isinstance(leaf, LeafHandle):
+                self.leaves[path] = leaf
+            else:
+                self.empty[path] = _empty(leaf)
 
 
 def _empty(node: Node) -> str:

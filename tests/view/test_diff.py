@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 
@@ -224,6 +225,21 @@ def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
     assert diff(tmp_path, tmp_path, step=1).a == str(tmp_path / "checkpoint_1")
     with pytest.raises(errors.CheckpointNotFoundError, match="nothing to compare"):
         diff(tmp_path, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["metrics", "x"])
+def test_json_beside_the_only_tree(tmp_path: Path, name: str) -> None:
+    """Steps of a manager differ if their JSON does, also where it has the name of a leaf."""
+    for run, loss in (("a", 0.5), ("b", 0.25), ("c", 0.5)):
+        with ocp.CheckpointManager(tmp_path / run) as manager:
+            items = {"state": ocp.args.PyTreeSave({"x": np.ones(2)}), name: ocp.args.JsonSave({"loss": loss})}
+            manager.save(3, args=ocp.args.Composite(**items))
+    assert diff(tmp_path / "a", tmp_path / "c").same
+    found = one(diff(tmp_path / "a", tmp_path / "b"))
+    shown = "x (JSON)/loss" if name == "x" else "metrics/loss"
+    assert (found.path, found.a, found.b) == (shown, "float 0.5", "float 0.25")
+    flat = saved(tmp_path / "flat", {"x": np.ones(2)})
+    assert (one(diff(tmp_path / "a", flat)).path, one(diff(flat, tmp_path / "a")).kind) == (shown, "only in b")
 
 
 def test_folding_keeps_the_members() -> None:
