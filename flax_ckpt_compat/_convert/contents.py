@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from flax_ckpt_compat._convert import stored_trees
 from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import MissingLeavesError
 from flax_ckpt_compat._core.folding import one_line
@@ -67,6 +70,8 @@ def contents_of(opened: Opened, job: Job) -> Contents:
     others = [name for name in opened.items if name not in opened.parts]
     if job.to in TO_STEPS:
         found.json = {name: opened.items[name].path for name in opened.items if opened.items[name].format is None}
+        for name in found.json:
+            opened.reader(name)  # raises if it does not decode
     elif others:
         notes.append(f"not converted: JSON of {', '.join(others)}")
     described = metadata.read_metadata(opened)
@@ -140,12 +145,19 @@ def _transformed(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
     return transformed.trees_of(opened, job.target, job.transforms, notes)
 
 
+def _name_of_only_item(opened: Opened, to: str) -> str:
+    """Return the name of the only tree of a step: that of the source, unless it is Orbax's own for a step of one."""
+    name = next(iter(opened.trees)) if len(opened.trees) == 1 else ""
+    is_of_v1 = name in ("state", "pytree") and paths.isfile(os.path.join(opened.path, layout.V1_MARKER))
+    return ITEM[to] if is_of_v1 or name in ("", ITEM["manager"]) else name
+
+
 def _arranged(trees: dict[str, Node], opened: Opened, job: Job) -> dict[str, Node]:
     """Return item name → tree, as the layout has them."""
     is_mapping = opened.is_mapping and set(trees) != {""}
     if job.to in TO_STEPS:
         if not is_mapping:
-            trees = {ITEM[job.to]: next(iter(trees.values()))}
+            trees = {_name_of_only_item(opened, job.to): next(iter(trees.values()))}
         else:
             json = {name for name, item in opened.items.items() if item.format is None}
             trees = {name: tree for name, tree in trees.items() if name not in json}

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from flax_ckpt_compat._convert import layouts, stored_trees
 from flax_ckpt_compat._convert.contents import Contents
 from flax_ckpt_compat._convert.digests import Name
 from flax_ckpt_compat._convert.safetensors import FileArray
-from flax_ckpt_compat._core import checksums, grid, memory
+from flax_ckpt_compat._core import checksums, grid, memory, paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
@@ -56,6 +57,10 @@ def verify(
     with layouts.reading(path, to, contents) as found:
         differences = {name: "is missing" for name in expected if name not in found}
         differences |= {name: "is new" for name in found if name not in expected}
+        for item, file in contents.json.items():
+            copied = os.path.join(path, item, os.path.basename(file))
+            if not paths.isfile(copied) or paths.read(copied) != paths.read(file):
+                differences["", (item,)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
         parts: list[tuple[Name, _Check]] = []
         sums: dict[Name, list[_Sum]] = {}

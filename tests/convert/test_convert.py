@@ -433,6 +433,25 @@ def test_metadata_and_items_travel(tmp_path: Path) -> None:
     assert done.notes == ("not converted: JSON of metrics", "not converted: custom metadata")
 
 
+def test_the_only_tree_beside_json_keeps_its_name(tmp_path: Path) -> None:
+    """A program that restores its items by name does so from a converted manager; JSON is compared as arrays are."""
+    trees = {"state": ocp.args.PyTreeSave({"a": np.ones(2)}), "notes": ocp.args.JsonSave({"n": 1})}
+    with ocp.CheckpointManager(tmp_path / "src") as manager:
+        manager.save(5, args=ocp.args.Composite(**trees))
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
+    with ocp.CheckpointManager(tmp_path / "dst") as manager:
+        wanted = ocp.args.Composite(state=ocp.args.PyTreeRestore(), notes=ocp.args.JsonRestore())
+        restored = manager.restore(5, args=wanted)
+    assert (restored["state"]["a"].tolist(), restored["notes"]) == ([1, 1], {"n": 1})
+    (kept,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager", resume=True)
+    assert kept.status == "kept"
+    (file,) = (tmp_path / "src" / "5" / "notes").glob("metadata*")
+    for text, error in ((b'{"n": 2}', "notes is other JSON"), (b'{"n"', "CorruptCheckpointError")):
+        file.write_bytes(text)
+        with pytest.raises(errors.ConversionError, match=error):
+            flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager", resume=True)
+
+
 def test_what_is_incomplete_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An unfinished checkpoint among others is an error of its own."""
     flax_run(tmp_path / "src", 1)
