@@ -113,7 +113,7 @@ def test_a_dask_cluster_whose_workers_and_clients_are_killed(tmp_path: Path, nby
         patch.setenv("PYTHONPATH", str(ROOT))
         address = cluster.scheduler_address
         chance = random.Random(1)
-        for kill in range(5):
+        for kill in range(10):
             process = command(tmp_path / "src", tmp_path / "dst", "--dask", address)
             time.sleep(chance.uniform(1.5, 3))
             if kill % 2:
