@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
 from flax_ckpt_compat._core.grid import Shape, cells, full_box
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.memo import Memo
+from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.orbax_layout import (
@@ -109,7 +110,8 @@ def end(
     in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
     if metadata.arrays(plan):
         _merge(path, databases, upload)
-        _check(path, plan, encoding_of(options), upload)
+        with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
+            _check(path, plan, encoding_of(options), upload)
     in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
     commit(path, plan, plan.record if options.checksums else None)
 

@@ -229,7 +229,9 @@ class _Files:
         names = self._names
         if max(numbers, default=-1) >= len(names):
             raise ValueError(f"one of {len(names)} files was expected, found number {max(numbers)}")
-        return [ByteRange(names[n], at, length) for n, at, length in zip(numbers, offsets, lengths, strict=True)]
+        rows = zip(map(names.__getitem__, numbers), offsets, lengths, strict=True)
+        # Without Python code for each: a checkpoint of many hosts has millions.
+        return list(map(tuple.__new__, itertools.repeat(ByteRange), rows))
 
     def node(self, file: int, offset: int, length: int, prefix: bytes, height: int) -> _NodeRef:
         (extent,) = self.extents([file], [offset], [length])
