@@ -59,13 +59,17 @@ def _names_items(opened: opening.Opened, target: Any) -> bool:
 
 
 def _names_some_items(opened: opening.Opened, target: Any) -> bool:
-    """Return whether a target has items and other names, and looks less like the tree that it would stand for."""
-    if not isinstance(target, Mapping) or "" in opened.items or not target.keys() & opened.trees.keys():
+    """Return whether a target has items, maybe as fields of a class or beside others, more than names of one item."""
+    if "" in opened.items:
+        return False
+    node = None if isinstance(target, Mapping) else TargetTree(target).node
+    names = target.keys() if isinstance(target, Mapping) else node.children.keys() if isinstance(node, Branch) else ()
+    if opened.trees.keys().isdisjoint(names):
         return False
     main = _usual_item(opened)
     tree = None if main is None else opened.reader(main).tree
     inside = tree.children.keys() if isinstance(tree, Branch) else set[str]()
-    return len(target.keys() & inside) < len(target.keys() & opened.items.keys())
+    return len(inside & set(names)) < len(opened.items.keys() & set(names))
 
 
 def _plan_as_one_tree(opened: opening.Opened, target: Any, options: RestoreOptions) -> TreePlan:

@@ -250,6 +250,21 @@ def test_a_target_of_items_and_other_names(tmp_path: Path, names: tuple[str, str
         assert found[f"{first}/w"] == (f"{first}/w",)
 
 
+def test_a_state_whose_fields_are_items(tmp_path: Path) -> None:
+    """An object gets what is stored of its fields, although they are items; with transforms it kept its own values."""
+    state = train_state.TrainState.create(apply_fn=print, params={"w": np.ones(2)}, tx=optax.adam(1e-3))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        trees = {name: ocp.args.PyTreeSave(getattr(state, name)) for name in ("params", "opt_state")}
+        manager.save(3, args=ocp.args.Composite(**trees))
+    target = state.replace(params={"w": np.zeros(2)}, step=5)
+    with pytest.raises(MissingLeavesError) as caught:
+        restore(tmp_path, target)
+    assert caught.value.missing == ("step",)
+    restored = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms={})
+    assert (type(restored), restored.params["w"].tolist(), restored.step) == (train_state.TrainState, [1, 1], 5)
+    assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state.opt_state)
+
+
 def test_a_target_like_one_of_several_items(tmp_path: Path) -> None:
     """A field that is called like another item does not make the target a mapping of items."""
     state = {"params": {"w": np.ones(2)}, "step": 3}
