@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks import conversion
 
 
+@pytest.mark.slow
 def test_every_system_is_timed(tmp_path: Path) -> None:
     """Each system has a row, with ratios to the fastest copy."""
     table = conversion.measure(tmp_path, 1, 1)

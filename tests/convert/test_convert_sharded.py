@@ -32,7 +32,9 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.filterwarnings("ignore:Couldn't find sharding info")
-@pytest.mark.parametrize(("compression", "driver"), [(None, "zarr"), ("zstd", "zarr3")])
+@pytest.mark.parametrize(
+    ("compression", "driver"), [(None, "zarr"), pytest.param("zstd", "zarr3", marks=pytest.mark.slow)]
+)
 def test_chunks_stay(source: Path, tmp_path: Path, compression: Any, driver: str) -> None:
     """Each shard of the source is a chunk of the result, whose values real Orbax reads."""
     with config.override(compression=compression):
@@ -46,6 +48,7 @@ def test_chunks_stay(source: Path, tmp_path: Path, compression: Any, driver: str
     assert found["odd"].tobytes() == np.tile(ODD, (1, 2)).tobytes() and found["odd"].dtype == ODD.dtype
 
 
+@pytest.mark.slow
 def test_there_and_back(source: Path, tmp_path: Path) -> None:
     """Formats without chunks get whole arrays; each result was compared with its source."""
     for to in ("msgpack", "safetensors"):
