@@ -52,6 +52,30 @@ def test_complex_values(wanted: Any, expected: list[complex], flag: bool, tmp_pa
         assert (value.dtype, value.tolist()) == (wanted, expected)
 
 
+def test_what_complex_values_lose() -> None:
+    """Imaginary parts to real dtypes, but for zeros; range in either part to a narrower complex dtype."""
+    wide, small, real = np.dtype(np.complex128), np.dtype(np.complex64), np.dtype(np.float64)
+    assert cast_losses.is_lossy(np.array([1 + 2j], wide), real)
+    assert not cast_losses.is_lossy(np.array([1 + 0j], wide), real)
+    assert cast_losses.is_lossy(np.array([1e300 + 0j], wide), np.dtype(np.float32))
+    for value, lost in ((1 + 2j, False), (1e300 + 1j, True), (1 + 1e300j, True)):
+        assert cast_losses.is_lossy(np.array([value], wide), small) is lost
+    cast = casting.Cast(real, is_checked=True)
+    for array in (np.array([1j], wide), np.array([2 + 0j], wide)):
+        cast(array)
+    assert cast.is_lossy  # of the first, whatever the others lose
+
+
+def test_what_integers_lose() -> None:
+    """Values below and above the range of the new dtype."""
+    for value, lost in ((-129, True), (-128, False), (127, False), (128, True)):
+        assert cast_losses.is_lossy(np.array([value], np.int64), np.dtype(np.int8)) is lost
+    # The largest float16 is 65504: up to half a step above it, values round to it.
+    for value, lost in ((65510.0, False), (65536.0, True), (-65536.0, True)):
+        assert cast_losses.is_lossy(np.array([value], np.float32), np.dtype(np.float16)) is lost
+    assert cast_losses.is_lossy(np.array([np.inf]), np.dtype(np.int32))
+
+
 def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays to cast are read in batches of little memory, or alone; the others all together."""
     monkeypatch.setattr(casting, "_AT_ONCE", 1000)

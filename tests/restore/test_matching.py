@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import config
+from flax_ckpt_compat import config, transforms
 from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
 from flax_ckpt_compat._restore import match as matching
@@ -34,10 +34,10 @@ def handles(tree: Any) -> Any:
     return map_leaves(handle, state_dict.describe(tree))
 
 
-def plan(stored: Node, target: Any, *, lenient: bool = False) -> TreePlan:
+def plan(stored: Node, target: Any, *, lenient: bool = False, transform: Any = None) -> TreePlan:
     """The plan of a restore; lenient as with ``orbax_transforms={}``."""
     reader: Any = types.SimpleNamespace(format=Format.MSGPACK, path="/p", places_on_device=False, keeps_lists=True)
-    options = RestoreOptions(config.current(), TransformSpec({} if lenient else None))
+    options = RestoreOptions(config.current(), TransformSpec({} if lenient else transform))
     return matching.plan_tree(reader, stored, state_dict.TargetTree(target), options, "/p")
 
 
@@ -96,6 +96,38 @@ def test_a_tree_matches_itself(tree: Any) -> None:
     """Nothing is missing, unused or of another shape where checkpoint and target agree."""
     outcome = match(tree, tree)
     assert (outcome.missing, outcome.unused, outcome.shapes) == ([], [], [])
+
+
+def test_what_is_not_used_is_named() -> None:
+    """By its own path: beside the target's names, below a leaf of the target, where the target has a branch."""
+    assert match({"a": 1, "b": {"c": 2, "d": None}}, {"a": 0}).unused == [("b", "c"), ("b", "d")]
+    assert match({"a": 1}, {"a": {"b": 0}}).unused == [("a",)]
+    assert match({"a": None}, {"a": {"b": 0}}).unused == []
+    assert match({"a": 1}, {"a": {}}).missing == []
+    empty = match({}, {"a": {}})
+    assert (empty.missing, empty.empty) == ([("a",)], {("a",)})
+
+
+def test_what_transforms_use_is_used() -> None:
+    """A leaf under its new name is not left over; one that its place in the target took from another one is."""
+    transform = transforms.Transform(original_key="old")
+    stored = handles({"old": 1, "new": 2, "other": 3})
+    renamed = plan(stored, {"new": 0}, transform={"new": transform}).unused
+    assert sorted(renamed) == [("new",), ("other",)]
+    kept = plan(stored, {"new": 0}, transform={"new": transforms.Transform(use_fallback=True)})
+    assert sorted(kept.unused) == [("new",), ("old",), ("other",)]
+    assert kept.leaves[0].source is Own.KEEP_TARGET
+    assert plan(handles({"a": 1}), {"a": None}, lenient=True).unused == [("a",)]
+
+
+def test_longer_sequences_differ_unless_transforms_use_the_rest() -> None:
+    """Whatever the rest holds, also an entry without leaves; other names beside the indices do not count."""
+    for rest in (3, {}, {"x": 1}):
+        (difference,) = match({"a": [1, 2, rest]}, {"a": [0, 0]}).kinds
+        assert difference.path == ("a",) and "3" in difference.stored and "2" in difference.wanted
+    assert match({"a": {"0": 1, "x": 2}}, {"a": [0]}).kinds == []
+    used = plan(handles({"a": [1, 2]}), {"a": [0], "b": 0}, transform={"b": transforms.Transform(original_key="a/1")})
+    assert used.kinds == []
 
 
 def test_types_with_own_rules_take_the_whole_branch() -> None:

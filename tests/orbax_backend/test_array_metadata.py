@@ -1,0 +1,54 @@
+"""The metadata of an array: sizes that no array has, boxes that are chunks, and how large arrays are split."""
+
+import json
+
+import pytest
+from flax_ckpt_compat.orbax_backend import zarr
+
+
+def metadata(shape: list[int], chunks: list[int], dtype: str = "<f8") -> bytes:
+    """A ``.zarray``."""
+    return json.dumps({"dtype": dtype, "shape": shape, "chunks": chunks, "zarr_format": 2}).encode()
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "why"),
+    [
+        ([2**59], [1], "fits no memory"),
+        ([0, 2**59], [1, 1], "fits no memory"),
+        ([2**62], [1], "is no shape"),
+        ([-1], [1], "is no shape"),
+        ([True], [1], "is no shape"),
+        ([1] * 33, [1] * 33, "is no shape"),
+        ([4], [0], "is no grid"),
+        ([4], [2, 2], "is no grid"),
+    ],
+)
+def test_impossible_arrays(shape: list[int], chunks: list[int], why: str) -> None:
+    """From 2**62 bytes on, where sizes and offsets no longer fit 64 bits, also of arrays without elements."""
+    with pytest.raises(ValueError, match=why):
+        zarr.parse_array_metadata(metadata(shape, chunks), zarr3=False)
+
+
+def test_the_largest_arrays() -> None:
+    """One byte less is possible, and 32 axes."""
+    assert zarr.parse_array_metadata(metadata([2**59 - 1], [1]), zarr3=False).nbytes == 2**62 - 8
+    assert zarr.parse_array_metadata(metadata([1] * 32, [1] * 32), zarr3=False).shape == (1,) * 32
+
+
+def test_boxes_that_are_chunks() -> None:
+    """Only with the chunk's own start and length."""
+    info = zarr.parse_array_metadata(metadata([8, 6], [4, 3]), zarr3=False)
+    assert info.cell_of((slice(4, 8), slice(0, 3))) == (1, 0)
+    for box in ((slice(4, 8), slice(0, 2)), (slice(4, 8), slice(1, 4)), (slice(0, 8), slice(0, 3))):
+        assert info.cell_of(box) is None
+
+
+def test_how_large_arrays_are_split() -> None:
+    """Plain ones from 2 GiB on; chunks of a shard divide it evenly, unless only far smaller ones would."""
+    gib = 2**30
+    assert zarr.chunk_shape((2 * gib,), (2 * gib,), 1, splits=False) == [2 * gib]
+    assert zarr.chunk_shape((4 * gib,), (4 * gib,), 1, splits=False) == [2 * gib]
+    assert zarr.chunk_shape((6, gib), (6, gib), 1, splits=False) == [2, gib]
+    assert zarr.chunk_shape((18, gib), (9, gib), 1, splits=False) == [1, gib]
+    assert zarr.chunk_shape((26, gib // 4), (13, gib // 4), 1, splits=False)[0] in (1, 13)
