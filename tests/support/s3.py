@@ -147,7 +147,7 @@ class Proxy:
 
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         """What the server says to a request."""
-        return forward(self.port, method, path, headers, body, _onward)
+        return forward(self.port, method, path, headers, body, _onward if _onward.keeps else None)
 
     def forward_later(self, *request: Any) -> None:
         """Hands a request on, after a while; nobody hears the answer."""
@@ -193,6 +193,10 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         fault: Fault = ""
         received = 0
         began = 0.0
+
+        def setup(self) -> None:
+            super().setup()
+            _onward.keeps = True
 
         def finish(self) -> None:
             super().finish()
@@ -275,8 +279,9 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
 
 
 class _Onward(threading.local):
-    """The connection from a thread of a proxy to its server."""
+    """The connection from a thread of a proxy to its server, in threads that close it."""
 
+    keeps = False
     connection: http.client.HTTPConnection | None = None
 
 
