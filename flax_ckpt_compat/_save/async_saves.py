@@ -195,7 +195,10 @@ def _key(directory: str) -> str:
 def _saves_into(directory: str) -> list[_BackgroundSave]:
     if not _saves:
         return []
-    key = _key(directory)
+    try:
+        key = _key(directory)
+    except ValueError:  # no directory can have this name
+        return []
     with _lock:
         return [save for save in _saves if save.directory == key]
 

@@ -50,3 +50,7 @@ def test_differences():
         ("deep", "a"): "str 'x' and str 'y'",
     }
     assert dict(differences(first, first)) == {}
+    none = Memory({"leaf": 1, "branch": {}})
+    for other in (Memory({"leaf": None, "branch": None}), Memory({"leaf": {}, "branch": 1})):
+        found = dict(differences(none, other))
+        assert found == dict.fromkeys([("leaf",), ("branch",)], "a leaf in one, none in the other")

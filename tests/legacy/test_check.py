@@ -76,3 +76,11 @@ def test_too_deep():
         tree = Branch({"a": tree})
     with pytest.raises(UnsupportedLeafError, match="deeper"):
         BACKEND.prepare(tree)
+
+
+def test_the_data_of_a_key_that_was_donated() -> None:
+    """It is refused as any array that is gone."""
+    data = jnp.zeros(4, jnp.uint32)
+    data.delete()
+    with pytest.raises(UnsupportedLeafError, match=r"a/data: .*deleted or donated"):
+        BACKEND.prepare(Branch({"a": KeyData("rbg", data)}))

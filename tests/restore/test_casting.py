@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, transforms
-from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.tree import iter_leaves
 from flax_ckpt_compat._restore import cast_losses, casting
 from tests.support.saves import use_flag
@@ -73,7 +73,24 @@ def test_what_integers_lose() -> None:
     # The largest float16 is 65504: up to half a step above it, values round to it.
     for value, lost in ((65510.0, False), (65536.0, True), (-65536.0, True)):
         assert cast_losses.is_lossy(np.array([value], np.float32), np.dtype(np.float16)) is lost
-    assert cast_losses.is_lossy(np.array([np.inf]), np.dtype(np.int32))
+    for dtype in (np.float16, np.float64):  # the least int32 is beyond float16, and comes back as infinity
+        assert cast_losses.is_lossy(np.array([-np.inf], dtype), np.dtype(np.int32))
+
+
+def test_which_casts_exist() -> None:
+    """Between numbers of any kind, and within a kind of what are no numbers; to a typed key there is none."""
+    assert casting.exists(np.dtype(np.int8), np.dtype(jnp.bfloat16))
+    assert casting.exists(np.dtype("U3"), np.dtype("U5"))
+    assert not casting.exists(np.dtype("U3"), np.dtype(np.int8))
+    assert not casting.exists(np.dtype(np.uint32), jax.random.key(0).dtype)
+
+
+def test_slices_of_one_array_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much they are: they may share chunks."""
+    monkeypatch.setattr(casting, "_AT_ONCE", 1000)
+    (a, b) = (leaf for _, leaf in iter_leaves(Memory({"a": np.ones(400), "b": np.ones(4)}).tree))
+    slices = [ArraySlice(a, (slice(start, start + 100),)) for start in range(0, 400, 100)]
+    assert list(casting._batches([*slices, b])) == [slices, [b]]
 
 
 def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

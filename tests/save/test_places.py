@@ -198,7 +198,9 @@ def test_what_may_not_be_searched_is_not_absent(unsearchable: Path) -> None:
 
 
 def test_what_is_absent_is_absent(tmp_path: Path) -> None:
-    """Names that are too long, below a file, or a loop of links, are not there."""
+    """Names that are too long, below a file, or a loop of links, are not there, also while a save is on its way."""
+    manager = checkpoints.AsyncManager()
+    checkpoints.save_checkpoint(tmp_path / "other", {"w": np.zeros(1)}, 1, async_manager=manager)
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "loop").symlink_to("loop")
     target = {"w": np.zeros(1)}
@@ -206,6 +208,7 @@ def test_what_is_absent_is_absent(tmp_path: Path) -> None:
         assert checkpoints.restore_checkpoint(tmp_path / name, target) is target
         assert checkpoints.latest_checkpoint(tmp_path / name) is None
         assert checkpoints.available_steps(tmp_path / name) == []
+    manager.wait_previous_save()
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "nul\0", "\ud800", "x" * 200 + "/" + "y" * 5000])
