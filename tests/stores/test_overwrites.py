@@ -149,7 +149,7 @@ def aged(bucket: AnyBucket, folder: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [21, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket, tmp_path: Path, every: int) -> None:
     """Any save into that folder then removes what was never complete, and puts in its place what was."""
     for number in itertools.count(1 if "s3:" in any_bucket.url else 3, every):
