@@ -14,6 +14,7 @@ import pytest
 from flax import traverse_util
 
 from flax_ckpt_compat import checkpoints, config, restore, rules
+from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
@@ -175,3 +176,38 @@ def test_a_described_target_has_its_leaves() -> None:
     assert "rules.from_target('a/x')" in messages.missing_remedies(lacking, target, "")
     lacking = [("a", "x"), ("a", "y")]
     assert "from_target" not in messages.missing_remedies(lacking, target, "")
+
+
+def test_shapes_that_unreplicate_mends() -> None:
+    """One leading axis of one length before every array; of two lengths, or before some, it is something else."""
+
+    def told(*shapes: tuple[tuple[int, ...], tuple[int, ...]], arrays: int) -> str:
+        differences = [((name,), was, want) for name, (was, want) in zip("abcdef", shapes, strict=False)]
+        target = Branch(dict.fromkeys("abcdef", 0))
+        return messages.other_shapes(differences, "/p", target, arrays=arrays, refused=True)
+
+    both = ((8, 3), (3,)), ((8, 4), (4,))
+    assert "rules.unreplicate()" in told(*both, arrays=2)
+    assert "rules.unreplicate()" not in told(*both, arrays=3)
+    assert "rules.unreplicate()" not in told(((8, 3), (3,)), ((4, 4), (4,)), arrays=2)
+    assert "rules.from_target('a', 'b') keeps" in told(*both, arrays=3)
+    assert "rules.from_target" not in told(((2, 3), (3, 3)), arrays=1)  # all of them: another model
+
+
+def test_raw_keys_of_two_and_of_four_words() -> None:
+    """Of two and of four words; the remedy is for keys only."""
+    target = Branch({"a": jax.random.key(0), "b": jax.random.key(0, impl="rbg"), "c": 0})
+    keys = [(("a",), (2,), ()), (("b",), (4,), ())]
+    told = messages.other_shapes(keys, "/p", target, arrays=9, refused=True)
+    assert "stored raw data (2,)" in told and "stored raw data (4,)" in told and "wrap_key_data" in told
+    mixed = messages.other_shapes([*keys, (("c",), (2,), ())], "/p", target, arrays=9, refused=True)
+    assert "wrap_key_data" not in mixed
+
+
+def test_few_missing_leaves_are_named_in_a_rule() -> None:
+    """Up to four; more would be a long line to copy."""
+    target = Branch(dict.fromkeys("abcdefghijkl", 0))
+    for count, named in ((4, True), (5, False)):
+        told = messages.missing_remedies([(name,) for name in "abcdefghijkl"[:count]], target, "")
+        assert ("rules.from_target('a', 'b', 'c', 'd')" in told) is named
+        assert ("from_target" in told) is named
