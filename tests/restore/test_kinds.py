@@ -1,0 +1,65 @@
+"""Which stored kind of leaf fits which leaf of a target."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._restore import kinds
+from flax_ckpt_compat._restore.kinds import TargetKind
+
+
+def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cast: bool = False, **more: Any) -> bool:
+    """Whether a stored leaf fits a leaf of the target."""
+    reader: Any = None
+    handle = LeafHandle(("a",), kind, shape, dtype and np.dtype(dtype), 0, "a", reader, None, **more)
+    return kinds.find(("a",), handle, target, cast) is None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (np.float32(1), TargetKind.NUMBER),
+        (1j, TargetKind.NUMBER),
+        (np.bytes_(b"a"), TargetKind.BYTES),
+        (np.str_("a"), TargetKind.TEXT),
+        (np.zeros(()), TargetKind.ARRAY),
+        (jax.random.key(0), TargetKind.KEY),
+        (object(), TargetKind.OTHER),
+    ],
+    ids=str,
+)
+def test_kinds_of_the_target(leaf: Any, kind: TargetKind) -> None:
+    """Numpy's text and bytes are text and bytes, and no numbers."""
+    assert kinds.target_kind(leaf) is kind
+
+
+def test_arrays_for_numbers() -> None:
+    """Only such without axes."""
+    assert fits(LeafKind.ARRAY, (), np.float32, 1.0)
+    assert not fits(LeafKind.ARRAY, (1,), np.float32, 1.0)
+
+
+def test_numbers_for_arrays() -> None:
+    """Where it becomes one: for an abstract target, or by a cast; or may have been saved as one."""
+    assert not fits(LeafKind.INT, (), None, np.zeros(()))
+    assert fits(LeafKind.INT, (), None, np.zeros(()), cast=True)
+    assert fits(LeafKind.INT, (), None, jax.ShapeDtypeStruct((), jnp.float32))
+    assert fits(LeafKind.INT, (), None, np.zeros(()), possible_kinds=frozenset({LeafKind.ARRAY}))
+
+
+def test_keys_for_arrays() -> None:
+    """Their data is an array of its dtype, and of no other."""
+    assert fits(LeafKind.PRNG_KEY, (2,), np.uint32, np.zeros(2, np.uint32))
+    assert not fits(LeafKind.PRNG_KEY, (2,), np.uint32, np.zeros(2, np.float32))
+
+
+def test_which_numbers_a_cast_converts() -> None:
+    """To Python's and to numpy's numbers; text is none."""
+    for target in (1.0, np.float32(1), np.zeros(())):
+        assert kinds.is_converted(LeafKind.INT, target, True)
+        assert not kinds.is_converted(LeafKind.INT, target, False)
+    assert not kinds.is_converted(LeafKind.STR, 1.0, True)
