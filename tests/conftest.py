@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("quick" if is_quick else "full")
     # Half of the time would be waits for the disk, which the slow tests and CI's run of all see.
-    if is_quick and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > _TEMPORARY_BYTES:
+    if is_quick and _suits("/dev/shm"):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+
+def _suits(folder: str) -> bool:
+    """Return whether a folder has room, and extended attributes for checksums: tmpfs has them since Linux 6.6."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.setxattr(file.name, "user.probe", b"")
+        return shutil.disk_usage(folder).free > _TEMPORARY_BYTES
+    except (OSError, AttributeError):
+        return False
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
