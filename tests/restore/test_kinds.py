@@ -30,7 +30,7 @@ def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cas
         (jax.random.key(0), TargetKind.KEY),
         (object(), TargetKind.OTHER),
     ],
-    ids=str,
+    ids=lambda value: value.name if isinstance(value, TargetKind) else type(value).__name__,
 )
 def test_kinds_of_the_target(leaf: Any, kind: TargetKind) -> None:
     """Numpy's text and bytes are text and bytes, and no numbers."""
