@@ -227,7 +227,7 @@ def test_latest_of_directories_and_steps(tmp_path: Path) -> None:
         diff(tmp_path, tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("name", ["metrics", "x"])
+@pytest.mark.parametrize("name", ["notes", "x"])
 def test_json_beside_the_only_tree(tmp_path: Path, name: str) -> None:
     """Steps of a manager differ if their JSON does, also where it has the name of a leaf."""
     for run, loss in (("a", 0.5), ("b", 0.25), ("c", 0.5)):
@@ -236,7 +236,7 @@ def test_json_beside_the_only_tree(tmp_path: Path, name: str) -> None:
             manager.save(3, args=ocp.args.Composite(**items))
     assert diff(tmp_path / "a", tmp_path / "c").same
     found = one(diff(tmp_path / "a", tmp_path / "b"))
-    shown = "x (JSON)/loss" if name == "x" else "metrics/loss"
+    shown = "x (JSON)/loss" if name == "x" else "notes/loss"
     assert (found.path, found.a, found.b) == (shown, "float 0.5", "float 0.25")
     flat = saved(tmp_path / "flat", {"x": np.ones(2)})
     assert (one(diff(tmp_path / "a", flat)).path, one(diff(flat, tmp_path / "a")).kind) == (shown, "only in b")
