@@ -77,8 +77,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Share out the whole suite; what was chosen by hand starts sooner in one process."""
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
     cores = len(os.sched_getaffinity(0))
-    # The default tests wait for servers and other processes in a third of their time.
-    return 0 if chosen else cores + (config.option.markexpr == "not slow")
+    # The default tests wait for servers and other processes in two fifths of their time.
+    return 0 if chosen else cores + 2 * (config.option.markexpr == "not slow")
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
