@@ -13,8 +13,13 @@ from tests.support.team import team_of
 WAIT = 1.0
 # Looks are at most half a second apart, and the machine may be busy.
 SLACK = 5.0
+# Processes wait for each other in the same way in both formats.
+in_one_format = pytest.mark.parametrize(
+    "orbax", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["msgpack", "orbax"]
+)
 
 
+@in_one_format
 @pytest.mark.parametrize(("count", "absent"), [(2, [1]), (2, [0]), (4, [1, 3])])
 def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, absent: list[int]) -> None:
     """The others fail within the bound, naming missing processes and barrier; saving the step again works."""
@@ -32,6 +37,7 @@ def test_processes_that_do_not_come(orbax: bool, tmp_path: Path, count: int, abs
     assert team.call(jobs.restore_small, str(tmp_path)) == [2] * count
 
 
+@in_one_format
 def test_a_late_process_raises_the_same_error(orbax: bool, tmp_path: Path) -> None:
     """A process that comes when the others have given up fails soon, with the same reason."""
     team = team_of(4)
@@ -74,6 +80,7 @@ def test_a_full_disk_in_the_middle(orbax: bool, tmp_path: Path, full: int) -> No
     team.call(jobs.restore_large, str(tmp_path))
 
 
+@in_one_format
 @pytest.mark.parametrize("stage", ["begin", "commit"])
 def test_one_fails_while_another_hangs(orbax: bool, tmp_path: Path, stage: str) -> None:
     """Nobody waits as long for a process that hangs once another has failed: the save fails anyway."""

@@ -112,7 +112,7 @@ def test_a_restore_that_ends_at_any_request(bucket: Bucket) -> None:
     assert sweep(bucket, lambda: flax_ckpt_compat.restore(root, state(0)), lambda: None, 1) > 5
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", ["zstd", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_store_that_does_not_answer(
     compression: str | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

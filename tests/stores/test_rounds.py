@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,10 +95,11 @@ def test_sizes_without_the_json_api(nbytes: int, any_bucket: AnyBucket, monkeypa
     assert client.probed_size(url) == nbytes
 
 
-def test_no_size_is_invented(any_bucket: AnyBucket) -> None:
+@pytest.mark.parametrize("places", [(0, 3), pytest.param(range(7), marks=pytest.mark.slow)], ids=["two", "all"])
+def test_no_size_is_invented(places: Sequence[int], any_bucket: AnyBucket) -> None:
     """An object that is removed or replaced while its size is looked up has none, or that of one moment."""
     url, sizes = f"{any_bucket.url}/object", (3_000_000, 70_000)
-    for at in range(7):
+    for at in places:
         for replacement in (None, bytes(sizes[1])):
             any_bucket.put("object", bytes(sizes[0]))
 
