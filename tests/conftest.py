@@ -26,6 +26,8 @@ from tests.support.saves import Save, use_flag
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 assert profiles.examples  # registers the profiles that are loaded here
+_MEMORY = "/dev/shm"
+_PASSED = pytest.StashKey[bool]()
 _TEMPORARY_BYTES = 4 << 30  # more than there is at any time
 # Jobs of a shell that is not interactive start with the signal ignored, and all programs of theirs inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,8 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("quick" if is_quick else "full")
     # Half of the time would be waits for the disk, which the slow tests and CI's run of all see.
-    if is_quick and _suits("/dev/shm"):
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+    if is_quick and _suits(_MEMORY):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
 
 
 def _suits(folder: str) -> bool:
@@ -109,11 +111,21 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "corpus"
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Send the table of who reads what of whom to the process that prints it."""
+    session.config.stash[_PASSED] = exitstatus == pytest.ExitCode.OK
     report = sys.modules.get("tests.support.interop_report")
     if report is not None and hasattr(session.config, "workeroutput"):
         session.config.workeroutput["interop"] = report.exported()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Give back the memory that files took, unless a test failed."""
+    factory = getattr(config, "_tmp_path_factory", None)
+    if factory is None or hasattr(config, "workerinput") or not config.stash.get(_PASSED, False):
+        return
+    if os.environ.get("PYTEST_DEBUG_TEMPROOT") == _MEMORY:
+        shutil.rmtree(factory.getbasetemp(), ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
