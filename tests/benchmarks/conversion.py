@@ -18,12 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-
 import flax_ckpt_compat
 from tests.benchmarks import disk
 from tests.benchmarks.report import Table
+from tests.support.mixed_checkpoints import save_mixed
 
 _CHECKPOINTS, _THREADS, _PIECE = 20, (1, 2, 4), 8 << 20
 _LAYOUTS, _WORKERS = ("orbax", "msgpack", "safetensors"), (1, 2)
@@ -45,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(workdir: Path, mib: int, rounds: int) -> Table:
     """Seconds of each system, which take turns; the first round, which loads what is loaded once, is left out."""
     source, result = workdir / "source", workdir / "result"
-    _save(source, (mib << 20) // _CHECKPOINTS)
+    save_mixed(source, (mib << 20) // _CHECKPOINTS, _CHECKPOINTS, only_arrays=True)
     systems: dict[str, Callable[[], None]] = {
         f"copy, threads: {n}": partial(_copy, source, result, n) for n in _THREADS
     }
@@ -80,20 +78,6 @@ def _timed(run: Callable[[], None]) -> _Pair:
     clock, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - clock, time.process_time() - cpu
-
-
-def _save(directory: Path, nbytes: int) -> None:
-    """Saves checkpoints of both formats in three runs, with leaves of several dtypes and sizes."""
-    for number in range(_CHECKPOINTS):
-        rng = np.random.default_rng(number)
-        tree = {
-            "small": {str(n): rng.normal(size=(3, n)).astype(np.float32) for n in range(20)},
-            "uint8": rng.integers(0, 255, nbytes // 2, np.uint8),
-            "bfloat16": rng.normal(size=nbytes // 8).astype(ml_dtypes.bfloat16),
-            "float64": rng.normal(size=nbytes // 32),
-        }
-        format = "orbax" if number % 2 else "msgpack"
-        flax_ckpt_compat.save(directory / f"run_{number % 3}", tree, step=number, format=format, overwrite=True)
 
 
 def _copy(source: Path, result: Path, threads: int) -> None:

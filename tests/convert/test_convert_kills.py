@@ -10,31 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 import flax_ckpt_compat
 from tests.support.interpreters import ROOT, start_python
+from tests.support.mixed_checkpoints import save_mixed
 from tests.support.trees import fingerprint
 
 JOB = (Path(__file__).parent / "kill_job.py").read_text(encoding="utf-8")
 COUNT = 20
-
-
-def sources(directory: Path, nbytes: int, count: int = COUNT) -> None:
-    """Checkpoints of both formats, in three runs, of many leaves of all sizes and dtypes."""
-    for n in range(count):
-        rng = np.random.default_rng(n)
-        tree = {
-            "small": {str(i): rng.normal(size=(3, i)).astype(np.float32) for i in range(20)},
-            "big": rng.integers(0, 255, nbytes // 2, np.uint8),
-            "bf16": rng.normal(size=nbytes // 8).astype(ml_dtypes.bfloat16),
-            "f64": [rng.normal(size=nbytes // 32), (n, None, "text")],
-        }
-        flax_ckpt_compat.save(
-            directory / f"run_{n % 3}", tree, step=n, format="orbax" if n % 2 else "msgpack", overwrite=True
-        )
 
 
 def check(source: Path, destination: Path, *, complete: bool) -> None:
@@ -55,7 +39,7 @@ def check(source: Path, destination: Path, *, complete: bool) -> None:
 @pytest.mark.parametrize(("kills", "count"), [(2, 4), pytest.param(40, COUNT, marks=pytest.mark.slow)])
 def test_killed_before_any_call_and_resumed(tmp_path: Path, to: str, kills: int, count: int) -> None:
     """After a kill -9 before any call into the system, results are whole, and the rest is converted later."""
-    sources(tmp_path / "src", 4096, count)
+    save_mixed(tmp_path / "src", 4096, count)
     counting = start_python(JOB, tmp_path / "src", tmp_path / "counted", to, "count")
     calls = int(counting.communicate()[0])
     assert calls > 100 * count
@@ -86,7 +70,7 @@ def command(source: Path, destination: Path, *options: Any) -> subprocess.Popen[
 @pytest.mark.slow
 def test_a_gigabyte_killed_ten_times(tmp_path: Path) -> None:
     """20 checkpoints of 1 GB in all, converted by two workers that are killed ten times; it takes 2 GB of disk."""
-    sources(tmp_path / "src", 50 << 20)
+    save_mixed(tmp_path / "src", 50 << 20, COUNT)
     delays = random.Random(0)
     for _ in range(10):
         process = command(tmp_path / "src", tmp_path / "dst", "--workers", 2)
@@ -105,7 +89,7 @@ def test_a_gigabyte_killed_ten_times(tmp_path: Path) -> None:
 def test_a_dask_cluster_whose_workers_and_clients_are_killed(tmp_path: Path, nbytes: int) -> None:
     """Three worker processes; clients and workers die, and the conversion is resumed until all is done."""
     distributed = pytest.importorskip("distributed")
-    sources(tmp_path / "src", nbytes)
+    save_mixed(tmp_path / "src", nbytes, COUNT)
     with (
         pytest.MonkeyPatch.context() as patch,
         distributed.LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
@@ -134,7 +118,7 @@ def test_a_dask_cluster_whose_workers_and_clients_are_killed(tmp_path: Path, nby
 @pytest.mark.parametrize("workers", [1, 2])
 def test_interrupted_by_the_user(tmp_path: Path, workers: int) -> None:
     """Ctrl-C ends it at once, with exit code 130; no temporaries are left."""
-    sources(tmp_path / "src", 20 << 20, 8)
+    save_mixed(tmp_path / "src", 20 << 20, 8)
     process = command(tmp_path / "src", tmp_path / "dst", "--workers", workers)
     while not (tmp_path / "dst").exists() or not any((tmp_path / "dst").rglob(".*")):
         assert process.poll() is None
