@@ -32,10 +32,17 @@ def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> Re
         return _plan_everything(opened, options)
     if _names_items(opened, target):
         return RestorePlan(_plan_items(opened, target, options), True)
-    if _names_some_items(opened, target):
-        return RestorePlan({"": _plan_as_one_tree(opened, target, options)}, False)
+    target_tree = described(target)
+    if _names_some_items(opened, target, target_tree.node):
+        return RestorePlan({"": _plan_as_one_tree(opened, target_tree, options)}, False)
     name = "" if "" in opened.items else main_item(opened)
-    return RestorePlan({name: _plan_item(opened, name, target, options)}, False)
+    return RestorePlan({name: _plan_item(opened, name, target_tree, options)}, False)
+
+
+def described(target: Any) -> TargetTree:
+    """Return the tree of a target."""
+    with memory.pause_gc():
+        return TargetTree(target)
 
 
 def _log_omitted_json(opened: opening.Opened) -> None:
@@ -58,11 +65,10 @@ def _names_items(opened: opening.Opened, target: Any) -> bool:
     return bool(target) and not (isinstance(tree, Branch) and target.keys() <= tree.children.keys())
 
 
-def _names_some_items(opened: opening.Opened, target: Any) -> bool:
+def _names_some_items(opened: opening.Opened, target: Any, node: Node) -> bool:
     """Return whether a target has items, maybe as fields of a class or beside others, more than names of one item."""
     if "" in opened.items:
         return False
-    node = None if isinstance(target, Mapping) else TargetTree(target).node
     names = target.keys() if isinstance(target, Mapping) else node.children.keys() if isinstance(node, Branch) else ()
     if opened.trees.keys().isdisjoint(names):
         return False
@@ -72,7 +78,7 @@ def _names_some_items(opened: opening.Opened, target: Any) -> bool:
     return len(inside & set(names)) < len(opened.items.keys() & set(names))
 
 
-def _plan_as_one_tree(opened: opening.Opened, target: Any, options: RestoreOptions) -> TreePlan:
+def _plan_as_one_tree(opened: opening.Opened, target: TargetTree, options: RestoreOptions) -> TreePlan:
     """Plan all items as one tree with their names at the top."""
     tree = Branch({name: opened.reader(name).tree for name in opened.items})
     reader = _ReaderOfSeveral(opened.reader(next(iter(opened.trees))), opened.path)
@@ -85,18 +91,18 @@ def at_whole_path(path: Path, leaf: Any) -> Any:
     return dataclasses.replace(leaf, path=path, stored_name=leaf.name) if is_elsewhere else leaf
 
 
-def _plan_item(opened: opening.Opened, name: str, target: Any, options: RestoreOptions) -> TreePlan:
+def _plan_item(opened: opening.Opened, name: str, target: TargetTree | None, options: RestoreOptions) -> TreePlan:
     reader, path = opened.reader(name), opened.items[name].path
     return plan_with_rules(reader, reader.tree, target, options, path)
 
 
-def plan_with_rules(reader: Reader, tree: Node, target: Any, options: RestoreOptions, path: str) -> TreePlan:
+def plan_with_rules(
+    reader: Reader, tree: Node, target: TargetTree | None, options: RestoreOptions, path: str
+) -> TreePlan:
     """Plan a restore of one tree, to which the rules are applied first; arguments as for `plan_tree`."""
-    with memory.pause_gc():
-        target_tree = None if target is None else TargetTree(target)
-    tree = options.transforms.apply_rules(tree, None if target_tree is None else target_tree.node, path)
+    tree = options.transforms.apply_rules(tree, None if target is None else target.node, path)
     others = options.transforms.other_readers
-    return plan_tree(_ReaderOfSeveral(reader, path, others) if others else reader, tree, target_tree, options, path)
+    return plan_tree(_ReaderOfSeveral(reader, path, others) if others else reader, tree, target, options, path)
 
 
 def _plan_everything(opened: opening.Opened, options: RestoreOptions) -> RestorePlan:

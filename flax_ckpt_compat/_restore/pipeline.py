@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery import locating, opening
 from flax_ckpt_compat._restore import checkpointer_reader, policies
 from flax_ckpt_compat._restore.execute import read_and_place
-from flax_ckpt_compat._restore.items import main_item, plan_all, plan_with_rules
+from flax_ckpt_compat._restore.items import described, main_item, plan_all, plan_with_rules
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, ShapeDifference, TreePlan
@@ -77,7 +77,8 @@ def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, che
         pass
     tree = state_dict.describe(checkpointer_reader.restore_with(checkpointer, path)) if own is None else own.tree
     reader = checkpointer_reader.CheckpointerReader(checkpointer, path, tree, own)
-    return RestorePlan({"": plan_with_rules(reader, tree, target, options, path)}, False)
+    target_tree = None if target is None else described(target)
+    return RestorePlan({"": plan_with_rules(reader, tree, target_tree, options, path)}, False)
 
 
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
