@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.escaping import count_of_leaves
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import layouts
@@ -188,8 +189,7 @@ class Gap:
     def _reason(self, old: str, new: str) -> str:
         ours, theirs = self.memo.contents(self.ours[old]), self.memo.contents(self.theirs[new])
         if ours != theirs:
-            shared = (ours & theirs).total()
-            return f"they share {shared} {'leaf' if shared == 1 else 'leaves'}"
+            return f"they share {count_of_leaves((ours & theirs).total())}"
         leaves = {path: seen for path, seen in flatten(self.theirs[new]).items() if seen != EMPTY}
         if len(leaves) > 3:
             return f"both hold the same {len(leaves)} leaves"

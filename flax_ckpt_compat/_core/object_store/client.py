@@ -211,11 +211,8 @@ def size(url: str) -> int:
     if not scheme.tells_sizes:
         stored = scheme.stored_size(_resolve(url))
         return probed_size(url) if stored is None else stored
-    found = _read(
-        url, slice(probing.BEYOND_END, probing.BEYOND_END + 1)
-    )  # the error for a range beyond the end has the size
-    if found is None:
-        raise _not_found_error(url)
+    # The error for a range beyond the end has the size.
+    found = _read_there(url, probing.BEYOND_END, probing.BEYOND_END + 1)
     return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
@@ -234,9 +231,7 @@ def is_empty(url: str) -> bool:
 def _is_empty(url: str) -> bool:
     if scheme_of(url).tells_sizes:
         return size(url) == 0  # without reading a byte
-    found = _read(url, slice(0, 1))  # out of range if there is no first byte
-    if found is None:
-        raise _not_found_error(url)
+    found = _read_there(url, 0, 1)  # out of range if there is no first byte
     return not isinstance(found, bytes) or not found
 
 
