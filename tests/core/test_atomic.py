@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat._core import steps
-from flax_ckpt_compat._core.local import atomic, temporaries
+from flax_ckpt_compat._core.local import atomic, removal, temporaries
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
 
@@ -102,8 +104,17 @@ def test_long_names_have_temporaries_too(tmp_path: Path) -> None:
             make(temporary, text, "directory")
             atomic.publish(temporary, final)
             assert read(final) == text
-        assert atomic.discard([final]) == {}
+        # Where the name is that long, there are no arrays beside it.
+        assert atomic.discard([final, f"{final}_gda"]) == {}
     assert names(tmp_path) == []
+
+
+def test_a_long_name_has_a_live_writer_too(tmp_path: Path, living: int, dead: int) -> None:
+    """Its temporary tells only the beginning of it, which may be that of others: they count as being written, too."""
+    make(temporary_of(living, tmp_path / ("n" * 250)), "x", "file")
+    make(temporary_of(dead, tmp_path / ("m" * 250)), "x", "file")
+    found = [atomic.has_live_writer(str(tmp_path / name)) for name in ("n" * 250, "n" * 249 + "x", "n", "m" * 250)]
+    assert found == [True, True, False, False]
 
 
 @pytest.mark.parametrize("role", ["new", "old"])
@@ -216,6 +227,29 @@ def test_a_system_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names(tmp_path) == ["c_1"]
 
 
+def test_what_is_being_deleted_is_never_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ends while it deletes what it replaced leaves a part of it, which must not get the name again."""
+    make(tmp_path / "c_1", "old", "directory")
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", "directory")
+
+    def interrupted(path: str) -> None:
+        os.unlink(os.path.join(path, "data"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic, "delete", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        atomic.publish(temporary, str(tmp_path / "c_1"))
+    monkeypatch.undo()
+    atomic.discard([str(tmp_path / "c_1")])  # as another process may, later
+    (left,) = names(tmp_path)
+    temporaries.abandon(left)
+    assert atomic.restore_set_aside(str(tmp_path), [left]) == []
+    assert atomic.remove_stale(str(tmp_path)) == [left]
+    assert names(tmp_path) == []
+
+
 def test_without_exchange_a_failing_rename_puts_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +304,20 @@ def test_another_machines_temporary_goes_after_a_day(
     monkeypatch.setattr(temporaries, "storage_time", lambda _: now + age)
     atomic.remove_stale(str(tmp_path))
     assert len(names(tmp_path)) == left
+
+
+@pytest.mark.parametrize("role", ["new", "old"])
+def test_another_machine_that_still_writes(tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any file below counts, and the rename that set an old checkpoint aside, which does not change its files."""
+    temporary = Path(atomic.temporary_path(str(tmp_path / "c_1"), role))
+    make(temporary, "x", "directory")
+    written, now = time.time() + (2 * DAY if role == "new" else -9 * DAY), time.time()
+    os.utime(temporary / "data", (written, written))
+    os.utime(temporary, (now - 9 * DAY, now - 9 * DAY))
+    moved = of_other_machine(str(temporary))
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: now + (2.5 * DAY if role == "new" else 0))
+    assert atomic.remove_stale(str(tmp_path)) == []
+    assert names(tmp_path) == [os.path.basename(moved)]
 
 
 @pytest.mark.parametrize("jump", [10 * DAY, -10 * DAY])
@@ -340,6 +388,85 @@ def test_a_leftover_that_cannot_be_removed_stops_nobody(
     monkeypatch.setattr(atomic, "delete", refuse)
     assert atomic.remove_stale(str(tmp_path)) == []
     assert leftover in caplog.text
+
+
+@pytest.mark.parametrize("rest", [[], ["data"]])
+def test_files_that_are_open_on_nfs_stay(tmp_path: Path, rest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client refuses to delete ``.nfs...`` (EBUSY), so that the directory stays (ENOTEMPTY): no failure.
+
+    Other files that cannot be deleted are one. The next clean-up removes all once they are closed."""
+    final = tmp_path / "c_1"
+    final.mkdir()
+    for name in (".nfs0001", *rest):
+        (final / name).write_text("open")
+    with monkeypatch.context() as patch:
+        unlink = os.unlink
+
+        def busy(path: str, **options: int) -> None:
+            if os.path.basename(path) in (".nfs0001", "data"):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+            unlink(path, **options)
+
+        patch.setattr(os, "unlink", busy)
+        failures = atomic.discard([str(final)])
+    assert [error.errno for error in failures.values()] == [errno.EBUSY] * len(rest)
+    (left,) = names(tmp_path)
+    assert atomic.is_temporary(left)
+    assert atomic.remove_stale(str(tmp_path)) == [left]
+    assert names(tmp_path) == []
+
+
+def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:
+    """A link in a checkpoint goes, and the files that it leads to stay."""
+    for name in ("c_1", "elsewhere"):
+        make(tmp_path / name, name, "directory")
+    (tmp_path / "c_1" / "folder").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "c_1" / "file").symlink_to(tmp_path / "elsewhere" / "data")
+    assert atomic.discard([str(tmp_path / "c_1")]) == {}
+    assert (names(tmp_path), read(tmp_path / "elsewhere")) == (["elsewhere"], "elsewhere")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_lock_is_waited_for_and_given_up(tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another one has it, a writer waits for the given time, and then goes on without it."""
+    monkeypatch.setattr(removal, "_LOCK_SECONDS", seconds)
+    has_it, waited = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with removal.locked(str(tmp_path)):
+            has_it.set()
+            waited.wait(60 if seconds == 0 else 0.1)
+            order.append("other")
+
+    order: list[str] = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert has_it.wait(60)
+    with removal.locked(str(tmp_path)):
+        order.append("this")
+    waited.set()
+    thread.join()
+    assert order == (["this", "other"] if seconds == 0 else ["other", "this"])
+
+
+def test_a_lock_ends_though_a_fork_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may fork meanwhile, as data loaders do: the child has the descriptor as long as it lives."""
+    held: list[int] = []
+    lock = removal._lock
+
+    def forked(descriptor: int) -> None:
+        lock(descriptor)
+        held.append(os.dup(descriptor))  # to the system, a fork's is this
+
+    monkeypatch.setattr(removal, "_lock", forked)
+    with removal.locked(str(tmp_path)):
+        pass
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        for descriptor in (other, *held):
+            os.close(descriptor)
 
 
 def test_a_forked_child_is_another_writer(tmp_path: Path) -> None:

@@ -109,3 +109,37 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(errors.StorageError, match="another process has saved"):
                 atomic.publish(str(temporary), str(final), new=True)
     assert final.read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_what_is_written_to_a_void_name_at_the_last_moment_stays(
+    tmp_path: Path, directory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may fill an empty file or directory after it was found empty."""
+    final, rename = tmp_path / "c_1", os.rename
+    temporary = Path(temporary_path(str(final)))
+    temporary.write_text("new")
+    final.mkdir() if directory else final.touch()
+
+    def filled_before(source: str, target: str) -> None:
+        if source == str(final):
+            (final / "old" if directory else final).write_text("old")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", filled_before)
+    with pytest.raises(errors.StorageError, match="another process has saved"):
+        atomic.publish_new(str(temporary), str(final))
+    assert (final / "old" if directory else final).read_text() == "old"
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_link_to_something_void_is_not_void(tmp_path: Path, directory: bool) -> None:
+    """It is the user's, and stays."""
+    final, elsewhere = tmp_path / "c_1", tmp_path / "elsewhere"
+    elsewhere.mkdir() if directory else elsewhere.touch()
+    final.symlink_to(elsewhere)
+    temporary = Path(temporary_path(str(final)))
+    temporary.write_text("new")
+    with pytest.raises(errors.StorageError, match="another process has saved"):
+        atomic.publish_new(str(temporary), str(final))
+    assert final.readlink() == elsewhere

@@ -245,6 +245,28 @@ def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
     assert load(path)[("c",)].tolist() == [0, 1, 2]
 
 
+def test_a_removal_that_is_interrupted_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks without ``.zarray`` would belong to nobody, and stay for ever."""
+    path, folder = tmp_path / "c_1", tmp_path / "c_1_gda"
+    save(path, {"a": Spread(np.arange(4))})
+    unlink, left = os.unlink, [2]
+
+    def interrupted(file: str, **options: Any) -> None:
+        if str(file).startswith(str(folder)):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        unlink(file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            gda_folder.remove_orphan(str(folder))
+    assert len(names(folder / "a")) == 1
+    gda_folder.remove_orphan(str(folder))
+    assert names(tmp_path) == ["c_1"]
+
+
 def test_two_savers_of_one_checkpoint(tmp_path: Path) -> None:
     """Who publishes last has the name, whole; the other's arrays are gone."""
     path = tmp_path / "c_1"
@@ -312,6 +334,38 @@ def test_arrays_are_synced_before_the_file_refers_to_them(tmp_path: Path, monkey
     assert [one for one in (path, generation, *generation.rglob("*")) if one.stat().st_ino not in synced] == []
     synced = {inode for name, inode, _ in events[moved:published] if name == "fsync"}
     assert {folder.stat().st_ino, tmp_path.stat().st_ino} <= synced
+
+
+def test_a_new_folder_of_arrays_is_synced_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss never leaves the file under its name without the folder beside it."""
+    path, events = tmp_path / "c_1", list[tuple[str, str]]()
+
+    def noting(name: str) -> None:
+        real = getattr(os, name)
+
+        def noted(*arguments: Any, **options: Any) -> None:
+            real(*arguments, **options)
+            at = arguments[-1]
+            events.append((name, os.readlink(f"/proc/self/fd/{at}") if name == "fsync" else str(at)))
+
+        monkeypatch.setattr(os, name, noted)
+
+    for name in ("fsync", "rename", "replace"):
+        noting(name)
+    save(path, {"a": Spread(np.full(4, 1))})
+    moved, published = events.index(("rename", f"{path}_gda")), events.index(("replace", str(path)))
+    assert ("fsync", str(tmp_path)) in events[moved:published]
+
+
+def test_a_folder_of_arrays_without_its_file_is_in_nobodys_way(tmp_path: Path) -> None:
+    """A user's notes keep it from being removed; the checkpoint is saved beside them."""
+    path, folder = tmp_path / "c_1", tmp_path / "c_1_gda"
+    save(path, {"a": Spread(np.full(4, 1))})
+    (folder / "notes.txt").write_text("mine")
+    path.unlink()
+    save(path, {"a": Spread(np.full(4, 2))})
+    assert load(path)[("a",)].tolist() == [2] * 4
+    assert (folder / "notes.txt").read_text() == "mine"
 
 
 def test_arrays_of_a_live_saver_are_no_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,26 @@ def test_a_directory_that_cannot_be_synced_is_said_once(
     assert os.strerror(number) in said[0]
 
 
+def test_where_no_directory_can_be_synced_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorStore would fail there, so it syncs nothing, and all of its files are synced afterwards."""
+    fsync, synced = os.fsync, set[int]()
+
+    def refusing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    monkeypatch.setattr(syncing, "_can_sync", {})
+    monkeypatch.setattr(syncing, "_warned", set())
+    path = Path(flax_ckpt_compat.save(tmp_path / "c", TREE, format="orbax"))
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert {"manifest.ocdbt", "_METADATA"} < {file.name for file in files}
+    assert os.listdir(path / "d")
+    assert [file for file in files if os.stat(file).st_ino not in synced] == []
+
+
 def test_what_was_replaced_stays_if_the_exchange_cannot_be_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +252,24 @@ def test_what_dead_writers_left_is_removed_once_their_renames_are_synced(tmp_pat
     link = position(changes, "link", tmp_path / "c")
     assert position(changes, "unlink", aside) > position(changes, "fsync", tmp_path, link)
     assert position(changes, "unlink", old / "data") > position(changes, "fsync", tmp_path)
+
+
+def test_a_leftover_goes_once_its_own_rename_is_synced(tmp_path: Path, changes: Changes) -> None:
+    """Nothing else was in the directory that would have been synced: that of an exchange may be all that was lost."""
+    old = Path(atomic.temporary_path(str(tmp_path / "c")).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
+    old.mkdir()
+    (old / "data").write_text("x")
+    atomic.remove_stale(str(tmp_path))
+    assert position(changes, "unlink", old / "data") > position(changes, "fsync", tmp_path)
+
+
+def test_what_was_replaced_is_gone_for_good(tmp_path: Path, changes: Changes) -> None:
+    """A power loss after an overwrite brings back no part of the old directory."""
+    for _ in range(2):
+        changes.clear()
+        flax_ckpt_compat.save(tmp_path / "c", {"a": 1}, format="orbax", overwrite=True)
+    removed = max(number for number, (call, path) in enumerate(changes) if call == "rmdir" and path.parent == tmp_path)
+    assert position(changes, "fsync", tmp_path, removed) > removed
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -170,6 +170,21 @@ def test_a_generation_that_appears_during_the_removal(tmp_path: Path) -> None:
     assert (folder / generation / "params" / "xy" / ".zarray").exists()
 
 
+def test_links_between_arrays_without_their_file(tmp_path: Path) -> None:
+    """What a user linked into the folder of arrays stays, with all that it leads to; the arrays in the folder go."""
+    arrays = ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda"
+    for name in ("checkpoint_3_gda", "elsewhere"):
+        shutil.copytree(arrays, tmp_path / name)
+    before = names(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint_3_gda" / "linked").symlink_to(tmp_path / "elsewhere")
+    chunk = tmp_path / "checkpoint_3_gda" / "params" / "xy" / "9.9"
+    chunk.symlink_to(tmp_path / "elsewhere" / "params" / "xy" / "0.0")
+    gda_folder.remove_orphan(str(tmp_path / "checkpoint_3_gda"))
+    assert names(tmp_path / "elsewhere") == before
+    left = {path.name for path in (tmp_path / "checkpoint_3_gda").rglob("*") if path.is_symlink() or path.is_file()}
+    assert left == {"linked", "9.9"}
+
+
 def test_what_was_set_aside_is_put_back(tmp_path: Path) -> None:
     """A checkpoint that a dead writer set aside is the only copy: it gets its name back."""
     with use_flag(False):
