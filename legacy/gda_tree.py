@@ -198,7 +198,9 @@ def choose_subpaths(paths: Sequence[Path], taken: Collection[str]) -> dict[Path,
 
 
 def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name.encode()) <= _MAX_NAME
+    """Return whether a name is the same to the file system and to TensorStore."""
+    is_one = name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name) and not name.endswith(".__lock")
+    return is_one and len(name.encode()) <= _MAX_NAME
 
 
 def _claim(path: Path, claimed: dict[Path, Path]) -> bool:

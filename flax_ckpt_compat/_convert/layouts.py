@@ -22,6 +22,7 @@ from flax_ckpt_compat._core.tree import Path, iter_leaves
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._save.request import write_options
+from flax_ckpt_compat._view import metadata
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _V1 = "orbax.checkpoint.experimental.v1._src.handlers."
@@ -91,6 +92,14 @@ def _finish_step(temporary: str, to: str, contents: Contents) -> None:
         sync_directory(os.path.join(temporary, item))
     write_file(os.path.join(temporary, layout.COMMIT_FILE), committed)
     sync_directory(temporary)
+
+
+def has_other_metadata(path: str, to: str, contents: Contents) -> bool:
+    """Return whether a written checkpoint holds other custom metadata; compared as JSON, where NaN equals NaN."""
+    if to in ("msgpack", "safetensors"):
+        return False
+    found, expected = metadata.read_step_metadata(path).get("custom_metadata"), contents.custom
+    return json.dumps(found or {}, sort_keys=True) != json.dumps(expected, sort_keys=True)
 
 
 def _edit_metadata(source: str, destination: str, **changed: Any) -> None:

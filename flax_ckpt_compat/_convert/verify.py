@@ -61,6 +61,8 @@ def verify(
             copied = os.path.join(path, item, os.path.basename(file))
             if not paths.isfile(copied) or paths.read(copied) != paths.read(file):
                 differences["", (item,)] = "is other JSON"
+        if layouts.has_other_metadata(path, to, contents):
+            differences["", ("custom metadata",)] = "is other JSON"
         small = stored_trees.Leaves([leaf for leaf in found.values() if isinstance(leaf, LeafHandle)])
         parts: list[tuple[Name, _Check]] = []
         sums: dict[Name, list[_Sum]] = {}

@@ -121,6 +121,8 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> _Source:
+    if not file.is_file():  # a pipe, to which nobody may ever write
+        raise OSError("not a regular file: save its code to one")
     if file.suffix == ".ipynb":
         return _read_notebook(file)
     with tokenize.open(file) as opened:  # by the encoding that the file declares

@@ -117,7 +117,7 @@ def diff(
     def compare(one: str, other: str) -> Diff:
         with locating.unchanged(one), locating.unchanged(other), ExitStack() as files:
             both = [files.enter_context(closing(opening.Opened(path, verify=True))) for path in (one, other)]
-            a, b = (StoredLeaves(opened, with_json=True) for opened in both)
+            a, b = (StoredLeaves(opened) for opened in both)
             return _Comparison(a, b, tolerance).result()
 
     def with_first(one: str) -> Diff:

@@ -44,7 +44,7 @@ class Metadata:
 def read_metadata(opened: Opened) -> Metadata:
     """Read a checkpoint's metadata files; a damaged one counts as absent, as in Orbax, with a logged warning."""
     # Written since Orbax 0.5.11; with more than the two times since 0.11 (measured).
-    step = _object(os.path.join(opened.path, STEP_METADATA))
+    step = read_step_metadata(opened.path)
     trees = {name: _object(os.path.join(item.path, TREE_METADATA)) for name, item in opened.trees.items()}
     custom = {name: tree["custom_metadata"] for name, tree in trees.items() if tree.get("custom_metadata")}
     ours = [name for name, value in custom.items() if isinstance(value, dict) and _OURS in value]
@@ -59,6 +59,11 @@ def read_metadata(opened: Opened) -> Metadata:
         items=tuple(name for name in opened.items if name),
         writer=_OURS if ours else None,
     )
+
+
+def read_step_metadata(path: str) -> dict[str, Any]:
+    """Return the JSON of a checkpoint's own metadata file, not of its trees."""
+    return _object(os.path.join(path, STEP_METADATA))
 
 
 def _object(file: str) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from flax_ckpt_compat._discovery.opening import Opened
 class StoredLeaves:
     """Leaves of a checkpoint by key path, and the key paths of empty nodes with what they are."""
 
-    def __init__(self, opened: Opened, *, with_json: bool = False):
-        """List the leaves of what a restore returns; ``with_json``, also of JSON items beside the only tree."""
+    def __init__(self, opened: Opened):
+        """List the leaves of what a restore returns, and of JSON items beside the only tree."""
         self.path, self.format = opened.path, opened.format
         self.leaves: dict[Path, LeafHandle] = {}
         self.empty: dict[Path, str] = {}
         for name in opened.parts:
             self._add(opened.reader(name).tree, (name,) if opened.is_mapping else ())
-        for name in [one for one in opened.items if one not in opened.parts] if with_json else ():
+        for name in [one for one in opened.items if one not in opened.parts]:
             is_taken = any(path[:1] == (name,) for path in (*self.leaves, *self.empty))
             self._add(opened.reader(name).tree, (f"{name} (JSON)" if is_taken else name,))
 

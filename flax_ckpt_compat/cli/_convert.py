@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -136,6 +137,7 @@ def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
         except ImportError:
             raise FailedError("--dask needs the package distributed: pip install distributed") from None
         try:
+            _reach(dask)
             client = Client(dask, timeout=30)
         except (OSError, ValueError) as error:
             raise FailedError(f"no Dask scheduler answers at {dask}: {error}; check the address") from error
@@ -146,6 +148,14 @@ def _executor(workers: int, dask: str | None) -> Iterator[Executor | None]:
             yield executor
     else:
         yield None
+
+
+def _reach(address: str) -> None:
+    """Raise at once if nothing listens at an address of TCP: dask's client would try it again for its whole timeout."""
+    from distributed.comm import get_address_host_port
+
+    if address.partition("://")[0] in (address, "tcp", "tls"):
+        socket.create_connection(get_address_host_port(address), timeout=10).close()
 
 
 class _Silent:

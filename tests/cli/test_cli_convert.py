@@ -129,6 +129,11 @@ def test_target_and_transforms_are_loaded(runs: Path, tmp_path: Path, monkeypatc
         (("runs", "out", "--to", "orbax", "--step", "9"), "available steps: 1, 2"),
         (("runs", "out", "--to", "orbax", "--step", "1", "--all"), "leave one out"),
         (("runs", "out", "--to", "orbax", "--shard", "2/2"), "expected I/N with 0 <= I < N"),
+        (
+            ("runs", "out", "--to", "orbax", "--dask", "tcp://127.0.0.1:1"),
+            "no Dask scheduler answers at tcp://127.0.0.1:1",
+        ),
+        (("runs", "out", "--to", "orbax", "--dask", "scheduler"), "missing port number"),
         (("runs", "out"), "Missing option '--to'"),
     ],
 )

@@ -3,6 +3,7 @@
 import filecmp
 import functools
 import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -206,6 +207,22 @@ def test_what_exists_is_refused_or_compared(tmp_path: Path) -> None:
     with pytest.raises(errors.ConversionError, match="params/Dense_0/kernel has other values") as caught:
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "orbax", resume=True)
     assert [result.status for result in caught.value.conversions] == ["kept", "failed"]
+
+
+@pytest.mark.parametrize("to", ["orbax", "manager"])
+def test_to_resume_compares_custom_metadata(tmp_path: Path, to: str) -> None:
+    """A result with the metadata of an older source is refused; NaN is equal to itself."""
+    metadata: dict[str, Any] = {"by": "me", "loss": float("nan")}
+    for by in ("me", "you"):
+        shutil.rmtree(tmp_path / "src", ignore_errors=True)
+        with ocp.CheckpointManager(tmp_path / "src") as manager:
+            manager.save(1, args=ocp.args.PyTreeSave({"a": np.ones(2)}), custom_metadata={**metadata, "by": by})
+        if by == "me":
+            flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
+            (kept,) = flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True)
+            assert kept.status == "kept"
+    with pytest.raises(errors.ConversionError, match="custom metadata is other JSON"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True)
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

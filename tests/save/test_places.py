@@ -153,6 +153,28 @@ def test_restores_from_names_that_are_not_utf8(flag: bool, tmp_path: Path, compr
         assert sorted(opened.leaves()) == sorted(WITH_ARRAYS)
 
 
+# Names that are other names to TensorStore
+
+
+@pytest.mark.parametrize(("name", "why"), [("a\\b", "has a backslash"), ("a.__lock", "ends in .__lock")])
+def test_names_that_tensorstore_changes(flag: bool, tmp_path: Path, name: str, why: str) -> None:
+    """TensorStore writes ``a\\b`` to ``a/b``: Orbax's format is refused before anything is lost, msgpack saves."""
+    folder = tmp_path / name
+    if not flag:
+        checkpoints.save_checkpoint(folder, WITH_ARRAYS, 1)
+        assert checkpoints.restore_checkpoint(folder, None)["text"] == "x"
+        return
+    for ckpt_dir, prefix in ((folder, "checkpoint_"), (tmp_path, f"{name}/x_")):
+        with pytest.raises(errors.StorageError, match=rf"{why}.*save as msgpack"):
+            checkpoints.save_checkpoint(ckpt_dir, WITH_ARRAYS, 1, prefix=prefix)
+    assert names(folder) == [] and names(tmp_path) == [name]
+    with config.override(compression="zstd"):
+        checkpoints.save_checkpoint(tmp_path / "run", WITH_ARRAYS, 1)
+    (tmp_path / "run" / "checkpoint_1").rename(folder / "checkpoint_1")
+    with pytest.raises(errors.StorageError, match=rf"{why}.*rename the directory"):
+        checkpoints.restore_checkpoint(folder, {**WITH_ARRAYS, "w": np.zeros(3)})
+
+
 # Permissions
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def test_clean_programs() -> None:
     """Programs without the legacy API have no findings."""
     report = scan([PROGRAMS / "clean"])
     assert (report.files, report.findings, report.unreadable) == (2, (), ())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody may ever write to it; no more is it read below a folder."""
+    os.mkfifo(tmp_path / "code.py")
+    for path in (tmp_path, tmp_path / "code.py"):
+        ((file, why),) = scan([path]).unreadable
+        assert file == str(tmp_path / "code.py")
+        assert "not a regular file" in why
 
 
 # A whole program: trains, keeps its own three newest checkpoints, and reports what is there.

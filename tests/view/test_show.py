@@ -122,6 +122,17 @@ def test_json(tmp_path: Path) -> None:
     assert "params/block_0/attn" not in found["subtrees"]
 
 
+def test_json_beside_the_only_tree(tmp_path: Path) -> None:
+    """A step of a manager is shown, and counted, with its metrics and other JSON."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = {"state": ocp.args.PyTreeSave({"x": np.ones(2)}), "notes": ocp.args.JsonSave({"loss": 0.5})}
+        manager.save(3, args=ocp.args.Composite(**items))
+    shown = json.loads(run(tmp_path, "--json").stdout)["leaves"]
+    assert {leaf["path"]: leaf["kind"] for leaf in shown} == {"x": "array", "notes/loss": "float"}
+    (listed,) = json.loads(CliRunner().invoke(main, ["ls", str(tmp_path), "--leaves", "--json"]).stdout)
+    assert listed["leaves"] == 2
+
+
 def test_sharding(tmp_path: Path) -> None:
     """The saved sharding is shown as partition spec and mesh, unless it is of a single device."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))

@@ -129,18 +129,27 @@ class LocalStorage:
     prefetch_emptiness = prefetch_contents = prefetch_sizes
 
     def kvstore(self, path: str) -> dict[str, Any]:
-        try:
-            path.encode()
-        except UnicodeEncodeError as error:
-            message = (
-                f"{path}: a name in this path is not UTF-8; TensorStore, which reads and writes arrays of Orbax's "
-                "format, requires UTF-8; rename the directory, or save as msgpack"
-            )
-            raise StorageError(message, path=path, errno=errno.EILSEQ) from error
-        return {"driver": "file", "path": os.path.join(os.path.abspath(path), "")}
+        where = os.path.join(os.path.abspath(path), "")
+        if why := _why_tensorstore_refuses(where):
+            message = f"{path}: {why}; TensorStore, which reads and writes arrays of Orbax's format, takes no such path"
+            raise StorageError(
+                f"{message}; rename the directory, or save as msgpack", path=path, errno=errno.EILSEQ
+            ) from None
+        return {"driver": "file", "path": where}
 
     def context(self) -> None:
         """Return None, for TensorStore's default context."""
+
+
+def _why_tensorstore_refuses(path: str) -> str | None:
+    """Return why TensorStore refuses a path, or takes it for another: it writes ``a\\b`` to ``a/b``."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "a name in this path is not UTF-8"
+    if "\\" in path:
+        return "a name in this path has a backslash"
+    return "a name in this path ends in .__lock" if ".__lock/" in path else None
 
 
 def _mode(path: str) -> int:
