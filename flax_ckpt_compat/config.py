@@ -20,6 +20,9 @@ setting                   values (default first)     meaning
 ``must_exist``            false, true                nothing to restore: return the target as Flax does, or raise
 ``mapped``                false, true                restored numpy arrays are memory of their own, or, if large and
                                                      stored as they are in a local file, private mappings of it
+``read_once``             false, true                in a job of several processes each array that several of them
+                                                     restore is read by one, and exchanged between devices; all
+                                                     processes have to restore the same checkpoint together
 ``checksums``             verify, write, off         record checksums in saves and verify them in restores, only
                                                      record them, or neither
 ``shadow``                false, true                each save also writes the other format, reads both back, compares
@@ -62,6 +65,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "structure": ("flax", "stored"),
     "must_exist": (False, True),
     "mapped": (False, True),
+    "read_once": (False, True),
     "checksums": ("verify", "write", "off"),
     "shadow": (False, True),
     "compression": (None, "crc32c", "zstd", "gzip", "blosc"),
@@ -83,6 +87,7 @@ class Settings:
     structure: str = "flax"
     must_exist: bool = False
     mapped: bool = False
+    read_once: bool = False
     checksums: str = "verify"
     shadow: bool = False
     compression: str | None = None

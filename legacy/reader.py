@@ -140,6 +140,13 @@ class MsgpackReader(Reader):
         """Return the size of all arrays in the file, in bytes."""
         return sum([leaf.nbytes for leaf in handles_of(self) if leaf.dtype is not None and not leaf.in_gda_folder])
 
+    def verify_rest(self, handle: LeafHandle) -> None:
+        """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""
+        if self._verify and self._sums is not None and not handle.in_gda_folder and not self._sums.is_verified:
+            with translated(self.path, "read"):
+                for offset, nbytes in _ranges(handle, self._source.size):
+                    self._sums.verify_range(offset, offset + nbytes)
+
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:
         """Verify the blocks of the file that hold a leaf, or all; see `Reader.verify_checksums`."""
         if handle is not None and handle.in_gda_folder:

@@ -33,6 +33,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "SettingError": (ValueError,),
     "StorageError": (OSError,),
     "CleanupError": (OSError, errors.StorageError),
+    "MultiprocessRestoreError": (RuntimeError,),
     "MultiprocessSaveError": (RuntimeError,),
     "ProcessTimeoutError": (RuntimeError, TimeoutError),
     "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),

@@ -189,6 +189,14 @@ class Reader(Protocol):
         """
         return False
 
+    def verify_rest(self, handle: LeafHandle) -> None:  # noqa: ARG002  (of most, reads of single leaves verify all)
+        """After a read of some leaves, verify what it left unverified of this one, if opened with ``verify``.
+
+        Raises:
+            ChecksumError: as for `read`.
+        """
+        return
+
     def close(self) -> None:
         """Release files. Values that were read stay valid."""
         return

@@ -21,6 +21,7 @@ CheckpointError
 ├── ConversionError(ValueError)              some checkpoints could not be converted
 ├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
 │   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
+├── MultiprocessRestoreError(RuntimeError)   processes that restore together could not exchange what they read
 ├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
 └── StorageError(OSError)                    the file system or object store refused
     └── CleanupError                         the checkpoint was saved; an older one could not be removed
@@ -198,6 +199,10 @@ class CleanupError(StorageError):
 
 class MultiprocessSaveError(CheckpointError, RuntimeError):
     """Another process of a multi-process save failed or made a different call; nothing was saved."""
+
+
+class MultiprocessRestoreError(CheckpointError, RuntimeError):
+    """Processes that restore together (setting ``read_once``) could not exchange what each had read."""
 
 
 class ProcessTimeoutError(MultiprocessSaveError, TimeoutError):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from flax_ckpt_compat._core import memory
@@ -23,17 +24,25 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, sh
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def read_and_place(plan: TreePlan) -> tuple[list[Any], list[ShapeDifference]]:
+def read_and_place(plan: TreePlan, *, together: bool = False) -> tuple[list[Any], list[ShapeDifference]]:
     """Read, compute and place the values of a plan's leaves.
 
     Nothing but the result holds a value once it is placed, so that no memory is held twice.
+
+    Args:
+        plan: the plan.
+        together: all processes of the job call this, and read each array once.
 
     Returns:
         The values in the order of the leaves, and the shapes that differ from the target's and were known only once
         functions had computed them.
     """
     run = _Run(plan)
-    if run.casts_at_read or run.mapped:
+    if together and jax.process_count() > 1:
+        from flax_ckpt_compat._restore import read_once  # few restores need it
+
+        run.values = read_once.read(plan, run.reads, run.casts_at_read, run.mapped)
+    elif run.casts_at_read or run.mapped:
         run.values = casting.read(plan.reader, run.reads, run.casts_at_read, run.mapped)
     elif run.reads:
         run.values = dict(zip(run.reads, plan.reader.read(run.reads), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -52,9 +53,10 @@ def restore(
             # a user's function computes, and structures that custom serialization refuses.
             for plan in plans.items.values():
                 policies.enforce(plan)
-            values = {}
+            values, together = {}, options.settings.read_once and orbax_checkpointer is None
+            read = functools.partial(read_and_place, together=together)
             for name, plan in plans.items.items():
-                values[name] = rebuild(plan, *watch.timed("read and place", read_and_place, plan))
+                values[name] = rebuild(plan, *watch.timed("read and place", read, plan))
                 watch.lap("rebuild")
         watch.log("Restored", path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)

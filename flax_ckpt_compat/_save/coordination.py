@@ -21,8 +21,6 @@ from flax_ckpt_compat._core.errors import CheckpointError, MultiprocessSaveError
 from flax_ckpt_compat._save.key_value_store import KeyValueStore, decode_error, encode_error, growing
 from flax_ckpt_compat._save.tree_summary import TreeSummary
 
-_ROOT = "flax_ckpt_compat"
-_REGISTRATIONS, _RESULTS = f"{_ROOT}/registrations", f"{_ROOT}/results"
 # How much longer to wait for the rest once the save has failed, so that they get the reason too.
 _GRACE_SECONDS = 30.0
 _FIRST_WAIT_SECONDS = 1.0
@@ -43,7 +41,12 @@ class Coordinator:
         process: this process.
         timeout: seconds to wait at each barrier.
         is_aborted: process 0 has reported that the save failed.
+        root: prefix of all keys.
+        verb, outcome, call: words of its errors.
     """
+
+    root = "flax_ckpt_compat"
+    verb, outcome, call = "saves", "nothing was saved", "call save_checkpoint_multiprocess"
 
     def __init__(self, path: str, timeout: float):
         """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
@@ -52,9 +55,10 @@ class Coordinator:
         self.is_aborted = False
         self._short = min(timeout, _GRACE_SECONDS)
         self._id = f"{self.process.index}-{next(_registration_ids):08}"
-        self._prefix = f"{_ROOT}/{self._id}"
+        self._prefix = f"{self.root}/{self._id}"
+        self._registered, self._results = f"{self.root}/registrations", f"{self.root}/results"
         # Holds the failure of process 0 for processes that register for this path later.
-        self._failure_folder = f"{_ROOT}/failures/{path.encode('utf-8', 'surrogateescape').hex()}/"
+        self._failure_folder = f"{self.root}/failures/{path.encode('utf-8', 'surrogateescape').hex()}/"
 
     def join(
         self,
@@ -75,7 +79,7 @@ class Coordinator:
         details = {} if summary is None else summary.details
         content = {"path": self._path, "signature": signature, "tree": details, "error": encode_error(failed)}
         try:
-            self._store.set(f"{_REGISTRATIONS}/{self._id}", content)
+            self._store.set(f"{self._registered}/{self._id}", content)
             result = self._wait_registered(failed is not None)
         except BaseException as error:
             self._unregister(error)
@@ -135,13 +139,13 @@ class Coordinator:
 
     def _wait_registered(self, failed: bool) -> Mapping[str, Any]:
         """Return the answer of process 0 to this registration, or its earlier failure if it does not try again."""
-        key, earlier = f"{_RESULTS}/{self._id}", None
+        key, earlier = f"{self._results}/{self._id}", None
         # It may be about to try again: only then look for a failure.
         result = self._store.wait_for(key, _FIRST_WAIT_SECONDS)
         if result is None:
             earlier = self._store.read_folder(self._failure_folder).get("result")
             result = self._store.wait_for(key, self._short if failed or earlier else 2 * self.timeout)
-        self._store.delete(f"{_REGISTRATIONS}/{self._id}" if result is None else key)
+        self._store.delete(f"{self._registered}/{self._id}" if result is None else key)
         if result is None and earlier is None:
             raise self._timeout_error("begin", [0])
         return dict(result or earlier or {})
@@ -152,9 +156,9 @@ class Coordinator:
         If process 0 has answered, it already waits at the commit: report the error there.
         """
         with suppress(CheckpointError):
-            self._store.delete(f"{_REGISTRATIONS}/{self._id}")
-            result = self._store.read_folder(f"{_RESULTS}/").get(self._id, {})
-            self._store.delete(f"{_RESULTS}/{self._id}")
+            self._store.delete(f"{self._registered}/{self._id}")
+            result = self._store.read_folder(f"{self._results}/").get(self._id, {})
+            self._store.delete(f"{self._results}/{self._id}")
             if "prefix" in result and result["error"] is None:
                 self._store.set(f"{result['prefix']}/commit/{self.process.index}", {"error": encode_error(error)})
 
@@ -180,9 +184,9 @@ class Coordinator:
             here |= self._registrations()[0]  # those that registered before they could see that key
         registered = [name for name, _ in (*here.values(), *others.values())]
         for name in registered:  # before any deletion, because they wait
-            self._store.set(f"{_RESULTS}/{name}", result)
+            self._store.set(f"{self._results}/{name}", result)
         for name in registered:
-            self._store.delete(f"{_REGISTRATIONS}/{name}")
+            self._store.delete(f"{self._registered}/{name}")
         if error is not None:
             raise error
         return value
@@ -206,11 +210,11 @@ class Coordinator:
         """Return registrations for this path, and those of processes that registered for other paths only."""
         here: _Registrations = {}
         others: _Registrations = {}
-        for name, content in self._store.read_folder(f"{_REGISTRATIONS}/").items():
+        for name, content in self._store.read_folder(f"{self._registered}/").items():
             index = int(name.partition("-")[0])
             group = here if content["path"] == self._path else others
             if index in group:  # the process gave up the earlier one, and could not delete it
-                self._store.delete(f"{_REGISTRATIONS}/{group[index][0]}")
+                self._store.delete(f"{self._registered}/{group[index][0]}")
             group[index] = name, content
         return here, {index: entry for index, entry in others.items() if index not in here}
 
@@ -246,7 +250,7 @@ class Coordinator:
         for index, report in sorted(reports.items()):
             if report["error"] is not None:
                 raise MultiprocessSaveError(
-                    f"{self._path}: process {index} failed at {stage!r}, so nothing was saved: "
+                    f"{self._path}: process {index} failed at {stage!r}, so {self.outcome}: "
                     f"{report['error']['message']}",
                     path=self._path,
                 )
@@ -266,21 +270,21 @@ class Coordinator:
 
     def _mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:
         return MultiprocessSaveError(
-            f"{self._path}: process {index} saves {theirs}, process 0 {mine}{hint}; call "
-            "save_checkpoint_multiprocess with the same arguments in all processes",
+            f"{self._path}: process {index} {self.verb} {theirs}, process 0 {mine}{hint}; {self.call} with the same "
+            "arguments in all processes",
             path=self._path,
         )
 
     def _timeout_error(self, stage: str, missing: list[int]) -> ProcessTimeoutError:
         shown, waited = ", ".join(map(str, missing)), self.timeout * (2 if missing == [0] else 1)
         # Process 0 commits, and may have done so before it stopped answering.
-        outcome = "so nothing was saved"
+        outcome = f"so {self.outcome}"
         if missing == [0] and stage in ("commit", "published"):
             outcome = "so it is not known here whether the checkpoint was saved"
         return ProcessTimeoutError(
             f"{self._path}: process {shown} of {self.process.count} did not reach barrier {stage!r} within "
-            f"{waited:g} s, {outcome}. It may have exited, hang, or be saving something else: all processes have to "
-            "call save_checkpoint_multiprocess. If it only needs more time, raise the setting coordination_timeout.",
+            f"{waited:g} s, {outcome}. It may have exited, hang, or be at something else: all processes have to "
+            f"{self.call}. If it only needs more time, raise the setting coordination_timeout.",
             path=self._path,
             absent=tuple(missing),
         )

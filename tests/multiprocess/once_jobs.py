@@ -1,0 +1,158 @@
+"""What the processes of a team do in the tests of the setting ``read_once``."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._restore import device_exchange, read_once
+from tests.multiprocess import jobs
+
+# Seconds: to wait for processes that do not come, and for others, which the machine may slow down.
+WAIT, LONG = 1.0, 20.0
+# Name → shape; 16 MiB in all, of which each large array is a quarter.
+SHAPES = {f"layer{number}": (256, 4096) for number in range(3)} | {"embed": (1024, 1024), "odd": (7,), "one": ()}
+
+
+def values(seed: int = 0) -> dict[str, Any]:
+    """Arrays that no codec makes smaller."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.random(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def target(kind: str) -> dict[str, Any]:
+    """What asks for `values`.
+
+    Args:
+        kind: ``host``: numpy; ``replicated``: over all devices; ``split``: rows over half of the processes each, so
+            that every part is wanted by the other half, too.
+    """
+    if kind == "host":
+        return {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("data", "model"))
+
+    def asked(shape: tuple[int, ...]) -> Any:
+        spec = P("model") if kind == "split" and len(shape) == 2 else P()
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+
+    return {name: asked(shape) for name, shape in SHAPES.items()}
+
+
+def save(folder: str, orbax: bool) -> None:
+    """Saves `values` as step 1, from process 0."""
+    jobs.use(orbax)
+    if jax.process_index() == 0:
+        checkpoints.save_checkpoint(folder, values(), 1)
+    jobs.barrier("saved")
+
+
+def restore(folder: str, kind: str, *, wait: float = LONG, wanted: Any = None, **settings: Any) -> list[str]:
+    """Restores it with ``read_once`` and checks every bit; what was logged as a warning."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flax_ckpt_compat")
+    logger.addHandler(handler)
+    try:
+        with config.override(read_once=True, coordination_timeout=wait, **settings):
+            got = checkpoints.restore_checkpoint(folder, target(kind), 1)
+    finally:
+        logger.removeHandler(handler)
+    for name, stored in (wanted or values()).items():
+        if isinstance(got[name], jax.Array):
+            jobs.check_shards(name, got[name], stored)
+        else:
+            assert got[name].tobytes() == stored.tobytes(), name
+            assert got[name].flags.writeable
+    return warnings
+
+
+def bytes_of_restore(folder: str, kind: str) -> int:
+    """How many bytes this process read."""
+    restore(folder, kind)  # modules and programs are loaded first
+    return jobs.bytes_read(restore, folder, kind)
+
+
+def restore_unlike(folder: str) -> list[str]:
+    """Restores whole arrays in process 0, and halves of them in the others."""
+    return restore(folder, "host" if jax.process_index() == 0 else "split")
+
+
+def restore_own(folder: str) -> list[str]:
+    """Each process saves other values to a disk of its own, under one path, and restores them."""
+    own = f"{folder}/{jax.process_index()}"
+    os.makedirs(own)
+    before = os.getcwd()
+    os.chdir(own)
+    try:
+        mine = values(jax.process_index())
+        checkpoints.save_checkpoint("/proc/self/cwd/checkpoints", mine, 1)
+        jobs.barrier("saved")
+        return restore("/proc/self/cwd/checkpoints", "host", wanted=mine)
+    finally:
+        os.chdir(before)
+
+
+def restore_failing(folder: str, failing: int) -> list[str]:
+    """Restores where one process cannot read large arrays."""
+    own, patch = os.preadv, pytest.MonkeyPatch()
+
+    def preadv(fd: int, buffers: Any, offset: int, *flags: Any) -> int:
+        if sum(memoryview(buffer).nbytes for buffer in buffers) > 2**16:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return own(fd, buffers, offset, *flags)
+
+    with patch.context() as context:
+        if jax.process_index() == failing:
+            context.setattr(os, "preadv", preadv)
+        return restore(folder, "replicated")
+
+
+def restore_dying(folder: str, stage: str, how: str) -> list[str]:
+    """Restores where process 1 is killed, or hangs, as it reads or exchanges."""
+
+    def stop(*_: Any) -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4 * WAIT)
+
+    if jax.process_index() == 1:
+        if stage == "read":
+            read_once.casting.read = stop  # type: ignore[assignment]
+        else:
+            device_exchange._all_gather = stop  # type: ignore[assignment]
+    return restore(folder, "replicated", wait=WAIT)
+
+
+def restore_alone(folder: str) -> list[str]:
+    """Restores where not all processes do."""
+    return restore(folder, "host", wait=WAIT)
+
+
+def restore_cast(folder: str) -> Any:
+    """Restores float32 as bfloat16 and float64, which is cast as it is read, and the same array twice."""
+    import jax.numpy as jnp
+
+    asked = {name: np.zeros(shape, jnp.bfloat16 if shape else np.float64) for name, shape in SHAPES.items()}
+    with config.override(read_once=True, coordination_timeout=LONG, dtype="target"):
+        got = checkpoints.restore_checkpoint(folder, asked, 1)
+    for name, stored in values().items():
+        assert got[name].dtype == asked[name].dtype
+        assert got[name].tobytes() == stored.astype(asked[name].dtype).tobytes(), name
+
+
+def restore_mixed(folder: str, orbax: bool, kind: str) -> None:
+    """As `jobs.restore_mixed`, together."""
+    with config.override(read_once=True, coordination_timeout=LONG):
+        jobs.restore_mixed(folder, orbax, kind)
