@@ -29,7 +29,8 @@ from flax_ckpt_compat._core.orbax_layout import (
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import ByteRange, CheckpointFiles, corrupt, refuse_escape, tensorstore_context, wait
-from .ocdbt import Entries, read_entries
+from .leaf_rows import Entries, RowEntries, ends_of
+from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
 
 _MAX_METADATA_BYTES = 1 << 20
@@ -61,22 +62,30 @@ class Index(Protocol):
         """Return all keys of a database; none where values are files."""
         return ()
 
+    def holds(self, prefix: str, names: Any) -> bool:
+        """Return whether all keys are there that consist of a prefix and one of an array of ascending names."""
+        return all(self.find(prefix + name.decode()) is not None for name in names.tolist())
+
+    def ends(self) -> dict[str, int]:
+        """Return file of a database → end of the last value in it."""
+        return {}
+
 
 def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
     """Open the index of a checkpoint's directory with arrays of these stored names."""
     if not use_ocdbt:
         return _StoreIndex(path) if paths.is_url(path) else _FileIndex(path)
-    index = open_database(path, _unmerged_database(path, names))
+    index = open_database(path, _unmerged_database(path, names), lookups=len(names))
     return _NestedIndex(path, index) if any("/" in name for name in names) else index
 
 
-def open_database(path: str, folder: str = "", locate: Callable[[str], str] | None = None) -> Index:
+def open_database(path: str, folder: str = "", locate: Callable[[str], str] | None = None, lookups: int = 0) -> Index:
     """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint; see `read_entries`."""
     full = os.path.join(path, folder) if folder else path
     if locate is None and not paths.isfile(os.path.join(full, MANIFEST)):
         raise _missing_manifest(full)
     try:
-        return _DatabaseIndex(path, full, read_entries(path, f"{folder}/" if folder else "", locate))
+        return _DatabaseIndex(path, full, read_entries(path, f"{folder}/" if folder else "", locate, lookups))
     except UndecodableError as error:
         if locate is not None:
             raise _undecodable(full, error) from error
@@ -157,6 +166,13 @@ class _DatabaseIndex(Index):
 
     def keys(self) -> Collection[bytes]:
         return self._entries.keys()
+
+    def holds(self, prefix: str, names: Any) -> bool:
+        quickly = isinstance(self._entries, RowEntries) and self._entries.holds(prefix.encode(), names)
+        return quickly or super().holds(prefix, names)
+
+    def ends(self) -> dict[str, int]:
+        return ends_of(self._entries)
 
 
 def _read_small(path: str, extent: ByteRange) -> bytes:

@@ -8,7 +8,9 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
@@ -198,30 +200,60 @@ def _check_complete(
     """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
 
     ``size`` returns the bytes in a file, relative to the checkpoint, or an error, or None if there is none."""
-    ends = dict[str, int]()
-    for entry, info, cell, value in _stored_chunks(path, plan, encoding, index):
-        if value is None:
-            raise _incomplete(path, _leaf_of(entry), f"{_chunk_owner(entry, info, cell)} is missing")
-        if type(value) is ByteRange:
-            file, offset, length = value
-            if offset + length > ends.get(file, -1):
-                ends[file] = offset + length
+    arrays = list(_stored_arrays(path, plan, encoding, index))
+    for array in arrays:
+        if not index.holds(array.prefix, array.chunks.keys):
+            for cell, value in array.values(index):
+                if value is None:
+                    raise _incomplete(path, _leaf_of(array.entry), f"{_chunk_owner(array, cell)} is missing")
+    ends = index.ends()
     sizes = {file: size(file) for file in ends}
     short = {file for file, found in sizes.items() if not isinstance(found, int) or found < ends[file]}
-    for entry, info, cell, value in _stored_chunks(path, plan, encoding, index) if short else ():
-        if isinstance(value, ByteRange) and value.file in short:
-            found = sizes[value.file]
-            if not isinstance(found, int) or found < value.offset + value.length:
-                what = f"should be in {value.file}, which is missing or too short"
-                raise _incomplete(path, _leaf_of(entry), f"{_chunk_owner(entry, info, cell)} {what}")
+    for array in arrays if short else ():
+        for cell, value in array.values(index):
+            if isinstance(value, ByteRange) and value.file in short:
+                found = sizes[value.file]
+                if not isinstance(found, int) or found < value.offset + value.length:
+                    what = f"should be in {value.file}, which is missing or too short"
+                    raise _incomplete(path, _leaf_of(array.entry), f"{_chunk_owner(array, cell)} {what}")
 
 
-def _stored_chunks(
-    path: str, plan: SavePlan, encoding: Encoding, index: Index
-) -> Iterator[tuple[Entry, ArrayInfo, Shape, StoredValue | None]]:
-    """Yield every chunk of the planned arrays, with its value in the index."""
-    last, find = b"", index.find
-    info, chunks = cast(ArrayInfo, None), list[tuple[Shape, str]]()  # of the last array: neighbours are often alike
+class _Chunks(NamedTuple):
+    """The chunks of arrays that are stored alike.
+
+    Attributes:
+        info: metadata of the arrays.
+        cells: index of each chunk, by its key.
+        keys: the keys below an array's prefix, in ascending order and padded with zeros.
+    """
+
+    info: ArrayInfo
+    cells: dict[str, Shape]
+    keys: Any
+
+
+class _Array(NamedTuple):
+    """A planned array, the prefix of its keys, and its chunks."""
+
+    entry: Entry
+    prefix: str
+    chunks: _Chunks
+
+    def values(self, index: Index) -> Iterator[tuple[Shape, StoredValue | None]]:
+        """Yield every chunk, with its value in the index."""
+        for key, cell in self.chunks.cells.items():
+            yield cell, index.find(self.prefix + key)
+
+
+def _stored_arrays(path: str, plan: SavePlan, encoding: Encoding, index: Index) -> Iterator[_Array]:
+    """Yield the planned arrays, as their metadata in the index describes them."""
+
+    @functools.lru_cache(maxsize=64)
+    def chunks_of(text: bytes) -> _Chunks:
+        info = parse_array_metadata(text, zarr3=encoding.checksums)
+        found = {info.chunk_key(cell): cell for cell, _ in cells(full_box(info.shape), info.chunks)}
+        return _Chunks(info, found, np.array(sorted(map(str.encode, found)), bytes))
+
     for entry in plan.entries:
         if entry.stored is None or entry.stored.value_type == STRING:
             continue
@@ -229,11 +261,7 @@ def _stored_chunks(
         text = index.get(prefix + encoding.metadata_file)
         if text is None:
             raise _incomplete(path, _leaf_of(entry), "its metadata is missing, which process 0 writes")
-        if text != last:
-            info, last = parse_array_metadata(text, zarr3=encoding.checksums), text
-            chunks = [(cell, info.chunk_key(cell)) for cell, _ in cells(full_box(info.shape), info.chunks)]
-        for cell, key in chunks:
-            yield entry, info, cell, find(prefix + key)
+        yield _Array(entry, prefix, chunks_of(text))
 
 
 def _leaf_of(entry: Entry) -> str:
@@ -250,10 +278,10 @@ def _incomplete(path: str, keystr: str, what: str) -> StorageError:
     return error
 
 
-def _chunk_owner(entry: Entry, info: ArrayInfo, cell: Shape) -> str:
+def _chunk_owner(array: _Array, cell: Shape) -> str:
     """Name a chunk and the process that holds its first replica."""
-    stored = cast(EncodedLeaf, entry.stored)
-    at = [number * length for number, length in zip(cell, info.chunks, strict=True)]
+    stored = cast(EncodedLeaf, array.entry.stored)
+    at = [number * length for number, length in zip(cell, array.chunks.info.chunks, strict=True)]
     devices = stored.sharding.devices_indices_map(stored.shape) if stored.spans_processes else {}
     holders = (
         device.process_index

@@ -6,11 +6,11 @@ that it returns (0.1.86, measured), and its key-value store does not tell where 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
@@ -18,19 +18,20 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import ByteRange, CheckpointFiles, sizes_of
+from .leaf_rows import INDIRECT, INLINE, Entries, LeafRows, RowEntries, check_ascending, ends_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, Columns, MemoryBudget, UndecodableError, check_crc32c, decompress_zstd
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _VERSION = 0
 _PLAIN, _ZSTD = 0, 1
 _SINGLE, _NUMBERED = 0, 1
-_INLINE, _INDIRECT = 0, 1
 _NOWHERE = 2**64 - 1
 # Magic, length, version (1 byte), compression (1 byte) and checksum.
 _SHORTEST = 18
 # Manifests list at most a few hundred versions.
 _MAX_MANIFEST_BYTES = 64 << 20
-Entries = dict[bytes, bytes | ByteRange]
+# A dict of all keys costs as much for a key as some look-ups in arrays of so many.
+_ROWS_FROM, _ROWS_PER_LOOKUP = 20_000, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,16 +51,31 @@ class _NodeRef:
     height: int
 
 
-def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None = None) -> Entries:
+def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None = None, lookups: int = 0) -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
     ``base`` is its directory in the checkpoint's, with its slash. Of files that are not in ``path``, ``locate`` returns
-    the full path by the name.
+    the full path by the name. About so many ``lookups`` are expected.
 
     Raises:
         UndecodableError: only TensorStore's own driver can read the database.
     """
-    return _Database(path, base, locate).entries()
+    database = _Database(path, base, locate)
+    leaves = database.leaves()
+    many = sum(leaf.count for leaf in leaves) >= max(_ROWS_FROM, _ROWS_PER_LOOKUP * lookups)
+    entries = database.rows(leaves) if many else database.entries(leaves)
+    database.check_files(entries)
+    return entries
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf node of which the table of files and the number of keys are decoded."""
+
+    node: _NodeRef
+    columns: Columns
+    files: _Files
+    count: int
 
 
 class _Database:
@@ -69,23 +85,52 @@ class _Database:
         self._files, self._budget = CheckpointFiles(path), MemoryBudget()
         self._seen: set[ByteRange] = set()
 
-    def entries(self) -> Entries:
-        found: Entries = {}
+    def leaves(self) -> list[_Leaf]:
+        """Read all nodes, and return the leaf nodes."""
+        leaves: list[_Leaf] = []
         level = self._roots()
         while level:
             below: list[_NodeRef] = []
             for node, data in zip(level, self._read(level), strict=True):
-                try:
+                with self._decoding(node):
                     self._budget.grow(len(data))
-                    children, entries = _decode_node(data, node, self._budget)
-                except ValueError as error:
-                    raise self._corrupt_node(node, error) from error
-                below += children
-                found |= entries
+                    columns, files = _open_node(data, node, self._budget)
+                    if node.height:
+                        below += _inner(columns, files, node)
+                    else:
+                        leaves.append(_Leaf(node, columns, files, columns.varint()))
             level = below
-        for file in {value.file for value in found.values() if type(value) is ByteRange}:
-            self._files.check(file)
+        return leaves
+
+    def entries(self, leaves: list[_Leaf]) -> Entries:
+        """Return the keys of leaf nodes in a dict."""
+        found: dict[bytes, bytes | ByteRange] = {}
+        for leaf in leaves:
+            with self._decoding(leaf.node):
+                found |= _leaf(leaf)
         return found
+
+    def rows(self, leaves: list[_Leaf]) -> RowEntries:
+        """Return the keys of leaf nodes, which are many, without an object for each."""
+        found = []
+        for leaf in leaves:
+            with self._decoding(leaf.node):
+                if leaf.count:
+                    found.append(LeafRows(leaf.columns, leaf.files.names, leaf.node.prefix, leaf.count))
+        with self._decoding(leaves[0].node):
+            return RowEntries(found)
+
+    def check_files(self, entries: Entries) -> None:
+        """Check that values are in regular files of the checkpoint."""
+        for file in ends_of(entries):
+            self._files.check(file)
+
+    @contextlib.contextmanager
+    def _decoding(self, node: _NodeRef) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise self._corrupt_node(node, error) from error
 
     def _roots(self) -> list[_NodeRef]:
         name = self._base + MANIFEST
@@ -183,14 +228,13 @@ def _newest_root(manifest: bytes, base: str, budget: MemoryBudget) -> _NodeRef |
     return None if offset == length == _NOWHERE else files.node(file, offset, length, b"", height)
 
 
-def _decode_node(data: bytes, node: _NodeRef, budget: MemoryBudget) -> tuple[list[_NodeRef], Entries]:
-    """Return the nodes below an inner node; or the keys of a leaf node, each with its value or byte range."""
+def _open_node(data: bytes, node: _NodeRef, budget: MemoryBudget) -> tuple[Columns, _Files]:
+    """Return the columns of a node, of which height and files are read."""
     columns = _body(data, NODE_MAGIC, budget)
     height = columns.byte()
     if height != node.height:
         raise ValueError(f"a node of height {node.height} was expected, found one of height {height}")
-    files = _Files(columns, node.base)
-    return (_inner(columns, files, node), {}) if height else ([], _leaf(columns, files, node.prefix))
+    return columns, _Files(columns, node.base)
 
 
 def _body(data: bytes, magic: int, budget: MemoryBudget) -> Columns:
@@ -222,11 +266,11 @@ class _Files:
         names = columns.names(shared, own)
         if any(length > len(name) for length, name in zip(bases, names, strict=True)):
             raise ValueError("the part of a file's path was expected to be no longer than the path")
-        self._names = [base + _text(name) for name in names]
+        self.names = [base + _text(name) for name in names]
         self._bases = [base + _text(name[:length]) for length, name in zip(bases, names, strict=True)]
 
     def extents(self, numbers: list[int], offsets: list[int], lengths: list[int]) -> list[ByteRange]:
-        names = self._names
+        names = self.names
         if max(numbers, default=-1) >= len(names):
             raise ValueError(f"one of {len(names)} files was expected, found number {max(numbers)}")
         rows = zip(map(names.__getitem__, numbers), offsets, lengths, strict=True)
@@ -246,7 +290,7 @@ def _inner(columns: Columns, files: _Files, node: _NodeRef) -> list[_NodeRef]:
     count = columns.varint()
     shared, own = columns.name_lengths(count, len(node.prefix))
     common = columns.varints(count)
-    keys = _ascending(columns.names(shared, own))
+    keys = check_ascending(columns.names(shared, own))
     if any(length > len(key) for length, key in zip(common, keys, strict=True)):
         raise ValueError("the common beginning of keys was expected to be no longer than the first of them")
     numbers, offsets, lengths = (columns.varints(count) for _ in range(3))
@@ -257,12 +301,12 @@ def _inner(columns: Columns, files: _Files, node: _NodeRef) -> list[_NodeRef]:
     return [files.node(*place, prefix, node.height - 1) for place, prefix in zip(places, prefixes, strict=True)]
 
 
-def _leaf(columns: Columns, files: _Files, prefix: bytes) -> Entries:
-    count = columns.varint()
-    keys = _ascending(columns.names(*columns.name_lengths(count, len(prefix))))
+def _leaf(leaf: _Leaf) -> dict[bytes, bytes | ByteRange]:
+    columns, files, prefix, count = leaf.columns, leaf.files, leaf.node.prefix, leaf.count
+    keys = check_ascending(columns.names(*columns.name_lengths(count, len(prefix))))
     lengths, kinds = columns.varints(count), columns.varints(count)
-    if not {_INLINE, _INDIRECT}.issuperset(kinds):
-        raise ValueError(f"values of the kinds {_INLINE} and {_INDIRECT} were expected, found {max(kinds)}")
+    if not {INLINE, INDIRECT}.issuperset(kinds):
+        raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {max(kinds)}")
     indirect = sum(kinds)
     numbers, offsets = columns.varints(indirect), columns.varints(indirect)
     ranges = files.extents(numbers, offsets, list(itertools.compress(lengths, kinds)))
@@ -272,9 +316,3 @@ def _leaf(columns: Columns, files: _Files, prefix: bytes) -> Entries:
     for number, extent in zip(itertools.compress(itertools.count(), kinds), ranges, strict=False):
         values[number] = extent
     return dict(zip([prefix + key for key in keys] if prefix else keys, values, strict=True))
-
-
-def _ascending(keys: list[bytes]) -> list[bytes]:
-    if any(map(operator.ge, keys, keys[1:])):
-        raise ValueError("keys in ascending order were expected, found others")
-    return keys

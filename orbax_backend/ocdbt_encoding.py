@@ -27,7 +27,12 @@ _MAX_NAME = 65535
 # Names share prefixes, and nodes are compressed, so few bytes can encode very much. All columns may take this much,
 # and so much more for each byte of the nodes; real ones take up to a hundred. A name is several objects.
 _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 10, 200, 8
-_VARINT_BYTES = 10  # of 64 bits
+# Names are padded to the longest one if that takes at most so many times their memory.
+_MAX_PADDING = 4
+_SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
+_ZERO = np.zeros(1, np.uint8)
+_VARINT_BYTES, _BYTES_IN_32_BITS = 10, 4  # of 64 bits; so many have 28
+Numbers = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
 class UndecodableError(Exception):
@@ -114,6 +119,18 @@ def _blocks(frame: bytes, at: int) -> tuple[int, int]:
     return limit, (at if last else len(frame))
 
 
+def _padded(shared: Any, lengths: Any, text: Any, width: int) -> Any:
+    """Return names as an array of bytes padded with zeros, one place of all names after the other."""
+    count = len(lengths)
+    starts = np.cumsum(lengths - shared) - lengths  # place 0 of the name would be here in the text
+    places = np.empty((width, count), np.uint8)
+    for place in range(width):
+        rows = np.flatnonzero(shared <= place)  # the others repeat the name before
+        found = np.where(lengths[rows] > place, text[np.minimum(starts[rows] + place, len(text) - 1)], 0)
+        places[place] = np.repeat(found, np.diff(rows, append=count))
+    return np.ascontiguousarray(places.T).view(f"S{width}").reshape(count)
+
+
 class MemoryBudget:
     """Bounds the memory of all columns of a database."""
 
@@ -158,31 +175,35 @@ class Columns:
     def varints(self, count: int) -> list[int]:
         """Return the next column of varints (7 bits a byte, lowest first)."""
         self._budget.take(count * _BYTES_PER_NUMBER)
+        column: list[int] = self.numbers(count).tolist()
+        return column
+
+    def numbers(self, count: int) -> Numbers:
+        """Return the next column of varints as an array of an unsigned type that holds all of them."""
         found = self._bytes[self._at : self._at + count]
         if len(found) == count and not np.any(found & 0x80):
             self._at += count
-            column: list[int] = found.tolist()
-            return column
+            return found
         return self._long_varints(count)
 
-    def _long_varints(self, count: int) -> list[int]:
+    def _long_varints(self, count: int) -> Numbers:
         window = self._bytes[self._at : self._at + _VARINT_BYTES * count]
         ends = np.flatnonzero(window < 0x80)[:count]
         if len(ends) < count:
             raise ValueError(f"{count} numbers were expected at byte {self._at}, found {len(ends)}")
         starts = np.concatenate([[0], ends[:-1] + 1])
         widths = ends - starts + 1
+        self._budget.take(count * _BYTES_PER_NUMBER)
         longest = int(widths.max())
         if longest > _VARINT_BYTES or np.any(window[ends[widths == _VARINT_BYTES]] > 1):
             raise ValueError(f"numbers of 64 bits were expected at byte {self._at}, found a longer one")
-        numbers = np.zeros(count, np.uint64)
-        for place in range(longest):
-            wide = widths > place
-            digits = (window[starts[wide] + place] & 0x7F).astype(np.uint64)
-            numbers[wide] |= digits << np.uint64(7 * place)
+        dtype = np.uint32 if longest <= _BYTES_IN_32_BITS else np.uint64
+        numbers: Numbers = (window[starts] & 0x7F).astype(dtype)
+        for place in range(1, longest):
+            wide = np.flatnonzero(widths > place)
+            numbers[wide] |= (window[starts[wide] + place] & 0x7F).astype(dtype) << dtype(7 * place)
         self._at += int(ends[-1]) + 1
-        column: list[int] = numbers.tolist()
-        return column
+        return numbers
 
     def name_lengths(self, count: int, prefix: int = 0) -> tuple[list[int], list[int]]:
         """Return two columns for `names`: lengths of the prefix shared with the name before, and of the rest.
@@ -199,7 +220,7 @@ class Columns:
     def names(self, shared: Sequence[int], own: Sequence[int]) -> list[bytes]:
         """Return the names of which these are the lengths."""
         if any(map(operator.gt, shared[1:], map(operator.add, shared, own))):
-            raise ValueError("a name was expected to share no more bytes than the one before has")
+            raise ValueError(_SHARES_TOO_MUCH)
         names, before, at = [], b"", 0
         text = self.take(sum(own))
         for count, more in zip(shared, own, strict=True):
@@ -207,6 +228,23 @@ class Columns:
             at += more
             names.append(before)
         return names
+
+    def keys(self, count: int) -> Any:
+        """Return the next names, which are many, as an array if they are alike in length."""
+        before, more = np.concatenate([_ZERO, self.numbers(count - 1)]), self.numbers(count)
+        shared, own = (np.minimum(column, np.uint64(_MAX_NAME + 1)).astype(np.int64) for column in (before, more))
+        lengths, start = shared + own, self._at
+        width, total, nbytes = int(lengths.max()), int(lengths.sum()), int(own.sum())
+        if width > _MAX_NAME:
+            raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
+        if np.any(shared[1:] > lengths[:-1]):
+            raise ValueError(_SHARES_TOO_MUCH)
+        if width * count > _MAX_PADDING * total or 0 in self._data[start : start + nbytes]:
+            self._budget.take(count * _BYTES_PER_NAME + total)
+            return self.names(shared.tolist(), own.tolist())
+        self._budget.take(width * count)
+        text = np.frombuffer(self.take(nbytes), np.uint8)
+        return _padded(shared, lengths, np.append(text, _ZERO), width)
 
     def slices(self, lengths: Sequence[int]) -> list[bytes]:
         """Return the next byte strings, of these lengths."""

@@ -5,11 +5,12 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import key_index, ocdbt_encoding
+from flax_ckpt_compat.orbax_backend import key_index, ocdbt, ocdbt_encoding
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from flax_ckpt_compat.orbax_backend.ocdbt import read_entries
 
@@ -33,14 +34,23 @@ def _database(path: Path, values: dict[bytes, bytes], **config: Any) -> Any:
 
 
 def _values(path: Path) -> dict[bytes, bytes]:
-    """Every value, also those outside the nodes."""
-    found = read_entries(str(path))
+    """Every value, also those outside the nodes; in a dict and in arrays."""
+    found, rows = read_entries(str(path)), _rows(path)
+    assert len(rows) == len(found)
+    assert list(rows.items()) == sorted(found.items())
+    assert all(rows.get(key + b"x", found.get(key + b"x")) == found.get(key + b"x") for key in found)
     return {
         key: value
         if isinstance(value, bytes)
         else (path / value.file).read_bytes()[value.offset : value.offset + value.length]
         for key, value in found.items()
     }
+
+
+def _rows(path: Path) -> Any:
+    """What a database of many keys is read into."""
+    with mock.patch.object(ocdbt, "_ROWS_FROM", 1):
+        return read_entries(str(path))
 
 
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}, {"id": "zstd", "level": 1}, {"id": "zstd", "level": 9}])
@@ -139,10 +149,11 @@ def test_nodes_that_lie_are_refused(tmp_path: Path, case: str) -> None:
     """The checksum is right and the content is not: file, expected and found are told."""
     body, told = BODIES[case]
     path = made.write(tmp_path, [made.envelope(made.NODE, body)])
-    with pytest.raises(CorruptCheckpointError, match=told) as caught:
-        read_entries(str(path))
-    assert str(path / "d" / "x") in str(caught.value)
-    assert caught.value.path == str(path / "d" / "x")
+    for read in (read_entries, _rows):
+        with pytest.raises(CorruptCheckpointError, match=told) as caught:
+            read(str(path))
+        assert str(path / "d" / "x") in str(caught.value)
+        assert caught.value.path == str(path / "d" / "x")
 
 
 ENVELOPES = {
