@@ -34,6 +34,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "StorageError": (OSError,),
     "CleanupError": (OSError, errors.StorageError),
     "MultiprocessRestoreError": (RuntimeError,),
+    "ConcurrentWriteError": (OSError, errors.StorageError),
     "MultiprocessSaveError": (RuntimeError,),
     "ProcessTimeoutError": (RuntimeError, TimeoutError),
     "InvalidCheckpointError": (flax.errors.InvalidCheckpointError, ValueError),
@@ -55,7 +56,7 @@ def make(name: str) -> Any:
         extra = {"absent": (1, 3)}
     elif name == "ConversionError":
         extra = {"conversions": ()}
-    elif name in ("StorageError", "CleanupError"):
+    elif name in ("StorageError", "CleanupError", "ConcurrentWriteError"):
         extra = {"errno": 28}
     else:
         extra = {"leaf": "a/b"}

@@ -24,7 +24,8 @@ CheckpointError
 ├── MultiprocessRestoreError(RuntimeError)   processes that restore together could not exchange what they read
 ├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
 └── StorageError(OSError)                    the file system or object store refused
-    └── CleanupError                         the checkpoint was saved; an older one could not be removed
+    ├── CleanupError                         the checkpoint was saved; an older one could not be removed
+    └── ConcurrentWriteError                 another process writes or removes the same checkpoint in a store
 
 Those that also inherit from a class of ``flax.errors`` are in ``flax_ckpt_compat.errors``, which
 re-exports all of these. Each class inherits the built-in that callers of Flax already catch.
@@ -195,6 +196,10 @@ class StorageError(CheckpointError, OSError):
 
 class CleanupError(StorageError):
     """The checkpoint was saved, but checkpoints that it replaces, or that ``keep`` evicts, could not be removed."""
+
+
+class ConcurrentWriteError(StorageError):
+    """Another process writes, has written, or removes the same checkpoint of an object store; this one is not saved."""
 
 
 class MultiprocessSaveError(CheckpointError, RuntimeError):

@@ -38,7 +38,9 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 for new in (False, True):
-    assert store_uploads.upload_file(sys.argv[1], f"{sys.argv[2]}/{new}", new=new)
+    assert store_uploads.publish_file(sys.argv[1], f"{sys.argv[2]}/{new}", new=new)
+store_uploads.upload_file(sys.argv[1], f"{sys.argv[2]}/unique")
+assert store_uploads.publish_file(sys.argv[1], f"{sys.argv[2]}/unique", new=False)
 ended.set()
 watcher.join()
 print((peak - before) // 1024)

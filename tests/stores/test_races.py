@@ -17,6 +17,7 @@ from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.object_store import client, lease, uploads
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
+from tests.support.store_places import AnyBucket
 
 LARGE = bytes(range(256)) * 8192  # 2 MiB: sent from the file itself
 
@@ -130,7 +131,7 @@ def test_only_where_there_is_nothing(content: bytes, there: bytes | None, bucket
     if there is not None:
         bucket.put("key", there)
     (tmp_path / "file").write_bytes(content)
-    written = uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+    written = uploads.publish_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
     assert written == (not there or there == content)
     assert bucket.get("key") == (content if written else there)
 
@@ -146,18 +147,44 @@ def test_an_object_that_comes_between_looking_and_writing(content: bytes, bucket
         return ""
 
     with bucket.proxy.failing(rule):
-        assert not uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+        assert not uploads.publish_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
     assert bucket.get("key") == b"other"
+
+
+@pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("number", [1, 2, 100])
+def test_a_file_replaces_what_comes_between(content: bytes, number: int, any_bucket: AnyBucket, tmp_path: Path) -> None:
+    """The writer that ends last replaces what it finds then; one that never finds it unchanged gives up."""
+    (tmp_path / "file").write_bytes(content)
+    any_bucket.put("key", b"old")
+    writers = iter(range(number))
+
+    def rule(method: str, path: str) -> str:
+        if method in ("PUT", "POST") and (writer := next(writers, None)) is not None:
+            any_bucket.put("key", b"other %d" % writer)
+        return ""
+
+    with any_bucket.proxy.failing(rule):
+        written = uploads.publish_file(str(tmp_path / "file"), f"{any_bucket.url}/key", new=False)
+    assert written == (number < 100)
+    assert (any_bucket.get("key") == content) == written
 
 
 @pytest.mark.parametrize("fault", ["lose", "refuse", "500", "501", "cut"])
 @pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
-def test_ones_own_write_is_no_other_writers(content: bytes, fault: str, bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("new", [True, False])
+def test_ones_own_write_is_no_other_writers(
+    new: bool, content: bytes, fault: str, bucket: Bucket, tmp_path: Path
+) -> None:
     """A repeated request finds what the first one did, whose answer was lost; stores without conditions just write."""
     (tmp_path / "file").write_bytes(content)
+    if not new:
+        bucket.put("key", b"old")
     with bucket.proxy.failing(at_first(lambda method, path: method == "PUT", fault)):
-        assert uploads.upload_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+        assert uploads.publish_file(str(tmp_path / "file"), f"{bucket.url}/key", new=new)
     assert bucket.get("key") == content
+    puts = [asked for asked in bucket.proxy.log if asked.method == "PUT"]
+    assert len(puts) <= 2
 
 
 def at_first(chosen: Callable[[str, str], bool], fault: str) -> Callable[[str, str], str]:
@@ -191,7 +218,7 @@ def test_a_commit_that_another_writer_began_to_remove(bucket: Bucket) -> None:
     second = lease.WriteLease(url)
     timer = threading.Timer(0.5, second.clear)
     timer.start()
-    with pytest.raises(lease.ConcurrentWriteError, match="another process"):
+    with pytest.raises(errors.ConcurrentWriteError, match="another process"):
         first.commit(["a"])
     timer.join()
     assert bucket.keys("run/") == [f"run/checkpoint_1/{second.marker}"]
@@ -204,7 +231,7 @@ def test_a_commit_after_another_writer_has_removed_all(bucket: Bucket) -> None:
     client.write(f"{url}/a", b"1")
     second = lease.WriteLease(url)
     second.clear()
-    with pytest.raises(lease.ConcurrentWriteError, match="another process"):
+    with pytest.raises(errors.ConcurrentWriteError, match="another process"):
         first.commit(["a"])
     assert bucket.keys("run/") == [f"run/checkpoint_1/{second.marker}"]
 
@@ -226,7 +253,7 @@ def test_an_overwrite_that_another_writer_interrupts(moment: str, bucket: Bucket
                 bucket.put(marker, b"")
         return ""
 
-    with bucket.proxy.failing(rule), pytest.raises(lease.ConcurrentWriteError, match="another process"):
+    with bucket.proxy.failing(rule), pytest.raises(errors.ConcurrentWriteError, match="another process"):
         flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
     assert bucket.keys("run/") == sorted([*before, *([] if moment == "/_METADATA" else [marker])])
     check(url, 1)

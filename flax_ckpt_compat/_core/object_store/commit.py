@@ -16,17 +16,11 @@ import tempfile
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext, suppress
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
-from flax_ckpt_compat._core.object_store.lease import (
-    ConcurrentWriteError,
-    WriteLease,
-    after_commit,
-    is_expired,
-    tag_of,
-)
+from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_expired, tag_of
 from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
@@ -92,7 +86,7 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
 def publish_object(staged: str, url: str, *, new: bool) -> None:
     """Upload a msgpack file, and remove a folder of its name; see `publish`."""
     hidden = not new and bool(client.fresh_keys(url))  # a committed folder of that name takes precedence
-    if not uploads.upload_file(staged, url, new=new):
+    if not uploads.publish_file(staged, url, new=new):
         raise ConcurrentWriteError(
             f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True to "
             "replace it",
@@ -109,7 +103,7 @@ def publish_object(staged: str, url: str, *, new: bool) -> None:
                 lease.release()
         # A concurrent writer of the folder may have removed our object as the one that it replaced.
         if not client.is_object(url):
-            uploads.upload_file(staged, url, new=new)
+            uploads.publish_file(staged, url, new=new)
 
 
 def publish_folder(

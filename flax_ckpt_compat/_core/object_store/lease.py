@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from flax_ckpt_compat._core.errors import CleanupError, StorageError
+from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
 
@@ -23,10 +23,6 @@ _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n
 # Seconds after which a writer without a commit counts as dead.
 _EXPIRES_AFTER = 24 * 3600
 _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
-
-
-class ConcurrentWriteError(StorageError):
-    """Another process writes, has written, or removes the same checkpoint."""
 
 
 def is_marker(name: str) -> bool:

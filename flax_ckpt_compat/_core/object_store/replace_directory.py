@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
-from flax_ckpt_compat._core.object_store.lease import ConcurrentWriteError, WriteLease, after_commit
+from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
 
 _RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")

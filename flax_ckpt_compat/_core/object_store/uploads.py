@@ -7,7 +7,7 @@ memory-mapped as an array of bytes in one chunk, and the object is that stored c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,12 @@ _COMPARE_BYTES = 8 * 2**20
 _TIMEOUT = 60.0  # s; TensorStore also retries by itself
 # Key of the array's only chunk in the key-value store that maps it to the object.
 _FOLDER, _CHUNK = "x/", "x/0"
+# How often a write looks again for the version that it replaces.
+_TRIALS = 5
 
 
-class _ObjectExistsError(Exception):
-    """An object of that name exists."""
+class _ReplacedError(Exception):
+    """The object does not have the version that a write is to replace."""
 
 
 def versions(url: str, names: Collection[str]) -> dict[str, bytes]:
@@ -77,23 +79,29 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def upload_file(path: str, url: str, *, new: bool = False) -> bool:
-    """Upload a local file, which must not change meanwhile; return whether it was written.
-
-    With ``new`` it is written only if there is no object with content yet."""
+def upload_file(path: str, url: str) -> None:
+    """Upload a local file, which must not change meanwhile, under a name that no other save uses."""
     nbytes = os.path.getsize(path)
     if nbytes < _MIN_MAPPED_BYTES:
-        if new:
-            return write_if(url, _read(path))
         client.write(url, _read(path))
-        return True
+        return
     content = _memory_map(path)
-    if not new:
-        retry(url, "written", lambda: _start_write(url, content), nbytes)
-    elif not _write_conditionally(url, content, lambda: _start_new(url, content), new=True):
-        return False
+    retry(url, "written", lambda: _start_write(url, content), nbytes)
     _check_arrived(url, content)
-    return True
+
+
+def publish_file(path: str, url: str, *, new: bool) -> bool:
+    """Upload a local file in place of the object that is found, or, with ``new``, of none with content.
+
+    Each request has the version that it replaces as its condition: one that the store executes late, or twice, brings
+    nothing back. Return False if other writers replaced what was found, each time that it was looked for."""
+    content = _memory_map(path)
+    for _ in range(1 if new else _TRIALS):
+        if _write_if(url, content, client.NO_OBJECT if new else client.version(url)):
+            if content.nbytes >= _MIN_MAPPED_BYTES:
+                _check_arrived(url, content)
+            return True
+    return False
 
 
 def _check_arrived(url: str, content: np.ndarray[Any, Any]) -> None:
@@ -134,49 +142,50 @@ def write_if(url: str, data: bytes, version: bytes = client.NO_OBJECT) -> bool:
     """Write an object if it has this version, or, by default, if there is none with content.
 
     A store without conditional writes writes it in any case. Return whether the object now has this content."""
-    key = key_of(url)
-
-    def request() -> Any:
-        return client.bucket_store(url).write(key, data, if_equal=version)
-
     import numpy as np
 
-    return _write_conditionally(url, np.frombuffer(data, np.uint8), request, new=version == client.NO_OBJECT)
+    return _write_if(url, np.frombuffer(data, np.uint8), version)
 
 
-def _write_conditionally(url: str, content: np.ndarray[Any, Any], request: Callable[[], Any], *, new: bool) -> bool:
-    """Run a conditional write; a retry may find what an earlier try wrote, whose response was lost."""
-    unknown = False
-    try:
-        stamp = retry(url, "written", request, content.nbytes)
-        if stamp is None or stamp.generation:
+def _write_if(url: str, content: np.ndarray[Any, Any], version: bytes) -> bool:
+    only_new = version == client.NO_OBJECT
+    for _ in range(_TRIALS):
+        if _was_written(url, content, version):
             return True
-    except _ObjectExistsError:
-        pass
-    except StorageError as error:
-        unknown = isinstance(error.__cause__, NotImplementedError)
-        if not unknown and not _size_of(url):
-            raise
-    nbytes = _size_of(url)
-    if (new and not nbytes) or (unknown and not new):
-        retry(url, "written", lambda: _start_write(url, content), content.nbytes)
-        return True
-    return nbytes == content.nbytes and _has_content(url, content)
+        if not only_new or _has_bytes(url):
+            return _has_content(url, content)
+        version = client.version(url)  # an empty object is replaced
+    return False
 
 
-def _size_of(url: str) -> int | None:
-    """Return the size of an object, or None; a missing object costs one request."""
-    if client.version(url) == client.NO_OBJECT:
-        return None
+def _was_written(url: str, content: np.ndarray[Any, Any], version: bytes) -> bool:
+    """Run a conditional write; False if its condition did not hold, maybe because of a try whose answer was lost."""
     try:
-        return client.size(url)
-    except FileNotFoundError:
-        return None
+        stamp = retry(url, "written", lambda: _start_write_if(url, content, version), content.nbytes)
+        return stamp is None or bool(stamp.generation)
+    except _ReplacedError:
+        return False
+    except StorageError as error:
+        if isinstance(error.__cause__, NotImplementedError):
+            if version == client.NO_OBJECT and _has_bytes(url):
+                return False
+            retry(url, "written", lambda: _start_write(url, content), content.nbytes)
+        elif not _has_content(url, content):
+            raise
+        return True
+
+
+def _has_bytes(url: str) -> bool:
+    with suppress(FileNotFoundError):
+        return not client.is_empty(url)
+    return False
 
 
 def _has_content(url: str, content: np.ndarray[Any, Any]) -> bool:
     """Return whether an object has this content, compared piece by piece."""
     with suppress(FileNotFoundError):
+        if client.size(url) != content.nbytes:
+            return False
         for start in range(0, content.nbytes, _COMPARE_BYTES):
             stop = min(start + _COMPARE_BYTES, content.nbytes)
             if client.read_range(url, start, stop) != content[start:stop].tobytes():
@@ -197,24 +206,17 @@ def _start_write(url: str, content: np.ndarray[Any, Any]) -> Any:
     return _as_array(url, content.nbytes).write(content, can_reference_source_data_indefinitely=True).commit
 
 
-def _start_new(url: str, content: np.ndarray[Any, Any]) -> Any:
-    """Start a write that fails if an object appears: a transaction that has read a missing object commits only then."""
+def _start_write_if(url: str, content: np.ndarray[Any, Any], version: bytes) -> Any:
+    """Start a write that fails if the object has another version: one to memory, or by a transaction that read it."""
+    if content.nbytes < _MIN_MAPPED_BYTES:
+        return client.bucket_store(url).write(key_of(url), content.tobytes(), if_equal=version)
     import tensorstore as ts
 
-    there = _size_of(url)
-    if there:
-        raise _ObjectExistsError
-    if there == 0:
-        return _start_write(url, content)
     transaction = ts.Transaction(repeatable_read=True)
+    there = client.bucket_store(url).with_transaction(transaction).read(key_of(url), byte_range=slice(0, 0))
+    if there.result(timeout=_TIMEOUT).stamp.generation != version:
+        raise _ReplacedError
     array = _as_array(url, content.nbytes, transaction)
-    try:
-        array[:1].read().result(timeout=_TIMEOUT)
-    except ValueError as error:
-        if "NOT_FOUND" not in str(error):
-            raise
-    else:
-        raise _ObjectExistsError
     array.write(content, can_reference_source_data_indefinitely=True).copy.result()
     return transaction.commit_async()
 
