@@ -73,6 +73,12 @@ class Opened:
         """Close all items."""
         self._open.close()
 
+    def discard(self) -> None:
+        """Close all items and drop their trees; thousands of handles that refer to their reader are garbage at once."""
+        self.close()
+        for reader in self._readers.values():
+            reader.tree = None
+
 
 def open_item(item: detect.Item, *, verify: bool = False) -> Reader:
     """Open one tree or JSON item; see `Backend.open`.

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 from jax import monitoring
@@ -41,39 +41,46 @@ def restore(
     options.transforms.wait_for_pending_saves()
 
     def restore_at(path: str) -> Any:
-        watch = Stopwatch()
-        with locating.unchanged(path), options.transforms.opening(), ExitStack() as files, ExitStack() as pause:
+        # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
+        with locating.unchanged(path), options.transforms.opening(), ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
-            plans = _plan(path, target, options, files, orbax_checkpointer)
-            watch.lap("open and plan")
-            # Long reads do not pause the garbage collector.
-            if not all(plan.is_short for plan in plans.items.values()):
-                pause.close()
-            # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
-            # a user's function computes, and structures that custom serialization refuses.
-            for plan in plans.items.values():
-                policies.enforce(plan)
-            values, together = {}, options.settings.read_once and orbax_checkpointer is None
-            read = functools.partial(read_and_place, together=together)
-            for name, plan in plans.items.items():
-                values[name] = rebuild(plan, *watch.timed("read and place", read, plan))
-                watch.lap("rebuild")
-        watch.log("Restored", path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
+            values = _restore_at(path, target, options, orbax_checkpointer, pause)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
-        return values if plans.is_mapping else next(iter(values.values()))
+        return values
 
     with depth.limited("restored"):
         otherwise = None if options.settings.must_exist else lambda: target
         return locating.read_found(ckpt_dir, step, prefix, restore_at, otherwise)
 
 
+def _restore_at(path: str, target: Any, options: RestoreOptions, checkpointer: Any, pause: ExitStack) -> Any:
+    watch = Stopwatch()
+    with ExitStack() as files:
+        plans = _plan(path, target, options, files, checkpointer)
+        watch.lap("open and plan")
+        # Long reads do not pause the garbage collector.
+        if not all(plan.is_short for plan in plans.items.values()):
+            pause.close()
+        # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
+        # a user's function computes, and structures that custom serialization refuses.
+        for plan in plans.items.values():
+            policies.enforce(plan)
+        values, together = {}, options.settings.read_once and checkpointer is None
+        read = functools.partial(read_and_place, together=together)
+        for name, plan in plans.items.items():
+            values[name] = rebuild(plan, *watch.timed("read and place", read, plan))
+            watch.lap("rebuild")
+    watch.log("Restored", path, (leaf.source for plan in plans.items.values() for leaf in plan.leaves))
+    return values if plans.is_mapping else next(iter(values.values()))
+
+
 def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, checkpointer: Any) -> RestorePlan:
     """Open the checkpoint at a path and plan its restore; ``files`` closes it."""
     if checkpointer is None or not paths.isdir(path):
-        return plan_all(files.enter_context(closing(opening.Opened(path, verify=options.verifies))), target, options)
+        return plan_all(_opened(path, options, files), target, options)
     own = None
     try:
-        opened = files.enter_context(closing(opening.Opened(path, verify=options.verifies)))
+        opened = _opened(path, options, files)
         own = opened.reader(main_item(opened)) if opened.trees else None
     except UnrecognizedFormatError:
         pass
@@ -81,6 +88,12 @@ def _plan(path: str, target: Any, options: RestoreOptions, files: ExitStack, che
     reader = checkpointer_reader.CheckpointerReader(checkpointer, path, tree, own)
     target_tree = None if target is None else described(target)
     return RestorePlan({"": plan_with_rules(reader, tree, target_tree, options, path)}, False)
+
+
+def _opened(path: str, options: RestoreOptions, files: ExitStack) -> opening.Opened:
+    opened = opening.Opened(path, verify=options.verifies)
+    files.callback(opened.discard)
+    return opened
 
 
 def read_state(opened: opening.Opened, chosen: Mapping[str, Node]) -> Any:
