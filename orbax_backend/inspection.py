@@ -29,6 +29,7 @@ from flax_ckpt_compat._core.orbax_layout import (
 )
 from flax_ckpt_compat._core.tree import Path
 
+from .files import read_json
 from .key_index import Index
 from .structure import Structure, arrays_listed
 from .zarr import ArrayInfo
@@ -47,7 +48,7 @@ def inspect(path: str, structure: Structure, index: Index | None, infos: Mapping
     damaged, contradictions = [], {}
     try:
         contradictions = dict(_contradictions(path, structure, infos))
-        _ = structure.shardings
+        read_json(path, SHARDING, structure.check)  # which restores do without, with a warning
     except CorruptCheckpointError as error:
         damaged.append(str(error))
     unexpected = [*_strange_files(path, infos), *_orphans(structure, index)]

@@ -431,6 +431,30 @@ def test_a_failing_rename_leaves_the_old_checkpoint(
     assert load(path)[("a",)].tolist() == [3] * 4
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interruption_behind_the_rename_takes_no_arrays(
+    tmp_path: Path, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint has its name already, so its arrays stay, though the save raises."""
+    path, replace = tmp_path / "c_1", os.replace
+    if not first:
+        save(path, {"a": Spread(np.full(4, 1))})
+    temporary = atomic.temporary_path(str(path))
+    write(temporary, {"a": Spread(np.full(4, 2))})
+
+    def interrupted(*arguments: Any) -> None:
+        replace(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            atomic.publish(temporary, str(path))
+    atomic.remove_temporary(temporary)
+    atomic.remove_stale(str(tmp_path))
+    assert load(path)[("a",)].tolist() == [2] * 4
+
+
 def test_without_hard_links_nothing_is_left_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing fails, replacing works as elsewhere."""
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))

@@ -115,6 +115,16 @@ def test_a_flipped_bit_of_the_index(tmp_path: Path) -> None:
     assert "DAMAGED" in str(report)
 
 
+def test_a_damaged_file_that_no_leaf_needs(tmp_path: Path) -> None:
+    """Restores do without the shardings and do not read every list of jax arrays; that they do not decode is told."""
+    for name in ("_sharding", "array_metadatas/process_1"):
+        path = of_orbax(tmp_path / name.partition("/")[0])
+        (path / name).write_text((path / name).read_text()[:-5] if name == "_sharding" else '{"array_metad')
+        assert checkpoints.restore_checkpoint(path, None).keys() == TREE.keys()
+        one = only(path)
+        assert (one.state, name in "".join(one.damage)) == ("damaged", True)
+
+
 def test_recorded_checksums(tmp_path: Path) -> None:
     """Of what we saved, every leaf is ok, and every flipped bit of the file is found."""
     with use_flag(False):
