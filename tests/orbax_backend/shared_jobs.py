@@ -166,6 +166,9 @@ def save_different(path: str, shape: tuple[int, int], name: str) -> str:
     tree = arrays(mesh)
     if jax.process_index():
         tree[name] = spread(values()[name].astype(np.int32), mesh, SPECS[name])
+    if name == "bf16":  # stored as uint8 in both processes
+        dtype = ml_dtypes.uint4 if jax.process_index() else ml_dtypes.float8_e4m3
+        tree[name] = spread(values()[name].astype(np.float32).astype(dtype), mesh, SPECS[name])
     try:
         save(path, branches(tree))
     except Exception as error:

@@ -74,6 +74,14 @@ def test_finds_what_tensorstore_finds(tmp_path: Path, compression: Any, node_byt
     assert any(isinstance(value, ByteRange) for value in found.values())
 
 
+def test_the_newest_version_counts(tmp_path: Path) -> None:
+    """A manifest lists the versions before it too, of which the tree of the first was not as tall."""
+    values = {f"{number:03}".encode(): bytes(50) for number in range(100)}
+    for part in ({b"000": b"old"}, values):
+        _database(tmp_path, part, max_decoded_node_bytes=700)
+    assert _values(tmp_path) == values
+
+
 @pytest.mark.parametrize("fill", [b"\0", None], ids=["zeros", "random"])
 @pytest.mark.parametrize("level", [1, 3, 19])
 def test_decodes_nodes_that_do_not_tell_their_length(tmp_path: Path, level: int, fill: bytes | None) -> None:

@@ -47,7 +47,7 @@ def test_a_data_file_that_got_lost_is_told(tmp_path: Path) -> None:
     assert not (path / "commit_success.txt").exists()
 
 
-@pytest.mark.parametrize("name", ["both", "large"])
+@pytest.mark.parametrize("name", ["both", "large", "bf16"])
 def test_other_dtypes_in_another_process_are_told(tmp_path: Path, name: str) -> None:
     """A chunk of int32 would fit into an array of float32 as if nothing were wrong."""
     found = team_of(2).call(jobs.save_different, str(tmp_path / "c"), MESH, name)

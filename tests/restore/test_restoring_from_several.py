@@ -208,3 +208,13 @@ def test_with_a_checkpointer(other: str, tmp_path: Path) -> None:
     )
     check(restored["params"]["Dense_0"], OLD["params"]["Dense_0"])
     np.testing.assert_array_equal(restored["params"]["head"]["w"], count((3, 2), start=100))
+
+
+def test_containers_around_what_is_taken_stay(tmp_path: Path) -> None:
+    """Without a target, a list remains a list, and int keys remain ints, where an entry is another checkpoint's."""
+    here, there = (
+        save(tmp_path / name, {"layers": [{"w": n}, {"w": n + 1}], "by": {3: n, 4: n + 1}}, format="orbax")
+        for name, n in (("a", 0), ("b", 10))
+    )
+    found = restore(here, transforms=[rules.from_checkpoint(there, "layers/1", "by/3")])
+    assert found == {"layers": [{"w": 0}, {"w": 11}], "by": {3: 10, 4: 1}}

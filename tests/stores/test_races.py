@@ -15,6 +15,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.object_store import client, lease, uploads
+from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
 from tests.support.store_places import AnyBucket
@@ -122,6 +123,22 @@ def test_just_the_version_that_was_seen_is_replaced(bucket: Bucket, tmp_path: Pa
     assert sorted(taken) == ["appeared", "removed", "replaced"]
     found = {key.removeprefix("run/"): bucket.get(key) for key in bucket.keys("run/")}
     assert found == {"same": b"ours", "new": b"ours", "replaced": b"another's", "appeared": b"another's"}
+
+
+def test_a_deletion_that_comes_late_deletes_no_newer_version(
+    gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer has replaced the object since its version was looked up."""
+    url = f"{gs_bucket.url}/key"
+    client.write(url, b"old")
+    seen = client.version(url)
+    client.write(url, b"new")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "version", lambda _: seen)
+        client.delete_version(url)
+    assert client.read(url) == b"new"
+    client.delete_version(url)
+    assert not client.is_object(url)
 
 
 @pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])

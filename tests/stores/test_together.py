@@ -50,7 +50,13 @@ def folders(bucket: Bucket) -> set[str]:
 def test_every_bit_comes_back(orbax: bool, bucket: Bucket) -> None:
     """Two processes save; two on another mesh, and one alone, find all that was saved, and nothing is left over."""
     team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    bucket.proxy.log.clear()
     assert team.call(jobs.save_mixed, root, orbax, "plain") == [f"{root}/checkpoint_1"] * 2
+    written = [asked for asked in bucket.proxy.log if asked.method == "PUT" and "ocdbt.process_" in asked.path]
+    for done in (asked for asked in written if "/ended" in asked.path):  # which says that all the rest is there
+        folder = done.path.partition("/ended")[0]
+        rest = [asked.ended for asked in written if asked.path.startswith(f"{folder}/") and "/ended" not in asked.path]
+        assert rest and max(rest) <= done.began
     team.call(jobs.restore_mixed, root, orbax, "turned", True)
     led(team_of(1), bucket.proxy).call(jobs.restore_mixed, root, orbax, "plain")
     assert not re.search("_begun|/ended", " ".join(bucket.keys()))
