@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
-from flax_ckpt_compat._discovery import listing
+from flax_ckpt_compat._discovery import absence, listing, locating
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
     from flax_ckpt_compat._save.request import SaveManager, SaveRequest
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and
 _log = logging.getLogger("flax_ckpt_compat")
 _lock = threading.Lock()
 _saves: list[_BackgroundSave] = []
+_QUEUED_SECONDS = 60.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
 
 
@@ -132,15 +133,31 @@ def wait_for_earlier_saves(request: SaveRequest) -> None:
 def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any = None) -> None:
     """Wait before a restore for background saves to its directory, and raise the errors of our failed ones.
 
-    Of our saves, only multiprocess ones are waited for, so that all processes find the same checkpoint.
+    Of our saves, multiprocess ones are waited for, so that all processes find the same checkpoint, and others where
+    there is no checkpoint yet: a restore would return its target, and a program train from initial values.
     """
     from flax_ckpt_compat._save import checkpointer_adapter
 
-    checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
-    for directory in {checkpoint_dir.directory, os.path.dirname(paths.absolute(ckpt_dir))}:
+    directories = {listing.checkpoint_dir(ckpt_dir, prefix).directory, os.path.dirname(paths.absolute(ckpt_dir))}
+    for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
+    running = [save for one in directories for save in _saves_into(one) if save.raises and not save.future.done()]
+    if running and isinstance(locating.find(ckpt_dir, None, prefix), absence.Absence):
+        for save in running:
+            _wait_for(save)
+    for directory in directories:
         raise_failures(directory)
+
+
+def _wait_for(save: _BackgroundSave) -> None:
+    """Wait until a save has ended, unless this thread runs it; for one that has not begun, a limited time."""
+    if save.thread != threading.get_ident():
+        with suppress(CancelledError, futures.TimeoutError):
+            save.future.exception(_QUEUED_SECONDS)  # it may be queued behind this very restore
+        if save.thread is not None:
+            with suppress(CancelledError):
+                save.future.exception()
 
 
 def wait_for_multiprocess_saves(directory: str) -> None:

@@ -154,6 +154,46 @@ def test_nothing_appears_before_the_commit(flag: bool, tmp_path: Path, manager: 
     assert names(tmp_path) == ["checkpoint_2"]
 
 
+@pytest.mark.parametrize("where", ["directory", "checkpoint"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_restore_waits_for_the_first_save(
+    flag: bool, tmp_path: Path, manager: Any, gate: Gate, where: str, fails: bool
+) -> None:
+    """With nothing else to restore, it would return its target: a program would train on from initial values."""
+    if fails:
+        gate.error = errors.StorageError("the disk broke", path=str(tmp_path), errno=5)
+    if where == "checkpoint":
+        (tmp_path / "checkpoint_0.5").touch()  # what else the directory holds does not matter
+    saved = ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager, overwrite=True)
+    threading.Timer(0.05, gate.open.set).start()
+    place = tmp_path if where == "directory" else saved
+    if fails:
+        with pytest.raises(errors.StorageError, match="broke"):
+            ours.restore_checkpoint(place, tree(0))
+    else:
+        assert ours.restore_checkpoint(place, tree(0))["n"] == 1
+    gate.error = None
+
+
+def test_a_restore_before_a_queued_save_does_not_wait_for_ever(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the pool's only thread, a restore is what the save waits for."""
+    monkeypatch.setattr(async_saves, "_QUEUED_SECONDS", 0.1)
+    manager, queued = ours.AsyncManager(), threading.Event()
+
+    def restore_then() -> Any:
+        assert queued.wait(30)
+        return ours.restore_checkpoint(tmp_path, tree(0))
+
+    restored = manager.executor.submit(restore_then)
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    queued.set()
+    assert restored.result(30)["n"] == 0
+    manager.wait_previous_save()
+    assert ours.restore_checkpoint(tmp_path, tree(0))["n"] == 1
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_failure_raises_at_the_next_save(
     flag: bool, tmp_path: Path, manager: Any, gate: Gate, finished: bool
