@@ -10,17 +10,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import flax
-import jax
 import pytest
-from flax.training import checkpoints as flax_checkpoints
 from hypothesis import settings
 
-from flax_ckpt_compat import checkpoints
-from tests.support import interpreters, profiles
-from tests.support.saves import Save, use_flag
+from tests.support import interpreters, profiles, sharing_out
+
+if TYPE_CHECKING:
+    from tests.support.saves import Save
 
 # Without bytecode, every process of pytest-xdist and every program of the tests compiles the project anew.
 sys.dont_write_bytecode = False
@@ -42,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     is_quick = config.option.markexpr == "not slow"
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("quick" if is_quick else "full")
+    if is_quick:  # most programs run once, and take a fourth less time if they are not optimized
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     # Half of the time would be waits for the disk, which the slow tests and CI's run of all see.
     if is_quick and _suits(_MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
@@ -57,15 +57,22 @@ def _suits(folder: str) -> bool:
         return False
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep what XLA compiles; tests compile hundreds of small programs, which takes longer than to run them."""
-    if session.config.pluginmanager.hasplugin("cacheprovider"):
-        folder = str(session.config.cache.mkdir("jax"))
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    config = session.config
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        folder = str(config.cache.mkdir("jax"))
         interpreters.COMPILATION_CACHE.update(
             JAX_COMPILATION_CACHE_DIR=folder, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
         )
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        interpreters.start_zygote()  # that all its processes share; itself, it imports nothing that takes long
+    elif interpreters.COMPILATION_CACHE:
+        import jax
+
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def pytest_collection_finish() -> None:
@@ -79,13 +86,21 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Share out the whole suite; what was chosen by hand starts sooner in one process."""
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
     cores = len(os.sched_getaffinity(0))
-    # The default tests wait for servers and other processes in two fifths of their time.
-    return 0 if chosen else cores + 2 * (config.option.markexpr == "not slow")
+    # One more: default tests also wait for servers and other processes. Each takes six seconds to start.
+    return 0 if chosen else cores + (config.option.markexpr == "not slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run default tests of one file, or those that share what takes long to start, in one process."""
+    return sharing_out.scheduler(config, log) if config.option.markexpr == "not slow" else None
 
 
 @pytest.fixture(params=[False, True], ids=["msgpack", "orbax"])
 def flag(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Each test once with Flax's flag off and once with it on; the flag as it was afterwards."""
+    import flax
+
     before: Any = flax.config.flax_use_orbax_checkpointing
     flax.config.update("flax_use_orbax_checkpointing", request.param)
     yield request.param
@@ -95,6 +110,12 @@ def flag(request: pytest.FixtureRequest) -> Iterator[bool]:
 @pytest.fixture(params=["ours", "flax"])
 def save(request: pytest.FixtureRequest) -> Save:
     """Our save_checkpoint and real Flax's."""
+    import flax
+    from flax.training import checkpoints as flax_checkpoints
+
+    from flax_ckpt_compat import checkpoints
+    from tests.support.saves import use_flag
+
     writers = {"ours": checkpoints.save_checkpoint, "flax": flax_checkpoints.save_checkpoint}
 
     def quiet(*args: Any, **kwargs: Any) -> str:

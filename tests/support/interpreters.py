@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "FLAX_USE_ORBAX_CHECKPOINTING": "false"}
 # Variables for all processes that are forked; set when the session starts.
 COMPILATION_CACHE: dict[str, str] = {}
+_ADDRESS = "TESTS_ZYGOTE"  # variable: where the process listens that is forked
 _READ_AT_IMPORT = ("JAX_", "FLAX_USE_", "PYTHON")
 
 
@@ -127,21 +128,34 @@ class Program:
         self.close()
 
 
-@functools.cache
-def _zygote() -> socket.socket:
-    """The way to the process that is forked, which ends when it is closed."""
-    ours, theirs = socket.socketpair()
-    with theirs:
+def start_zygote() -> None:
+    """Start the process that is forked, also for all that inherit this one's variables; it ends with this one."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0tests-{os.getpid()}-{id(listener)}")
+    listener.listen()
+    os.environ[_ADDRESS] = listener.getsockname()[1:].decode()
+    with listener:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.support import zygote; exec(zygote.serve())", str(theirs.fileno())],
+            [sys.executable, "-c", "from tests.support import zygote; exec(zygote.serve())", str(listener.fileno())],
             cwd=ROOT,
             env={**os.environ, **_ENVIRONMENT, **COMPILATION_CACHE},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[listener.fileno()],
         )
-    atexit.register(lambda: (ours.close(), process.wait()))
-    return ours
+    assert process.stdin is not None
+    atexit.register(lambda pipe: (pipe.close(), process.wait()), process.stdin)
+
+
+@functools.cache
+def _zygote() -> socket.socket:
+    """The way to the process that is forked."""
+    if _ADDRESS not in os.environ:
+        start_zygote()
+    way = socket.socket(socket.AF_UNIX)
+    way.connect(f"\0{os.environ[_ADDRESS]}")
+    atexit.register(way.close)
+    return way
 
 
 def start_python(code: str, *arguments: Any, fresh: bool = False, cwd: Any = ".", **environment: str) -> Any:

@@ -12,56 +12,74 @@ import json
 import os
 import selectors
 import socket
+import struct
 import sys
 import types
 import warnings
 from contextlib import suppress
 
+_STDIN = 0
 # What takes seconds to import and starts no thread. Our own library is imported anew by each program.
 PRELOAD = ("jax", "flax.linen", "flax.training.checkpoints", "optax", "orbax.checkpoint", "tensorstore")
 
 
 def serve() -> types.CodeType:
-    """Fork a process for each request, until the other end of the socket is closed.
+    """Fork a process for each request of those that connect, until standard input is closed.
 
     Returns:
         In a fork: the program to execute.
     """
-    control = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOAD:
         importlib.import_module(name)
     # Another process is writing it, or was killed meanwhile: it is compiled.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     gc.collect()
     gc.freeze()
+    clients: dict[int, socket.socket] = {}
     running: dict[int, tuple[int, socket.socket]] = {}  # of each program's pidfd: its process id, and who waits for it
     with selectors.PollSelector() as ready:  # forks share nothing with it
-        ready.register(control, selectors.EVENT_READ)
+        ready.register(listener, selectors.EVENT_READ)
+        ready.register(_STDIN, selectors.EVENT_READ)
         while True:
             for key, _ in ready.select():
-                if key.fd in running:
+                if key.fd == _STDIN:
+                    os._exit(0)
+                elif key.fd == listener.fileno():
+                    client, _ = listener.accept()
+                    if _is_ours(client):
+                        clients[client.fileno()] = client
+                        ready.register(client, selectors.EVENT_READ)
+                elif key.fd in running:
                     ready.unregister(key.fd)
                     os.close(key.fd)
                     _report(*running.pop(key.fd))
-                    continue
-                message, files, *_ = socket.recv_fds(control, 1, 4)
-                if not message:
-                    os._exit(0)
-                program = os.fork()
-                if program == 0:
-                    control.close()
-                    for pidfd, (_, channel) in running.items():
-                        os.close(pidfd)
-                        channel.close()
-                    return _become(*files)
-                for file in files[:3]:
-                    os.close(file)
-                channel = socket.socket(fileno=files[3])
-                pidfd = os.pidfd_open(program)
-                running[pidfd] = (program, channel)
-                ready.register(pidfd, selectors.EVENT_READ)
-                with suppress(BrokenPipeError):
-                    channel.sendall(program.to_bytes(8, "big"))
+                elif files := socket.recv_fds(clients[key.fd], 1, 4)[1]:
+                    if (program := os.fork()) == 0:
+                        _close_all(listener, *clients.values(), *(channel for _, channel in running.values()))
+                        _close_all(*running)
+                        return _become(*files)
+                    _close_all(*files[:3])
+                    channel = socket.socket(fileno=files[3])
+                    pidfd = os.pidfd_open(program)
+                    running[pidfd] = (program, channel)
+                    ready.register(pidfd, selectors.EVENT_READ)
+                    with suppress(BrokenPipeError):
+                        channel.sendall(program.to_bytes(8, "big"))
+                else:
+                    ready.unregister(key.fd)
+                    clients.pop(key.fd).close()
+
+
+def _is_ours(client: socket.socket) -> bool:
+    """Return whether the user who connects is the one of this process; everybody can, and what is sent is executed."""
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())
+
+
+def _close_all(*files: socket.socket | int) -> None:
+    for file in files:
+        os.close(file if isinstance(file, int) else file.detach())
 
 
 def _become(stdin: int, stdout: int, stderr: int, answers: int) -> types.CodeType:
