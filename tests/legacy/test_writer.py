@@ -140,6 +140,13 @@ def test_batches(save, monkeypatch):
     assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
 
 
+def test_many_arrays_of_a_page_or_more(save):
+    """One batch of them has more pieces than a system call takes (IOV_MAX)."""
+    tree = {f"{number:03}": np.full(2**11, number) for number in range(600)}
+    assert 2 * len(tree) > os.sysconf("SC_IOV_MAX")
+    assert save(tree).read_bytes() == flax.serialization.to_bytes(tree)
+
+
 def test_full_disk(scratch, monkeypatch):
     """A full disk is a StorageError that names the file and keeps the system's error."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,21 @@ def test_a_team_of_one(tmp_path: Path) -> None:
     BACKEND.write_process_part(path, prepared, WriteOptions(), share)
     BACKEND.finish_multiprocess(path, prepared, WriteOptions(), share)
     assert str(load(path)) == str(tree)
+
+
+def test_a_share_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of its checksums and of the file that says that it is complete are on the disk, like their bytes."""
+    path, share, synced = str(tmp_path / "c"), ProcessInfo(0, 1), list[str]()
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    prepared = BACKEND.prepare(branches({"a": np.arange(500.0)}), share)
+    BACKEND.begin_multiprocess(path, prepared, WriteOptions(), share)
+    monkeypatch.setattr(os, "fsync", noting)
+    BACKEND.write_process_part(path, prepared, WriteOptions(), share)
+    own = f"{path}/ocdbt.process_0"
+    assert synced[-1] == own
+    assert {f"{own}/ended", f"{own}/flax_ckpt_compat.checksums", f"{path}/_METADATA"} <= set(synced)

@@ -204,6 +204,19 @@ def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None
         assert len(bucket.keys(f"run{number}/")) == 6
 
 
+def test_a_removal_of_an_object_and_a_folder_of_one_name(any_bucket: AnyBucket) -> None:
+    """The object goes first: it was replaced by the folder, and must not count again once that is gone."""
+    root = f"{any_bucket.url}/run"
+    flax_ckpt_compat.save(root, state(3), step=3, format="orbax")
+    any_bucket.put("run/checkpoint_3", b"\x81\xa1n\x01")
+    assert flax_ckpt_compat.restore(root)["n"] == 3
+    any_bucket.proxy.log.clear()
+    commit.discard(f"{root}/checkpoint_3")
+    deleted = [asked.path.partition("?")[0] for asked in any_bucket.proxy.log if asked.method == "DELETE"]
+    assert deleted[0].endswith("checkpoint_3") and len(deleted) > 5
+    assert any_bucket.keys("run/") == []
+
+
 def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None:
     """Process 0 of a save by two fails for good from one change on: what the others restore is one of the two."""
     second = Proxy(s3_server[0])

@@ -194,6 +194,10 @@ def test_keys_and_text(tmp_path: Path) -> None:
     assert [(one.path, one.kind) for one in found.differences] == [("key", "values"), ("s", "values")]
     assert found.differences[1].a == "str 'run 0'"
     assert diff(paths[0], paths[0]).same
+    data = jnp.arange(4, dtype=jnp.uint32)
+    keys = [{"key": jax.random.wrap_key_data(data, impl=impl)} for impl in ("rbg", "unsafe_rbg")]
+    paths = [checkpoints.save_checkpoint(tmp_path / str(at), key, 2) for at, key in enumerate(keys)]
+    assert [(one.path, one.kind) for one in diff(*paths).differences] == [("key", "values")]
 
 
 def test_large_arrays_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +274,10 @@ def test_command(tmp_path: Path) -> None:
     refused = CliRunner().invoke(main, ["diff", a, f"{b}x"])
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "does not exist" in refused.stderr
+
+
+def test_a_time_is_no_number() -> None:
+    """Numpy says that 3 s equal 3; as values of leaves they differ."""
+    found = Values()
+    found.add(np.array([3, 4], "m8[s]"), np.array([3, 5]))
+    assert (found.size, found.other_bits, found.other_values, found.outside) == (2, 2, 2, 2)
