@@ -114,7 +114,7 @@ class Database:
         if stored.write_shape == stored.shape and not stored.spans_processes and not needs_driver:
             whole = stored.whole()
             if whole.nbytes < (_DRIVER_FROM_BYTES if encoding.codec is None else _COMPRESS_FROM_BYTES):
-                self._put_small(name, stored, whole, encoding.uncompressed)
+                self._put_small(name, stored, whole, encoding)
                 return
         # Not the largest local shard: processes without any must decide as the others do.
         nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
@@ -147,10 +147,10 @@ class Database:
         return keys
 
     def _put_small(self, name: str, stored: EncodedLeaf, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
-        prefix, (text, info) = key_prefix(name), _metadata(stored.shape, stored.shape, stored.dtype, encoding)
-        self._store[prefix + encoding.metadata_file] = text
+        prefix, (file, text, chunk) = key_prefix(name), _small_form(stored.shape, stored.dtype, encoding.checksums)
+        self._store[prefix + file] = text
         if array.nbytes:
-            self._put_chunk(prefix + info.chunk_key((0,) * array.ndim), array, encoding)
+            self._put_chunk(prefix + chunk, array, encoding)
 
     def _put_chunk(self, key: str, array: np.ndarray[Any, Any], encoding: Encoding) -> None:
         """Add the bytes of a small chunk without compression."""
@@ -229,6 +229,14 @@ def _metadata(
     """Return the text of an array's metadata, and what it says."""
     text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
     return text, parse_array_metadata(text, zarr3=encoding.checksums)
+
+
+@functools.lru_cache(maxsize=4096)
+def _small_form(shape: tuple[int, ...], dtype: Any, checksums: bool) -> tuple[str, bytes, str]:
+    """Return the metadata's file and text of an array in one chunk without compression, and the chunk's key."""
+    encoding = Encoding(checksums=checksums)
+    text, info = _metadata(shape, shape, dtype, encoding)
+    return encoding.metadata_file, text, info.chunk_key((0,) * len(shape))
 
 
 def stacked_spec(local: str, url: str, inside: str = "") -> dict[str, Any]:

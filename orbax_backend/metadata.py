@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from json.encoder import encode_basestring_ascii as _text  # a text as JSON
 from typing import Any
 
 from flax_ckpt_compat._core.memo import Memo
@@ -15,8 +16,6 @@ from .save_plan import SavePlan
 from .shardings import ShardingEncoder, with_old_entries
 from .zarr import chunk_shape
 
-# A text as JSON.
-_text = json.JSONEncoder().encode
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 

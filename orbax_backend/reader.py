@@ -214,9 +214,10 @@ class OrbaxReader(Reader):
             raise self._corrupt(entry, f"its value should be in the msgpack file {MSGPACK_FILE!r}, which lacks it")
         stored = self._stored_leaf(entry)
         if stored is not None:
-            handle = self._handle(entry, *stored.described, stored)
-            handle.possible_kinds = stored.possible_kinds
-            return handle
+            kind, shape, dtype, nbytes = stored.described
+            return LeafHandle(
+                entry.path, kind, shape, dtype, nbytes, entry.name, self, stored, False, stored.possible_kinds
+            )
         if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
             return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)

@@ -131,8 +131,9 @@ class _NameRegistry:
 
     def add(self, path: Path) -> str:
         """Register a leaf and return its stored name; raise if another leaf has the same name or keys."""
-        self.check(path)
         name = leaf_name(path)
+        if not name.isascii():
+            self.check(path)
         other = self._paths.setdefault(key_prefix(name), path)
         if other is not path:
             raise NameCollisionError(

@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local.contained import stays_inside
+from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATAS,
     CHECKSUMS,
@@ -188,14 +189,17 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
     if not isinstance(tree, dict):
         raise corrupt(file, "it has no object tree_metadata")
     entries = []
+    checked = Memo(_KINDS.issuperset)  # by the kinds of all names of a path, of which there are few
     for key, entry in tree.items():
         try:
             parts, value = entry["key_metadata"], entry["value_metadata"]
             path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
-            known = _KINDS.issuperset(kinds) and type(value["value_type"]) is str
+            name, value_type = leaf_name(path), value["value_type"]
+            if not name.isascii():
+                name.encode()
+            known = checked[kinds] and type(value_type) is str
             skipped, write_shape = bool(value.get("skip_deserialize")), value.get("write_shape")
-            leaf_name(path).encode()
-            found = LeafEntry(path, kinds, leaf_name(path), value["value_type"], skipped, write_shape)
+            found = LeafEntry(path, kinds, name, value_type, skipped, write_shape)
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise corrupt(file, f"the entry {key} does not decode ({error!r})") from error
         if not known:

@@ -75,8 +75,9 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     try:
         if lists_arrays:
             make_directory(os.path.join(path, ARRAY_METADATAS))
-        listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
-        files = {**listed, **tree_files(path, plan, options)}
+        with pause_gc():
+            listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
+            files = {**listed, **tree_files(path, plan, options)}
         write_files(files)
         if recorder is not None:
             recorder.record.add_files(path, files)

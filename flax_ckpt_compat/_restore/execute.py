@@ -51,7 +51,7 @@ def read_and_place(plan: TreePlan, *, together: bool = False) -> tuple[list[Any]
     with placement.transfers_allowed(), memory.pause_gc():
         for at, leaf in enumerate(plan.leaves):
             if leaf.is_plain and leaf.sharding is not None:
-                results[at] = placement.on_devices(results[at], leaf.sharding)
+                results[at] = placement.on_one_device(results[at], leaf.sharding)
     run.log_warnings()
     return results, run.shapes
 

@@ -83,6 +83,11 @@ def all_transfers_allowed() -> Any:
     return jax.transfer_guard("allow")
 
 
+def on_one_device(value: np.ndarray[Any, Any], sharding: Any) -> Any:
+    """Put an array on the single device of a sharding; quicker than `on_devices`, which see."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda _: value)
+
+
 def on_devices(value: np.ndarray[Any, Any], sharding: Any) -> Any:
     """Put an array on a sharding's devices; the CPU backend may take over its memory."""
     # Also for one device: takes half the time of jax.device_put.
