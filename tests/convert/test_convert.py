@@ -4,6 +4,8 @@ import filecmp
 import functools
 import logging
 import shutil
+import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -193,6 +195,8 @@ def test_a_tree_of_runs_keeps_its_places(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "managed" / "c") as manager:
         assert manager.all_steps() == [5]
         assert manager.metadata().custom_metadata == {"run": "c"}
+    again = flax_ckpt_compat.convert(tmp_path / "src" / "c", tmp_path / "managed" / "c", "manager", resume=True)
+    assert [result.status for result in again] == ["kept"]
 
 
 def test_what_exists_is_refused_or_compared(tmp_path: Path) -> None:
@@ -416,6 +420,23 @@ def test_damage_is_found_before_the_result_gets_its_name(tmp_path: Path, monkeyp
     assert list((tmp_path / "dst").iterdir()) == []
 
 
+@pytest.mark.parametrize("size", [3, 3 << 20])
+def test_other_dtypes_of_the_same_bytes_are_found(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of arrays that are not read again only a checksum of the bytes is compared, which does not tell the dtype."""
+    from flax_ckpt_compat._convert import layouts
+
+    flax_ckpt_compat.save(tmp_path / "src", {"a": np.zeros(size, np.float32)}, format="msgpack")
+    write = layouts.write
+
+    def other(temporary: str, *arguments: Any) -> None:
+        write(temporary, *arguments)
+        Path(temporary).write_bytes(flax.serialization.to_bytes({"a": np.zeros(size, np.int32)}))
+
+    monkeypatch.setattr(layouts, "write", other)
+    with pytest.raises(errors.ConversionError, match=rf"a is int32\[{size}\], expected float32\[{size}\]"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
+
+
 @pytest.mark.parametrize("to", ["orbax", "msgpack", "safetensors"])
 def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any) -> None:
     """Large arrays of the source are read to write them, and not again to verify the result."""
@@ -428,6 +449,25 @@ def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LeafHandle, "read", lambda handle: reads.append(handle.path) or read(handle))
     flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to)
     assert sorted(reads) == [("at_once",), ("in_parts",)]
+
+
+def test_a_checksum_that_takes_long_holds_one_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next array is not read before the checksum of the one before is known, which needs its memory."""
+    from flax_ckpt_compat._convert import digests
+    from flax_ckpt_compat._core.backend import LeafHandle
+
+    flax_ckpt_compat.save(tmp_path / "src", {name: np.ones(1 << 16) for name in "abc"}, format="msgpack")
+    seen, read, crc32 = list[str](), LeafHandle.read, digests.checksums.crc32
+
+    def slow(data: memoryview) -> int:
+        time.sleep(0.05)
+        seen.append("summed")
+        return crc32(data)
+
+    monkeypatch.setattr(digests, "checksums", types.SimpleNamespace(crc32=slow))
+    monkeypatch.setattr(LeafHandle, "read", lambda handle: seen.append("read") or read(handle))
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "msgpack")
+    assert seen == ["read", "summed"] * 3
 
 
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")

@@ -6,11 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax_ckpt_compat.orbax_backend.encode import encode
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
+from flax_ckpt_compat._core.tree import KeyData
 from tests.orbax_backend import shared_jobs as jobs
 from tests.support.orbax_trees import BACKEND, branches, load
 from tests.support.team import team_of
@@ -116,3 +120,11 @@ def test_a_share_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.
     own = f"{path}/ocdbt.process_0"
     assert synced[-1] == own
     assert {f"{own}/ended", f"{own}/flax_ckpt_compat.checksums", f"{path}/_METADATA"} <= set(synced)
+
+
+def test_a_key_of_all_processes_is_on_all_devices() -> None:
+    """Real Orbax restores what is recorded for a device of process 0 in no other process (0.12.8, measured)."""
+    for data in (np.zeros(2, np.uint32), jnp.zeros(2, jnp.uint32)):
+        stored = encode(KeyData("threefry2x32", data), "key", multiprocess=True)
+        assert stored.sharding.is_fully_replicated
+        assert stored.sharding.device_set == set(jax.devices())

@@ -288,6 +288,28 @@ def test_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
             ours.available_steps("s3://bucket/run")
 
 
+def test_a_request_without_an_answer_is_cancelled_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might still take effect, after requests that come later."""
+    seen: list[str] = []
+
+    class Unanswered:
+        """What TensorStore returns for a request."""
+
+        def __init__(self) -> None:
+            seen.append("sent")
+
+        def result(self, timeout: float) -> None:
+            raise TimeoutError
+
+        def cancel(self) -> None:
+            seen.append("cancelled")
+
+    monkeypatch.setattr(retrying, "_FIRST_PAUSE", 0.0)
+    with pytest.raises(errors.StorageError, match="did not answer in time"):
+        retrying.retry("s3://bucket/key", "written", Unanswered)
+    assert seen == ["sent", "cancelled"] * (len(seen) // 2) and len(seen) >= 4
+
+
 def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bucket, key, and the endpoint and region of the AWS tools' variables; gs:// is TensorStore's gcs driver."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
