@@ -5,7 +5,6 @@ Both sources read one version of the checkpoint, even if it is replaced meanwhil
 
 from __future__ import annotations
 
-import bisect
 import os
 import stat
 import weakref
@@ -15,8 +14,12 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.storage_errors import storage_error
+from flax_ckpt_compat._core.thread_pools import in_parallel
+
+from .read_ahead import Buffers, Guesses
 
 _CACHE_LIMIT = 64 * 2**20  # bytes
+_AT_ONCE = 64  # requests, most of them for some kB
 
 
 class WindowSizes(NamedTuple):
@@ -115,21 +118,27 @@ class StoredObject:
         self.size = self._object.size
         if not self.size:
             raise _empty(url)
-        # Cache of what was read for the structure, by ascending offset: it contains most small arrays.
-        self._offsets: list[int] = [0]
-        self._buffers: list[bytes] = [self._object.head]
-        self._cache_left = _CACHE_LIMIT
+        # What was read for the structure: it contains most small arrays.
+        self._cache, self._ahead = Buffers(_CACHE_LIMIT), Buffers(0)
+        self._cache.add(0, self._object.head)
+        self._guesses = Guesses(self.size)
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read bytes and cache them; fewer only at the end."""
+        """Read bytes of the structure, and what may be read next; fewer only at the end."""
+        self._guesses.record(offset, length)
         if (known := self.cached(length, offset)) is not None:
             return known
-        found = self._object.read(offset, offset + length)
-        if len(found) <= self._cache_left and (not self._offsets or offset > self._offsets[-1]):
-            self._offsets.append(offset)
-            self._buffers.append(found)
-            self._cache_left -= len(found)
-        return found
+        found = dict.fromkeys([(offset, offset + length), *self._guesses.ranges()], b"")
+
+        def request(span: tuple[int, int]) -> None:
+            found[span] = self._object.read(*span)
+
+        in_parallel(request, list(found), _AT_ONCE)
+        self._ahead = Buffers(sum(map(len, found.values())))
+        for (start, _), data in found.items():
+            self._cache.add(start, data)
+            self._ahead.add(start, data)
+        return found[offset, offset + length]
 
     def is_cached(self, offset: int, length: int) -> bool:
         """Return whether these bytes are cached in memory."""
@@ -137,16 +146,7 @@ class StoredObject:
 
     def _cached(self, offset: int, length: int) -> list[memoryview] | None:
         """Return these bytes if all of them are cached."""
-        parts = []
-        while length:
-            index = bisect.bisect_right(self._offsets, offset) - 1
-            start = offset - self._offsets[index] if index >= 0 else 0
-            part = memoryview(self._buffers[index] if index >= 0 else b"")[start : start + length]
-            if not part:
-                return None
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
-        return parts
+        return self._cache.find(offset, length) or self._ahead.find(offset, length)
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Fill memory and return the number of bytes; fewer only at the end."""
@@ -167,19 +167,12 @@ class StoredObject:
 
     def contradicts(self, data: memoryview, offset: int) -> bool:
         """Return whether cached bytes differ from these, which were read later."""
-        for start, buffer in zip(self._offsets, self._buffers, strict=True):
-            first, last = max(start, offset), min(start + len(buffer), offset + len(data))
-            if (
-                first < last
-                and memoryview(buffer)[first - start : last - start] != data[first - offset : last - offset]
-            ):
-                return True
-        return False
+        return self._cache.contradict(data, offset) or self._ahead.contradict(data, offset)
 
     def close(self) -> None:
         """Drop the cache."""
         self.is_closed = True
-        self._offsets, self._buffers = [], []
+        self._cache = self._ahead = Buffers(0)
 
 
 Source = File | StoredObject

@@ -18,9 +18,10 @@ from .source import Source
 # All sizes in bytes. Largest gap to read over (mostly keys and headers), and largest joint read.
 _GAP = 512
 _RUN = 256 * 2**10
-# A request to a store takes about as long as reading 1 MiB, so all neighbours are read together.
+# A request to a store takes about as long as reading 1 MiB, so neighbours are read together, as many as make for some
+# requests at once.
 _STORE_GAP = 64 * 2**10
-_STORE_RUN = 2 * 2**20
+_STORE_RUNS, _MIN_STORE_RUN, _MAX_STORE_RUN = 12, 2 * 2**20, 8 * 2**20
 offset_of = operator.itemgetter(0)
 
 
@@ -45,7 +46,7 @@ def runs_of(source: Source, spans: list[Span]) -> list[list[Span]]:
     """Group neighbours into joint reads."""
     runs: list[list[Span]] = []
     alone: list[list[Span]] = []
-    gap, longest = (_GAP, _RUN) if source.is_local else (_STORE_GAP, _STORE_RUN)
+    gap, longest = (_GAP, _RUN) if source.is_local else (_STORE_GAP, _store_run(spans))
     first = end = -gap - 1
     for span in sorted(spans, key=offset_of):
         if span.target is not None if source.is_local else source.is_cached(span.offset, span.nbytes):
@@ -57,6 +58,10 @@ def runs_of(source: Source, spans: list[Span]) -> list[list[Span]]:
         runs[-1].append(span)
         end = max(end, span.offset + span.nbytes)
     return runs + alone
+
+
+def _store_run(spans: list[Span]) -> int:
+    return min(max(sum([span.nbytes for span in spans]) // _STORE_RUNS, _MIN_STORE_RUN), _MAX_STORE_RUN)
 
 
 def read_run(source: Source, values: list[Any], run: list[Span]) -> None:

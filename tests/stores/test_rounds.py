@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import serialization
+from flax_ckpt_compat.legacy import source
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, gs
-from tests.support.s3 import Asked, rounds
+from tests.support.s3 import Asked, Bucket, rounds
 from tests.support.store_places import AnyBucket
+from tests.support.trees import fingerprint
 
 _LATENCY = 0.03  # s; rounds are exact if a request takes longer than what is between two
 
@@ -83,6 +86,47 @@ def test_a_restore_of_5000_leaves(format: Any, any_bucket: AnyBucket) -> None:
     assert len(log) <= 12
     for name in ("a0000", "a2500", "a4999"):
         np.testing.assert_array_equal(restored[name], tree[name])
+
+
+def layers(number: int) -> dict[str, Any]:
+    """Layers of the same shapes: arrays that are skipped, and small ones between them."""
+    shapes = {"kernel": 150_000, "bias": 10, "table": 90_000, "scale": 3_000}
+    return {f"layer_{i}": {name: np.full(size, i, np.float32) for name, size in shapes.items()} for i in range(number)}
+
+
+LARGE_ARRAYS = {
+    "same": ({f"a{i}": np.full(150_000, i, np.float32) for i in range(40)}, 9),
+    "repeated": ({"params": layers(9), "mu": layers(9), "step": 3}, 12),
+    "distinct": ({f"a{i}": np.full(100_000 + 3_000 * i, i, np.float32) for i in range(40)}, 12),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_ARRAYS)
+def test_a_restore_of_many_large_arrays_of_a_msgpack_file(name: str, any_bucket: AnyBucket) -> None:
+    """Rounds do not grow with the number of arrays, each of which tells where the next one begins."""
+    tree, most = LARGE_ARRAYS[name]
+    data = serialization.msgpack_serialize(tree)
+    any_bucket.put("run/c", data)
+    restored, log = within(most, any_bucket, lambda: flax_ckpt_compat.restore(f"{any_bucket.url}/run/c", tree))
+    assert fingerprint(restored) == fingerprint(serialization.msgpack_restore(data))
+    assert sum(asked.sent for asked in log) < 2 * len(data)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_what_is_read_ahead_is_what_is_there(seed: int, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that repeat, nearly repeat and do not, in small windows: right and wrong guesses give the file's."""
+    random = np.random.default_rng(seed)
+    monkeypatch.setattr(source.StoredObject, "window_sizes", source.WindowSizes(64, 0, 2048, 8192, 1000))
+    monkeypatch.setattr(source, "_CACHE_LIMIT", int(random.choice([65_536, 200_000, 2**26])))
+    sizes = random.integers(0, 4000, 5)
+    tree: dict[str, Any] = {}
+    for number in range(150):
+        size = sizes[number % 5] if random.random() < 0.9 else random.integers(0, 40_000)
+        tree["n" * int(random.integers(1, 40)) + str(number)] = random.integers(0, 255, size).astype(np.float32)
+    data = serialization.msgpack_serialize(tree)
+    bucket.put("run/c", data)
+    restored = flax_ckpt_compat.restore(f"{bucket.url}/run/c", None)
+    assert fingerprint(restored) == fingerprint(serialization.msgpack_restore(data))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 65_535, 65_536, 65_537, 300_000, 5_000_000])

@@ -115,6 +115,11 @@ def sometimes(rate: float, seed: int, faults: tuple[Fault, ...] = FAULTS) -> Rul
     return rule
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # else a client of many new connections tries some again after a second
+
+
 class Proxy:
     """Hands requests on to the server and answers back; what it does to them is the `rule`'s to say.
 
@@ -136,8 +141,7 @@ class Proxy:
         self.latency = 0.0
         self.ended = threading.Event()
         self.late: list[threading.Timer] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
@@ -359,9 +363,7 @@ def application_server(port: int, application: Callable[..., Any]) -> ThreadingH
         def log_message(self, *_: Any) -> None:
             """Says nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    return server
+    return _Server(("127.0.0.1", port), Handler)
 
 
 class Folders:
