@@ -242,6 +242,8 @@ def test_a_python_without_us_is_not_disturbed(tmp_path: Path) -> None:
     (tmp_path / "blocked/flax_ckpt_compat").mkdir(parents=True)
     (tmp_path / "blocked/flax_ckpt_compat/__init__.py").write_text("raise ImportError('not for this Python')")
     (tmp_path / "blocked/flax/training").mkdir(parents=True)  # the real one takes seconds to import
+    for package in ("flax", "flax/training"):
+        (tmp_path / "blocked" / package / "__init__.py").touch()
     (tmp_path / "blocked/flax/training/checkpoints.py").write_text("def save_checkpoint(): ...")
     (tmp_path / "probe.py").write_text(WHOSE)
     folder = outcome([*RUN, "--pythonpath"], tmp_path)[0].strip()

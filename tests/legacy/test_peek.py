@@ -29,7 +29,7 @@ LEAVES = st.one_of(
 TREES = st.recursive(LEAVES, lambda inner: st.dictionaries(NAMES, inner, max_size=18), max_leaves=30)
 
 
-@settings(max_examples=examples(150, 10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150, 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(NAMES, TREES, max_size=18))
 def test_files_of_flax_read_alike(tree: Any, tmp_path: Path) -> None:
     """Whatever lies behind an array, large or small, is read as real Flax reads it."""

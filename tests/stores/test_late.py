@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from flax_ckpt_compat._core.object_store import gs as gs_scheme
 from flax_ckpt_compat._core.object_store import retrying, uploads
 from tests.stores.test_faults import from_request, state
 from tests.support import s3
-from tests.support.store_places import AnyBucket
+from tests.support.store_places import BY_TURNS, AnyBucket
 from tests.support.trees import fingerprint
 
 CHANGES = ("PUT", "POST", "DELETE")
@@ -50,13 +51,19 @@ def put_back(bucket: AnyBucket, contents: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "every", "is_mapped"),
+    ("any_bucket", "format", "every", "is_mapped"),
     [
-        ("msgpack", 1, False),
-        ("msgpack", 1, True),
-        ("orbax", 6, False),
-        *(pytest.param("orbax", 1, is_mapped, marks=pytest.mark.slow) for is_mapped in (False, True)),
+        ("s3", "msgpack", 1, False),
+        ("gs", "msgpack", 1, True),
+        ("gs", "orbax", 6, False),
+        pytest.param("s3", "msgpack", 1, True, marks=pytest.mark.slow),
+        pytest.param("gs", "msgpack", 1, False, marks=pytest.mark.slow),
+        *(
+            pytest.param(store, "orbax", 1, is_mapped, marks=pytest.mark.slow)
+            for store, is_mapped in itertools.product(("s3", "gs"), (False, True))
+        ),
     ],
+    indirect=["any_bucket"],
 )
 def test_a_request_that_is_executed_again_later(
     format: Any, every: int, is_mapped: bool, any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch
@@ -91,7 +98,7 @@ def save_until_it_succeeds(root: str, tree: Any, step: int, format: Any) -> None
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_a_run_with_requests_that_come_late(format: Any, seed: int, any_bucket: AnyBucket) -> None:
     """Steps that a run keeps are what it saved last, also after requests of evicted and replaced ones are executed."""
     root, proxy = f"{any_bucket.url}/run", any_bucket.proxy
@@ -116,13 +123,16 @@ def test_a_run_with_requests_that_come_late(format: Any, seed: int, any_bucket: 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("format", "firsts"),
+    ("any_bucket", "format", "firsts"),
     [
-        ("msgpack", (4,)),
-        ("orbax", (24,)),
-        *(pytest.param(format, range(0, 200, 3), marks=pytest.mark.slow) for format in FORMATS),
+        pytest.param("gs", "msgpack", (4,), id="gs-msgpack"),
+        pytest.param("s3", "orbax", (24,), id="s3-orbax"),
+        *(
+            pytest.param(store, format, range(0, 200, 3), marks=pytest.mark.slow, id=f"{store}-{format}-sweep")
+            for store, format in itertools.product(("s3", "gs"), FORMATS)
+        ),
     ],
-    ids=["msgpack", "orbax", "msgpack-sweep", "orbax-sweep"],
+    indirect=["any_bucket"],
 )
 def test_a_save_without_answers(
     format: Any, firsts: Sequence[int], any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from tests.support.saves import tree
-from tests.support.store_places import AnyBucket
+from tests.support.store_places import BY_TURNS, AnyBucket
 
 
 def fill(bucket: AnyBucket, format: str, number: int) -> str:
@@ -24,7 +24,7 @@ def fill(bucket: AnyBucket, format: str, number: int) -> str:
     return f"{bucket.url}/run"
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_the_latest_of_many(format: str, any_bucket: AnyBucket) -> None:
     """The newest is asked first, and none that is older than the first complete one."""
     root, many = fill(any_bucket, format, 40), 40
@@ -39,7 +39,7 @@ def test_the_latest_of_many(format: str, any_bucket: AnyBucket) -> None:
     assert len(any_bucket.proxy.log) - lists <= 4
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_an_incomplete_newest(format: Any, any_bucket: AnyBucket, caplog: pytest.LogCaptureFixture) -> None:
     """It is skipped with a warning, and so on to the first complete one."""
     root = f"{any_bucket.url}/run"
@@ -51,7 +51,7 @@ def test_an_incomplete_newest(format: Any, any_bucket: AnyBucket, caplog: pytest
     assert ours.available_steps(root) == [1]
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
     """The step was saved, which the error says; the next save removes what this one could not."""
     root = f"{any_bucket.url}/run"

@@ -23,7 +23,7 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, gs
 from tests.support.s3 import Asked, Bucket, rounds
-from tests.support.store_places import AnyBucket
+from tests.support.store_places import BY_TURNS, AnyBucket
 from tests.support.trees import fingerprint
 
 _LATENCY = 0.03  # s; rounds are exact if a request takes longer than what is between two
@@ -63,7 +63,7 @@ def save_copies(bucket: AnyBucket, format: Any, number: int) -> str:
     return f"{bucket.url}/run"
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 @pytest.mark.parametrize("number", [1, 50])
 def test_the_latest_of_many_steps(format: Any, number: int, any_bucket: AnyBucket) -> None:
     """A list, of some pages, and one byte of the latest; all steps take a byte of each file, asked for at once."""
@@ -77,7 +77,7 @@ def test_the_latest_of_many_steps(format: Any, number: int, any_bucket: AnyBucke
     np.testing.assert_array_equal(restored["w"], np.arange(4.0))
 
 
-@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_a_restore_of_5000_leaves(format: Any, any_bucket: AnyBucket) -> None:
     """Eight rounds and few requests, however many leaves there are."""
     tree = {f"a{i:04}": np.full(100, i, np.float32) for i in range(5000)}

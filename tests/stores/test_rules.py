@@ -22,7 +22,9 @@ from tests.support.store_places import Place
 from tests.support.trees import fingerprint
 
 
-@pytest.fixture(params=["local", "s3", pytest.param("s3 with faults", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[pytest.param("local", marks=pytest.mark.slow), "s3", pytest.param("s3 with faults", marks=pytest.mark.slow)]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """A place that holds nothing yet."""
     if request.param == "local":

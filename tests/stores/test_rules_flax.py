@@ -21,7 +21,7 @@ from tests.support.saves import names, use_flag
 
 @pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
 @given(calls=st.lists(call, min_size=1, max_size=7).map(one_spelling))
-@settings(max_examples=examples(12, quick=4), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12, quick=2), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_same_is_left_as_by_flax(bucket: Bucket, flag: bool, calls: list[dict[str, Any]]) -> None:
     """Every call has the same outcome and leaves the same names; the latest and the steps are the same."""
     prefix = uuid.uuid4().hex

@@ -144,7 +144,10 @@ def test_a_process_that_dies(orbax: bool, victim: int, bucket: Bucket, proxies: 
     assert "_begun" not in " ".join(bucket.keys())
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("orbax", "failing"),
+    [(True, 0), (False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 1), (False, 0)))],
+)
 def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies: list[Proxy]) -> None:
     """All hear why, what was there stays whole, and what was sent is removed."""
     team, root = led(team_of(2), *proxies), f"{bucket.url}/run"

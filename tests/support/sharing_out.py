@@ -12,6 +12,7 @@ _TEAMS = (
     "tests/orbax_backend/test_shared",
     "tests/legacy/test_gda_write_team.py",
     "tests/convert/test_convert_sharded.py",
+    "tests/benchmarks/test_scale.py",
 )
 _STORES = ("tests/stores/",)
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 
 AnyBucket = Bucket | GsBucket
+# Values of the fixture `any_bucket` and of a parameter ``format``; by default each store and each format once.
+BY_TURNS = [
+    ("s3", "msgpack"),
+    ("gs", "orbax"),
+    pytest.param("s3", "orbax", marks=pytest.mark.slow),
+    pytest.param("gs", "msgpack", marks=pytest.mark.slow),
+]
 
 
 @dataclasses.dataclass(frozen=True)

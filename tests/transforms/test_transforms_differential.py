@@ -265,6 +265,7 @@ def test_apply_what_makes_no_sense(original: Any, transformations: Any, new: Any
     compare(original, transformations, new, default_to_original)
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_both_outcomes() -> None:
     """Random transforms lead to results as well as to errors, so that both are compared."""
     seen: Counter[bool] = Counter()
