@@ -20,6 +20,7 @@ class MsgpackBackend:
     format = Format.MSGPACK
     compresses = False
     uses_gda_folder = True
+    splits_replicas = False  # Flax reads all but the arrays of the folder from one file
     sorts_multiprocess = True  # Flax 0.12.8, measured
     write_event: str | None = "/jax/flax/checkpoint/save_main_ckpt_task"
 

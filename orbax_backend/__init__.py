@@ -21,6 +21,7 @@ class OrbaxBackend:
     format = Format.ORBAX
     compresses = True
     uses_gda_folder = False
+    splits_replicas = True
     sorts_multiprocess = False
     write_event: str | None = None
 

@@ -58,6 +58,12 @@ class EncodedLeaf:
         """Return the whole array in host memory and C order, with the stored dtype."""
         return self._stored_form(_whole(self.source))
 
+    def written_by_one(self, *, is_here: bool) -> EncodedLeaf:
+        """Return this array, which several processes hold whole, as one that is written by this or by another one."""
+        shards = (all_of(_whole(self.source)),) if is_here else ()
+        source = HostCopy(self.source.shape, np.dtype(self.source.dtype), shards, self.sharding)
+        return dataclasses.replace(self, source=source, spans_processes=True)
+
     def shards(self) -> list[Shard]:
         """Return each distinct shard in host memory and C order, with the stored dtype.
 

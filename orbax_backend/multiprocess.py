@@ -41,7 +41,16 @@ from .key_index import Index, StoredValue, open_database
 from .recording import Recorder, file_of_database
 from .save_plan import Entry, SavePlan
 from .shardings import ShardingEncoder
-from .writer import array_metadatas, commit, encoding_of, finish_arrays, start_arrays, sync_database, tree_files
+from .writer import (
+    array_metadatas,
+    commit,
+    encoding_of,
+    finish_arrays,
+    start_arrays,
+    start_transfers,
+    sync_database,
+    tree_files,
+)
 from .zarr import ArrayInfo, Encoding, parse_array_metadata
 
 
@@ -77,7 +86,8 @@ def write(
         )
     encoding, own = encoding_of(options), _database_of(path, process.index, upload)
     make_directory(own)
-    arrays = [(name, stored) for name, stored in metadata.arrays(plan) if is_primary or stored.spans_processes]
+    _assign_writers(plan, options)
+    arrays = _arrays_of(plan, process)
     recorder, files = Recorder() if options.checksums else None, dict[str, bytes]()
     database = start_arrays(own, arrays, encoding, recorder, is_primary)
     try:
@@ -107,6 +117,7 @@ def end(
     path: str, plan: SavePlan, options: WriteOptions, process: ProcessInfo, upload: MultiprocessUpload | None = None
 ) -> None:
     """Merge the parts of all processes and commit the checkpoint, in process 0; see `Backend.finish_multiprocess`."""
+    _assign_writers(plan, options)
     digest, base = _digest(plan), path if upload is None else upload.url
     databases = [_database_of(base, index, upload) for index in range(process.count)]
     in_parallel(lambda number: _check_done(base, number, databases[number], digest), range(process.count))
@@ -116,6 +127,27 @@ def end(
             _check(path, plan, encoding_of(options), upload)
     in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
     commit(path, plan, plan.record if options.checksums else None)
+
+
+def _assign_writers(plan: SavePlan, options: WriteOptions) -> None:
+    for entry in plan.entries if options.writers else ():
+        entry.writer = options.writers.get(tuple(name for name, _ in entry.keys), 0)
+
+
+def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedLeaf]]:
+    """Return the arrays of which a process writes values or, process 0, the metadata."""
+    found, here = [], process.index
+    start_transfers([(entry.name, entry.stored) for entry in plan.entries if entry.stored and entry.writer == here > 0])
+    for entry in plan.entries:
+        stored = entry.stored
+        if stored is None or stored.value_type == STRING:
+            continue
+        if entry.writer and here in (0, entry.writer):
+            stored = stored.written_by_one(is_here=entry.writer == here)
+        elif here and not stored.spans_processes:
+            continue
+        found.append((entry.name, stored))
+    return found
 
 
 def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -> None:
@@ -291,4 +323,4 @@ def _chunk_owner(array: _Array, cell: Shape) -> str:
             for side, start in zip(normalize_index(index, stored.shape), at, strict=True)
         )
     )
-    return f"the chunk {list(cell)} of process {next(holders, 0)}"
+    return f"the chunk {list(cell)} of process {next(holders, entry.writer)}"

@@ -29,12 +29,14 @@ class Entry:
         name: stored name.
         marker: Orbax's name of an empty node, or None for a leaf.
         stored: encoding of a leaf.
+        writer: the process that writes a leaf which is not spread over processes.
     """
 
     keys: Keys
     name: str
     marker: str | None = None
     stored: EncodedLeaf | None = None
+    writer: int = 0
 
 
 @dataclasses.dataclass(slots=True)

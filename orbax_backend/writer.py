@@ -135,7 +135,7 @@ def start_arrays(
     """
     if not arrays:
         return None
-    _start_transfers(arrays)
+    start_transfers(arrays)
     with translated(path, "written", TENSORSTORE_ERRORS):
         database = Database(path, recorder=recorder)
         reads = any(isinstance(stored.source, StoredArray) for _, stored in arrays)
@@ -182,7 +182,7 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     sync_directory(path)
 
 
-def _start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
+def start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
     """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
     jax = sys.modules.get("jax")
     sources = [stored.source for _, stored in arrays if stored.value_type == JAX_ARRAY]

@@ -211,11 +211,14 @@ class WriteOptions:
             compression and ignores it.
         checksums: record checksums of what is written.
         for_old_orbax: also write what Orbax 0.3 to 0.5 read; the msgpack format ignores it.
+        writers: key path → the process that writes the values of an array which several processes hold whole, where
+            that is not process 0; only for a backend that `splits_replicas`.
     """
 
     compression: str | None = None
     checksums: bool = True
     for_old_orbax: bool = False
+    writers: Mapping[Path, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,6 +247,7 @@ class Backend(Protocol):
         format: the format.
         compresses: `WriteOptions.compression` has an effect.
         uses_gda_folder: arrays that span processes go into the ``_gda`` folder beside the file, as in Flax.
+        splits_replicas: `WriteOptions.writers` has an effect.
         sorts_multiprocess: `save_checkpoint_multiprocess` sorts the maps, and stores lists as maps, as in Flax.
         write_event: event that ``jax.monitoring`` records before a write, as in Flax, or None.
     """
@@ -251,6 +255,7 @@ class Backend(Protocol):
     format: Format
     compresses: bool
     uses_gda_folder: bool
+    splits_replicas: bool
     sorts_multiprocess: bool
     write_event: str | None
 

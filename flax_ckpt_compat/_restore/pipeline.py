@@ -58,15 +58,15 @@ def _restore_at(path: str, target: Any, options: RestoreOptions, checkpointer: A
     with ExitStack() as files:
         plans = _plan(path, target, options, files, checkpointer)
         watch.lap("open and plan")
-        # Long reads do not pause the garbage collector.
-        if not all(plan.is_short for plan in plans.items.values()):
+        together = options.settings.read_once and checkpointer is None
+        # Long reads do not pause the garbage collector, nor do waits for other processes.
+        if together or not all(plan.is_short for plan in plans.items.values()):
             pause.close()
         # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
         # a user's function computes, and structures that custom serialization refuses.
         for plan in plans.items.values():
             policies.enforce(plan)
-        values, together = {}, options.settings.read_once and checkpointer is None
-        read = functools.partial(read_and_place, together=together)
+        values, read = {}, functools.partial(read_and_place, together=together)
         for name, plan in plans.items.items():
             values[name] = rebuild(plan, *watch.timed("read and place", read, plan))
             watch.lap("rebuild")

@@ -41,6 +41,7 @@ class Coordinator:
         process: this process.
         timeout: seconds to wait at each barrier.
         is_aborted: process 0 has reported that the save failed.
+        agrees: all processes came to the first barrier with the same proposal.
         root: prefix of all keys.
         verb, outcome, call: words of its errors.
     """
@@ -52,7 +53,7 @@ class Coordinator:
         """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
         self.process = ProcessInfo(jax.process_index(), jax.process_count())
         self._path, self.timeout, self._store = path, timeout, KeyValueStore(path)
-        self.is_aborted = False
+        self.is_aborted = self.agrees = False
         self._short = min(timeout, _GRACE_SECONDS)
         self._id = f"{self.process.index}-{next(_registration_ids):08}"
         self._prefix = f"{self.root}/{self._id}"
@@ -66,18 +67,25 @@ class Coordinator:
         failed: BaseException | None = None,
         signature: str = "",
         summary: TreeSummary | None = None,
+        proposal: str = "",
         on_primary: Callable[[], str] = lambda: "",
     ) -> str:
         """Wait at the first barrier, for all processes that save this path.
 
         As `barrier`, with what has to be the same in all processes: the signature, and the arrays of the summary that
-        are spread over processes.
+        are spread over processes. Whether the proposal is the same, too, and no sampled value differs, is `agrees`.
         """
         signature += f" and {summary.spread}" if summary is not None else ""
         if self.process.index == 0:
-            return self._answer_registrations(signature, summary, failed, on_primary)
+            return self._answer_registrations(signature, summary, proposal, failed, on_primary)
         details = {} if summary is None else summary.details
-        content = {"path": self._path, "signature": signature, "tree": details, "error": encode_error(failed)}
+        content = {
+            "path": self._path,
+            "signature": signature,
+            "tree": details,
+            "proposal": proposal,
+            "error": encode_error(failed),
+        }
         try:
             self._store.set(f"{self._registered}/{self._id}", content)
             result = self._wait_registered(failed is not None)
@@ -86,7 +94,7 @@ class Coordinator:
             if failed is not None and isinstance(error, CheckpointError):
                 raise failed from error
             raise
-        self._prefix = result.get("prefix", self._prefix)
+        self._prefix, self.agrees = result.get("prefix", self._prefix), result.get("agrees", False)
         if failed is not None:
             raise failed
         return self._unwrap(result)
@@ -163,7 +171,12 @@ class Coordinator:
                 self._store.set(f"{result['prefix']}/commit/{self.process.index}", {"error": encode_error(error)})
 
     def _answer_registrations(
-        self, signature: str, summary: TreeSummary | None, failed: BaseException | None, on_primary: Callable[[], str]
+        self,
+        signature: str,
+        summary: TreeSummary | None,
+        proposal: str,
+        failed: BaseException | None,
+        on_primary: Callable[[], str],
     ) -> str:
         """Run the first barrier in process 0."""
         self._store.delete(self._failure_folder)
@@ -173,11 +186,11 @@ class Coordinator:
         try:
             here, others = self._wait_for_registrations(failed is not None)
             self._validate("begin", {index: content for index, (_, content) in here.items()}, others, failed)
-            self._compare(signature, summary, here)
+            self._compare(signature, summary, proposal, here)
             value = on_primary()
         except BaseException as raised:  # noqa: BLE001  (reported to the other processes)
             error = raised
-        result = {"value": value, "error": encode_error(error), "prefix": self._prefix}
+        result = {"value": value, "error": encode_error(error), "prefix": self._prefix, "agrees": self.agrees}
         if error is not None and len(here) + len(others) < self.process.count - 1:
             self._store.set(f"{self._failure_folder}result", result)
             self._delete_later(self._failure_folder)
@@ -260,13 +273,14 @@ class Coordinator:
         if missing:
             raise self._timeout_error(stage, missing)
 
-    def _compare(self, signature: str, summary: TreeSummary | None, here: _Registrations) -> None:
+    def _compare(self, signature: str, summary: TreeSummary | None, proposal: str, here: _Registrations) -> None:
         for index, (_, content) in sorted(here.items()):
             if content["signature"] != signature:
                 hint = "" if summary is None else summary.differences(content["tree"])
                 raise self._mismatch(index, content["signature"], signature, hint)
-        if summary is not None:
-            summary.warn_of_values(self._path, {index: content["tree"] for index, (_, content) in here.items()})
+        trees = {index: content["tree"] for index, (_, content) in here.items()}
+        is_same = summary is None or summary.check_values(self._path, trees)
+        self.agrees = is_same and all(content["proposal"] == proposal for _, content in here.values())
 
     def _mismatch(self, index: int, theirs: str, mine: str, hint: str = "") -> MultiprocessSaveError:
         return MultiprocessSaveError(

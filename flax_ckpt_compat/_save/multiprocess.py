@@ -11,11 +11,12 @@ import jax
 from jax import monitoring
 
 from flax_ckpt_compat._core import paths, staging
-from flax_ckpt_compat._core.backend import Backend
+from flax_ckpt_compat._core.backend import Backend, WriteOptions
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import async_saves, checkpointer_adapter, snapshot, validation
 from flax_ckpt_compat._save.coordination import Coordinator
+from flax_ckpt_compat._save.replicas import Replicas
 from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._save.tree_summary import TreeSummary
@@ -35,16 +36,21 @@ def save(request: SaveRequest, target: Any) -> None:
     if request.orbax_checkpointer:
         _save_with_checkpointer(request, target, coordinator)
         return
-    own, failed, summary = _ProcessSave(request, coordinator, backend_for(request.format)), None, None
+    own, failed, summary = _ProcessSave(request, coordinator, backend_for(request.format), request.options), None, None
+    replicas = Replicas()
     try:
         async_saves.wait_for_earlier_saves(request)
-        tree = snapshot.tree_to_save(target, request)
+        tree = snapshot.tree_to_save(target, request, replicas)
         own.prepared = own.backend.prepare(tree, coordinator.process)
         summary = TreeSummary(tree)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
     signature = f"{request.format.value} with overwrite={request.overwrite}"
-    staging_json = coordinator.join(failed=failed, signature=signature, summary=summary, on_primary=own.begin)
+    staging_json = coordinator.join(
+        failed=failed, signature=signature, summary=summary, proposal=replicas.digest(), on_primary=own.begin
+    )
+    if coordinator.agrees and own.backend.splits_replicas:
+        own.options = dataclasses.replace(own.options, writers=replicas.writers())
     if request.async_manager:
         own.start(request.async_manager, staging_json)
     else:
@@ -58,6 +64,7 @@ class _ProcessSave:
     request: SaveRequest
     coordinator: Coordinator
     backend: Backend
+    options: WriteOptions
     prepared: Any = None
 
     def begin(self) -> str:
@@ -69,7 +76,7 @@ class _ProcessSave:
         try:
             with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
                 self.backend.begin_multiprocess(
-                    staged.path, self.prepared, request.options, self.coordinator.process, staged.upload
+                    staged.path, self.prepared, self.options, self.coordinator.process, staged.upload
                 )
         except BaseException:
             staged.cleanup(is_primary=True)
@@ -100,7 +107,7 @@ class _ProcessSave:
             staged = staging.from_json(staging_json, is_primary)
             if failed is None:
                 with writing(request.path, staged.path), jax.transfer_guard_device_to_host("allow"):
-                    self.backend.write_process_part(staged.path, self.prepared, request.options, process, staged.upload)
+                    self.backend.write_process_part(staged.path, self.prepared, self.options, process, staged.upload)
         except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
             failed = error
 
@@ -109,7 +116,7 @@ class _ProcessSave:
             if self.backend.write_event:
                 monitoring.record_event(self.backend.write_event)
             with writing(request.path, staged.path):
-                self.backend.finish_multiprocess(staged.path, self.prepared, request.options, process, staged.upload)
+                self.backend.finish_multiprocess(staged.path, self.prepared, self.options, process, staged.upload)
             validation.publish(request, functools.partial(staged.publish, request.path))
             retain(request)
             return ""

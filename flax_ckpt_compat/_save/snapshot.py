@@ -24,15 +24,18 @@ from flax_ckpt_compat._core.tree import (
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import tree_summary
 from flax_ckpt_compat._save.host_copies import Copies
+from flax_ckpt_compat._save.replicas import Replicas
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._trees import depth, state_dict
 from flax_ckpt_compat._trees.plain_values import plain
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
 
-def tree_to_save(target: Any, request: SaveRequest) -> Node:
-    """Return the neutral tree of a user's tree; for a background save, with copies of all values."""
-    snapshot = _Snapshot(request)
+def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = None) -> Node:
+    """Return the neutral tree of a user's tree; for a background save, with copies of all values.
+
+    Arrays that several processes hold whole are added to ``replicas``."""
+    snapshot = _Snapshot(request, replicas)
     tree = state_dict.describe(target)
     # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
     with jax.transfer_guard_device_to_host("allow"):
@@ -54,8 +57,8 @@ class _Snapshot:
         levels: depth of the tree so far.
     """
 
-    def __init__(self, request: SaveRequest):
-        self._request, self.levels = request, 0
+    def __init__(self, request: SaveRequest, replicas: Replicas | None = None):
+        self._request, self.levels, self._replicas = request, 0, replicas
         self.copies = Copies() if request.async_manager else None
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
@@ -87,6 +90,9 @@ class _Snapshot:
         """Return a leaf as it is saved."""
         taken = _checked(path, plain(leaf, path), self._request)
         apart = state_dict.split_key(taken)
+        is_replica = taken is not leaf and isinstance(leaf, jax.Array) and not state_dict.is_prng_key(leaf)
+        if is_replica and self._replicas is not None:
+            self._replicas.add(path, leaf, _owners(leaf.sharding))
         if apart is taken and type(taken) is type(leaf):
             if isinstance(taken, jax.Array):
                 self._array_types.add(type(taken))

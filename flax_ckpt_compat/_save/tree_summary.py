@@ -84,8 +84,11 @@ class TreeSummary:
         names = sorted(name for group in groups for name in self._names.get(group, ()))
         return f"; look at {'' if self._is_exact else 'some of '}{one_line(names)}" if names else ""
 
-    def warn_of_values(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn once for leaves of which processes hold different values; ``others`` has their `details` by process."""
+    def check_values(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Return whether processes hold the same values; warn once for leaves of which they do not.
+
+        ``others`` has their `details` by process.
+        """
         first = {(group, *digest.split()[:1]): digest for group, digest in self.details["values"].items()}
         groups: set[str] = set()
         processes = []
@@ -109,6 +112,7 @@ class TreeSummary:
                 f"{'' if self._is_exact else 'some of '}{names}" if names else "some leaves",
                 ", ".join(map(str, processes)),
             )
+        return not groups
 
 
 def spans_processes(array: Any) -> bool:

@@ -1,0 +1,61 @@
+"""Saves in Orbax's format of arrays that all processes hold: each process writes about as much."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess import jobs, replica_jobs
+from tests.support.team import team_of
+
+MIB = 2**20
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
+
+
+@linux
+@pytest.mark.parametrize(
+    ("count", "in_background", "settings"),
+    [
+        (2, False, {}),
+        (2, True, {}),
+        pytest.param(4, False, {}, marks=pytest.mark.slow),
+        pytest.param(2, False, {"compression": "crc32c"}, marks=pytest.mark.slow),
+        pytest.param(2, False, {"oldest_orbax": "0.3"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_work_is_shared(tmp_path: Path, count: int, in_background: bool, settings: dict[str, Any]) -> None:
+    """Of 9 MiB that all hold each writes its part, and process 0 the rest; real Orbax reads it."""
+    team = team_of(count)
+    first, *others = team.call(replica_jobs.save, str(tmp_path), "", in_background, settings)
+    share = 9 * MIB / count
+    # The host's array of 2 MiB, and metadata.
+    assert share - MIB < first - 2 * MIB < share + 1.2 * MIB
+    assert all(share - MIB < other < share + 1.2 * MIB for other in others)
+    team.call(replica_jobs.restore, str(tmp_path))
+    team.call(replica_jobs.restore_with_orbax, str(tmp_path))
+    team_of(1).call(replica_jobs.restore_with_orbax, str(tmp_path))
+
+
+@linux
+@pytest.mark.parametrize("kind", ["diverged", "lacking"])
+def test_processes_that_hold_something_else(tmp_path: Path, kind: str) -> None:
+    """Then process 0 writes all, so that no checkpoint mixes what two processes hold."""
+    team = team_of(2)
+    first, other = team.call(replica_jobs.save, str(tmp_path), kind)
+    assert first > 11 * MIB
+    assert other < MIB // 4
+    team.call(replica_jobs.restore, str(tmp_path))
+
+
+def test_the_files_say_the_same_whoever_writes(tmp_path: Path) -> None:
+    """The structure and the shardings are those of a save by process 0 alone."""
+    team = team_of(2)
+    for kind in ("", "diverged"):
+        team.call(replica_jobs.save, str(tmp_path / (kind or "shared")), kind)
+    for name in ("_METADATA", "_sharding", "array_metadatas/process_0"):
+        shared, alone = (tmp_path / folder / "checkpoint_1" / name for folder in ("shared", "diverged"))
+        assert shared.read_bytes() == alone.read_bytes()
+    assert jobs.names(str(tmp_path / "shared/checkpoint_1")) == jobs.names(str(tmp_path / "diverged/checkpoint_1"))
