@@ -311,7 +311,7 @@ def _incomplete(path: str, keystr: str, what: str) -> StorageError:
 
 
 def _chunk_owner(array: _Array, cell: Shape) -> str:
-    """Name a chunk and the process that holds its first replica."""
+    """Name a chunk and the process that writes it."""
     stored = cast(EncodedLeaf, array.entry.stored)
     at = [number * length for number, length in zip(cell, array.chunks.info.chunks, strict=True)]
     devices = stored.sharding.devices_indices_map(stored.shape) if stored.spans_processes else {}
@@ -323,4 +323,4 @@ def _chunk_owner(array: _Array, cell: Shape) -> str:
             for side, start in zip(normalize_index(index, stored.shape), at, strict=True)
         )
     )
-    return f"the chunk {list(cell)} of process {next(holders, entry.writer)}"
+    return f"the chunk {list(cell)} of process {next(holders, array.entry.writer)}"
