@@ -21,6 +21,7 @@ from flax_ckpt_compat._core.local.atomic import temporary_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save.request import of_step
+from tests.support.saves import use_flag
 
 PAIRS = list(itertools.product(Format, repeat=2))
 
@@ -63,6 +64,27 @@ def test_one_of_two_saves_of_a_step_is_refused(tmp_path: Path, pair: tuple[Forma
     assert isinstance(refused, errors.InvalidCheckpointError)
     assert "already exists; pass overwrite=True" in str(refused)
     assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == failed.index(None)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("format", Format)
+def test_a_folder_of_something_else_that_appears_during_a_save_stays(
+    tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an overwrite replaces only checkpoints, and looks again before it does."""
+    model = tmp_path / "checkpoint_1"
+
+    def download() -> None:
+        model.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (model / name).write_text("{}")
+
+    backend = backend_for(format)
+    monkeypatch.setattr(backend, "write", _then(backend.write, download))
+    flag = format is Format.ORBAX
+    with use_flag(flag), pytest.raises(errors.InvalidCheckpointError, match="Hugging Face"):
+        checkpoints.save_checkpoint(tmp_path, {"n": 1}, 1, overwrite=True)
+    assert sorted(os.listdir(model)) == ["config.json", "model.safetensors"]
     assert os.listdir(tmp_path) == ["checkpoint_1"]
 
 

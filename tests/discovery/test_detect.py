@@ -248,6 +248,24 @@ def test_a_directory_that_lost_its_head(tmp_path: Path) -> None:
         checkpoints.restore_checkpoint(tmp_path, None, step=2)
 
 
+@pytest.mark.parametrize("tree_is_there", [True, False])
+def test_databases_that_were_never_merged(tree_is_there: bool, tmp_path: Path) -> None:
+    """What processes wrote until process 0 died is incomplete: passed over as the latest, an error by name."""
+    with use_flag(True):
+        for step in (1, 2):
+            path = Path(checkpoints.save_checkpoint(tmp_path, {"a": np.ones(2000)}, step, keep=5))
+    (path / "ocdbt.process_0").mkdir()
+    for name in ("manifest.ocdbt", "d"):
+        (path / name).rename(path / "ocdbt.process_0" / name)
+    for file in path.iterdir():
+        if not file.is_dir() and not (tree_is_there and file.name == "_METADATA"):
+            file.unlink()
+    assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_1")
+    said = "the writers' databases were never merged" if tree_is_there else "there are arrays, but no _METADATA"
+    with pytest.raises(IncompleteCheckpointError, match=said):
+        checkpoints.restore_checkpoint(tmp_path, None, step=2)
+
+
 @pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])
 def test_a_missing_chunk_is_an_error(fills: bool, tmp_path: Path) -> None:
     """A chunk of an array that is gone is an error that names the leaf; real Orbax and Flax read zeros there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import flax.serialization
 import msgpack
 import numpy as np
 import pytest
-from flax_ckpt_compat.legacy import BACKEND, source
+from flax_ckpt_compat.legacy import BACKEND, format, source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat._core.backend import LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, LeafKind
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.tree import Container, KeyData, iter_leaves
 from tests.support.profiles import examples
@@ -29,6 +30,19 @@ from tests.support.trees import ML_DTYPES, arrays, fingerprint, leaves, numbers,
 def test_restores_what_flax_saved(load_bytes, tree):
     """Every tree in a file of real Flax comes back with its types, dtypes, shapes and bits."""
     assert fingerprint(load_bytes(flax.serialization.to_bytes(tree))) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("limit", [2**30, 3000], ids=["whole", "in chunks"])
+def test_slices_are_those_of_numpy(save, limit, monkeypatch):
+    """Ranges on any axes, contiguous in the file or not, of arrays in one piece and in Flax's chunks."""
+    monkeypatch.setattr(format, "MAX_CHUNK_SIZE", limit)
+    array = np.arange(2 * 3 * 5 * 400.0).reshape(2, 3, 5, 400)
+    reader = BACKEND.open(str(save({"a": array})))
+    ranges = [[slice(0, length), slice(0, 1), slice(1, length)] for length in array.shape]
+    parts = [ArraySlice(reader.tree.children["a"], index) for index in itertools.product(*ranges)]
+    for part, found in zip(parts, reader.read(parts), strict=True):
+        np.testing.assert_array_equal(found, array[part.index])
+    reader.close()
 
 
 _ROOT = Path(__file__).parents[2]

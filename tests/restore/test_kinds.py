@@ -1,5 +1,6 @@
 """Which stored kind of leaf fits which leaf of a target."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_ckpt_compat import restore, rules, save
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._restore import kinds
 from flax_ckpt_compat._restore.kinds import TargetKind
+from flax_ckpt_compat._trees.leaf_sources import Derived
 
 
 def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cast: bool = False, **more: Any) -> bool:
@@ -63,3 +66,30 @@ def test_which_numbers_a_cast_converts() -> None:
         assert kinds.is_converted(LeafKind.INT, target, True)
         assert not kinds.is_converted(LeafKind.INT, target, False)
     assert not kinds.is_converted(LeafKind.STR, 1.0, True)
+
+
+def test_what_rules_compute_fits_numbers_and_arrays() -> None:
+    """A 0-d result is taken for a number, as a stored one is; what nobody can foresee fits all."""
+    cases = [
+        (
+            Derived((), lambda: 1, (), np.dtype("f4"), "cast"),
+            [1.5, np.float32(1), np.zeros(())],
+            ["text", jax.random.key(0)],
+        ),
+        (Derived((), lambda: 1, None, None, "computed"), [1.5, "text", b"", jax.random.key(0)], []),
+    ]
+    for derived, fitting, others in cases:
+        assert [kinds.find(("a",), derived, target, False) for target in fitting] == [None] * len(fitting)
+        assert None not in [kinds.find(("a",), derived, target, False) for target in others]
+    keys = Derived((), lambda: 1, (), None, "wrapped")
+    assert kinds.find(("a",), keys, jax.random.key(0), False) is None
+    for target, shown in ((1.5, "a number"), (np.zeros(()), "an array () float64")):
+        difference = kinds.find(("a",), keys, target, False)
+        assert difference is not None
+        assert difference.what == f"stored a typed PRNG key, target {shown}"
+
+
+def test_a_number_of_the_target_takes_a_cast_one(tmp_path: Path) -> None:
+    """A rule's result for it is no difference, also where differences are errors."""
+    path = save(tmp_path / "c", {"n": np.array(3.0)}, format="msgpack")
+    assert restore(path, {"n": 1.5}, transforms=[rules.cast("n", "float32")]) == {"n": 3.0}

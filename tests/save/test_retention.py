@@ -239,6 +239,8 @@ def test_two_spellings_of_a_step_are_one_step(flag: bool, tmp_path: Path) -> Non
         ours.save_checkpoint(tmp_path, tree(2), 7)
     ours.save_checkpoint(tmp_path, tree(2), 7, keep=5, overwrite=True)
     assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_7"], 2)
+    ours.save_checkpoint(tmp_path, tree(3), 7.0, keep=5, overwrite=True)
+    assert (names(tmp_path), restored(tmp_path)) == (["checkpoint_7.0"], 3)
 
 
 def test_huge_steps_are_told_apart(flag: bool, tmp_path: Path) -> None:
