@@ -9,8 +9,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_arr
 
 # Values up to this size lie inline in the B-tree, whose nodes are compressed and have checksums anyway.
 _INLINE_BYTES = 1024
+# Nodes of a merged index, decoded: TensorStore's default, of which its caches hold many.
+_MERGED_NODE_BYTES = 8 << 20
 # Orbax 0.12.8's settings of the database, as its manifests record them (measured).
 _DATABASE = {
     "max_inline_value_bytes": _INLINE_BYTES,
@@ -55,15 +57,18 @@ _WRITEBACK_FROM_BYTES = 8 << 20
 class Database:
     """A new OCDBT database."""
 
-    def __init__(self, path: str, url: str | None = None, recorder: Recorder | None = None) -> None:
-        """Open the database in the directory ``path``, to merge those of a store's folder ``url``, and a transaction.
+    def __init__(
+        self, path: str, url: str | None = None, recorder: Recorder | None = None, *, merges: bool = False
+    ) -> None:
+        """Open the database in the directory ``path``, and a transaction.
 
+        With ``merges``, others are merged into it, which lie in the same directory or in a store's folder ``url``.
         ``recorder`` records the checksums of chunks that have none of their own."""
         self._path, self._url, self._recorder = path, url, recorder
         self._spec = {
             "driver": "ocdbt",
             "base": self._base(),
-            "config": _DATABASE,
+            "config": _DATABASE if not merges else {**_DATABASE, "max_decoded_node_bytes": _MERGED_NODE_BYTES},
             "assume_config": True,
             "target_data_file_size": _DATA_FILE_BYTES,
         }
@@ -185,11 +190,20 @@ class Database:
         """Add references to all values of finished databases in this directory."""
         children = {name: {"driver": "ocdbt", "base": self._base(name)} for name in names}
         opened = {name: ts.KvStore.open(spec, context=self._context) for name, spec in children.items()}
+        copies = {}
         for name, child in opened.items():
-            folder = os.path.join(self._url or self._path, name)
-            with translated(folder, "merged with those of the other processes", TENSORSTORE_ERRORS):
-                store = wait(folder, child)
-                wait(folder, store.experimental_copy_range_to(self._store), _INDEX_BYTES)
+            with self._merging(name) as folder:
+                copies[name] = wait(folder, child).experimental_copy_range_to(self._store)
+        for name, copied in copies.items():
+            with self._merging(name) as folder:
+                wait(folder, copied, _INDEX_BYTES)
+
+    @contextmanager
+    def _merging(self, name: str) -> Iterator[str]:
+        """Yield the directory of a database that is merged, and name it in errors."""
+        folder = os.path.join(self._url or self._path, name)
+        with translated(folder, "merged with those of the other processes", TENSORSTORE_ERRORS):
+            yield folder
 
     def start_commit(self) -> None:
         """Start the commit, once the one before has finished; TensorStore continues in its own threads."""

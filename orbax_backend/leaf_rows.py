@@ -29,10 +29,11 @@ class LeafRows:
     Attributes:
         first: the first key.
         keys: all keys without the prefix, as an array padded with zeros if their lengths are alike.
+        files: files with values.
     """
 
     def __init__(self, columns: Columns, files: Sequence[str], prefix: bytes, count: int) -> None:
-        self._files, self._prefix = files, prefix
+        self._names, self._prefix = files, prefix
         self.keys: Any = check_ascending(columns.keys(count))
         self.first = prefix + self.keys[0]
         self._lengths, kinds = columns.numbers(count), columns.numbers(count)
@@ -44,6 +45,8 @@ class LeafRows:
         self._numbers, self._offsets = columns.numbers(outside), columns.numbers(outside)
         if outside and int(self._numbers.max()) >= len(files):
             raise ValueError(f"one of {len(files)} files was expected, found number {int(self._numbers.max())}")
+        self._used = np.bincount(self._numbers, minlength=len(files)).nonzero()[0]
+        self.files = [files[number] for number in self._used.tolist()]
         inline = self._lengths[kinds == INLINE]
         self._values = columns.slices(inline.tolist())
         columns.finish()
@@ -59,7 +62,7 @@ class LeafRows:
         outside = int(self._outside[row])
         if not self._indirect[row]:
             return self._values[row - outside]
-        file = self._files[self._numbers[outside - 1]]
+        file = self._names[self._numbers[outside - 1]]
         return ByteRange(file, int(self._offsets[outside - 1]), int(self._lengths[row]))
 
     def row(self, key: bytes) -> int:
@@ -83,11 +86,10 @@ class LeafRows:
 
     def ends(self) -> Iterator[tuple[str, int]]:
         """Yield files and the ends of the last values in them."""
-        ends = np.zeros(len(self._files), np.uint64)
+        ends = np.zeros(len(self._names), np.uint64)
         lengths = self._lengths[self._indirect].astype(np.uint64)
         np.maximum.at(ends, self._numbers, self._offsets + lengths)
-        for number in np.unique(self._numbers).tolist():
-            yield self._files[number], int(ends[number])
+        return zip(self.files, ends[self._used].tolist(), strict=True)
 
     def __iter__(self) -> Iterator[bytes]:
         return (self._prefix + key for key in self.keys)
@@ -127,12 +129,23 @@ class RowEntries(Mapping[bytes, bytes | ByteRange]):
             names, at = names[count:], at + 1
         return not len(names)
 
+    def files(self) -> set[str]:
+        """Return the files with values."""
+        return {file for leaf in self._leaves for file in leaf.files}
+
     def ends(self) -> Iterator[tuple[str, int]]:
         """Yield files and the ends of values in them; the last of a leaf node for each."""
         return (one for leaf in self._leaves for one in leaf.ends())
 
 
 Entries = dict[bytes, bytes | ByteRange] | RowEntries
+
+
+def files_of(entries: Entries) -> set[str]:
+    """Return the files with values."""
+    if isinstance(entries, RowEntries):
+        return entries.files()
+    return {value.file for value in entries.values() if type(value) is ByteRange}
 
 
 def ends_of(entries: Entries) -> dict[str, int]:

@@ -159,7 +159,7 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
         return os.path.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
     with translated(path, "written", TENSORSTORE_ERRORS):
-        top = Database(path, None if upload is None else upload.folder)
+        top = Database(path, None if upload is None else upload.folder, merges=True)
         # A process that holds no first replica has written no database.
         top.merge(list(filter(is_written, map(os.path.basename, databases))))
         top.start_commit()

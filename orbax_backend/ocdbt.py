@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import ByteRange, CheckpointFiles, sizes_of
-from .leaf_rows import INDIRECT, INLINE, Entries, LeafRows, RowEntries, check_ascending, ends_of
+from .leaf_rows import INDIRECT, INLINE, Entries, LeafRows, RowEntries, check_ascending, files_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, Columns, MemoryBudget, UndecodableError, check_crc32c, decompress_zstd
 
 MANIFEST_MAGIC, NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
@@ -122,7 +122,7 @@ class _Database:
 
     def check_files(self, entries: Entries) -> None:
         """Check that values are in regular files of the checkpoint."""
-        for file in ends_of(entries):
+        for file in files_of(entries):
             self._files.check(file)
 
     @contextlib.contextmanager

@@ -33,7 +33,8 @@ _LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 1
 _MAX_PADDING = 4
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
 _ZERO = np.zeros(1, np.uint8)
-_VARINT_BYTES, _BYTES_IN_32_BITS = 10, 4  # of 64 bits; so many have 28
+# Bytes of a varint of 64 bits, of most varints, and of 28 bits.
+_VARINT_BYTES, _USUAL_VARINT_BYTES, _BYTES_IN_32_BITS = 10, 3, 4
 Numbers = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
@@ -125,11 +126,11 @@ def _blocks(frame: bytes, at: int) -> tuple[int, int]:
 
 def _padded(shared: Any, lengths: Any, text: Any, width: int) -> Any:
     """Return names as an array of bytes padded with zeros, one place of all names after the other."""
-    count = len(lengths)
+    count, few = len(lengths), shared.astype(np.uint16)
     starts = np.cumsum(lengths - shared) - lengths  # place 0 of the name would be here in the text
     places = np.empty((width, count), np.uint8)
     for place in range(width):
-        rows = np.flatnonzero(shared <= place)  # the others repeat the name before
+        rows = np.flatnonzero(few <= place)  # the others repeat the name before
         found = np.where(lengths[rows] > place, text[np.minimum(starts[rows] + place, len(text) - 1)], 0)
         places[place] = np.repeat(found, np.diff(rows, append=count))
     return np.ascontiguousarray(places.T).view(f"S{width}").reshape(count)
@@ -191,8 +192,11 @@ class Columns:
         return self._long_varints(count)
 
     def _long_varints(self, count: int) -> Numbers:
-        window = self._bytes[self._at : self._at + _VARINT_BYTES * count]
-        ends = np.flatnonzero(window < 0x80)[:count]
+        window, ends = self._bytes[:0], np.zeros(0, np.int64)
+        for most in (_USUAL_VARINT_BYTES, _VARINT_BYTES):
+            if len(ends) < count:
+                window = self._bytes[self._at : self._at + most * count]
+                ends = np.flatnonzero(window < 0x80)[:count]
         if len(ends) < count:
             raise ValueError(f"{count} numbers were expected at byte {self._at}, found {len(ends)}")
         starts = np.concatenate([[0], ends[:-1] + 1])
