@@ -99,6 +99,13 @@ def test_the_longest_name(tmp_path: Path) -> None:
     assert _values(tmp_path) == values
 
 
+def test_names_that_end_in_zeros(tmp_path: Path) -> None:
+    """Arrays of names are padded with zeros, which these have themselves."""
+    values = {b"a": b"1", b"a\0": b"2", b"a\0\0": b"3", b"b\0c": b"4"}
+    _database(tmp_path, values)
+    assert _values(tmp_path) == values
+
+
 def test_frames_that_end_in_an_empty_block() -> None:
     """RFC 8878, 3.1.1.2: a stream that is closed after its last flush ends so; blocks have a header of 3 bytes."""
     start, header = bytes.fromhex("28b52ffd 00 50"), (3 << 3).to_bytes(3, "little")
