@@ -48,7 +48,13 @@ def is_url(path: str) -> bool:
 def absolute(path: str) -> str:
     """Return the absolute local path, or the normalized URL."""
     _refuse_mangled(path)
-    return retrying.normal(path) if is_url(path) else os.path.abspath(local(path))
+    if is_url(path):
+        return retrying.normal(path)
+    try:
+        return os.path.abspath(local(path))
+    except FileNotFoundError as error:  # of the working directory
+        message = f"{path}: the working directory, to which this path is relative, was removed; pass an absolute path"
+        raise StorageError(message, path=path, errno=error.errno) from error
 
 
 def normal(path: str) -> str:

@@ -93,7 +93,7 @@ def _exists(path: str) -> bool:
     parent = os.path.dirname(path)
     try:
         names = os.listdir(parent)
-    except OSError:  # missing or not listable: the path does not exist
+    except (OSError, ValueError):  # missing, not listable, or no name of a file: the path does not exist
         return False
     atomic.restore_set_aside(parent, names)
     return paths.lexists(path)

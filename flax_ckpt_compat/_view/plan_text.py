@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ PlannedLeaf = Any
 _MAX_ROWS = 24
 _MAX_STEPS = 12
 _MAX_WIDTH = 80
+_FRAME = 10  # characters of a table of three columns
 _HEADINGS = ("leaf", "comes from", "shape and dtype")
 _SAME = "same name"
 _STYLES = {"missing": "bold red", "computed": "cyan", "target": "yellow", "checkpoint": ""}
@@ -48,18 +50,39 @@ def rich(plan: Plan, width: int) -> Iterator[Any]:
     from rich.text import Text
 
     def text(note: str) -> Any:
-        return Text("\n".join(_narrow(line, width) for line in printable(note).splitlines()))
+        lines = (_narrow(line, width) for line in printable(note).splitlines())
+        return Text("\n".join(" ".join(_at_slashes(word, width) for word in line.split(" ")) for line in lines))
 
     rows, more = _shown(plan)
     table = Table()
     for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, _cells(row)), style=row.detail[0])
+    all_cells = [_cells(row) for row in rows]
+    widths = _column_widths([_HEADINGS, *all_cells], width)
+    for row, cells in zip(rows, all_cells, strict=True):
+        names = [_at_slashes(cell, widths[column]) for column, cell in enumerate(cells[:2])]
+        table.add_row(*map(Text, (*names, cells[2])), style=row.detail[0])
     yield Text(title(plan))
     yield from map(text, verdict(plan))
     yield table
     yield from map(text, _rest(plan, more))
+
+
+def _column_widths(cells: Sequence[Sequence[str]], width: int) -> tuple[int, int]:
+    """Return the widths of the two columns of names that fill a table of three."""
+    leaf, source, what = (max(len(row[column]) for row in cells) for column in range(3))
+    room = max(2, width - what - _FRAME)
+    return (min(leaf, max(room - source, room // 2)), min(source, max(room - leaf, room // 2)))
+
+
+def _at_slashes(name: str, width: int) -> str:
+    """Break a key path that is longer than a line after its slashes, as far as that is possible."""
+    lines = [""]
+    for part in re.findall("[^/]*/|[^/]+", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _narrow(line: str, width: int) -> str:

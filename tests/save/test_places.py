@@ -175,6 +175,25 @@ def test_names_that_tensorstore_changes(flag: bool, tmp_path: Path, name: str, w
         checkpoints.restore_checkpoint(folder, {**WITH_ARRAYS, "w": np.zeros(3)})
 
 
+# Paths that no longer lead anywhere
+
+
+def test_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths are refused with what to do; absolute ones work."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (
+        lambda: checkpoints.save_checkpoint("run", {}, 1),
+        lambda: checkpoints.restore_checkpoint("run", None),
+        lambda: checkpoints.latest_checkpoint("."),
+    ):
+        with pytest.raises(errors.StorageError, match=r"working directory.*was removed; pass an absolute path"):
+            call()
+    checkpoints.save_checkpoint(tmp_path, WITH_ARRAYS, 1)
+    assert checkpoints.restore_checkpoint(tmp_path, None)["text"] == "x"
+
+
 # Permissions
 
 

@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import rich.console
-from flax import serialization
+from flax import serialization, traverse_util
 from flax.training import train_state
 
 from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
@@ -176,6 +177,24 @@ def test_it_prints_as_text_and_as_a_table(saved: str, tmp_path: Path) -> None:
         for word in ("params/encoder/kernel", "params/dense/kernel", "stats/mean", "extra/note", "(4,)", "float16"):
             assert word in text, text
     assert "1 kept from the target" in str(plan)
+
+
+def test_a_narrow_table_breaks_names_at_slashes(flag: bool, tmp_path: Path) -> None:
+    """At 80 columns no name is broken within a word, in the table or below it."""
+    old, new = (
+        ["params", f"transformer_of_{which}", "self_attention_block", "query_kernel"] for which in ("old", "new")
+    )
+    checkpoints.save_checkpoint(tmp_path, traverse_util.unflatten_dict({tuple(old): np.ones(2)}), 1)
+    target = traverse_util.unflatten_dict({tuple(new): np.zeros(2)})
+    for transforms in (None, [rules.rename("transformer_of_old", "transformer_of_new")]):
+        console = rich.console.Console(file=io.StringIO(), width=80)
+        console.print(plan_restore(tmp_path, target, transforms=transforms))
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= 80
+        table = [re.split(" *│ *", line.strip("│ ")) for line in lines if line.startswith("│")]
+        assert {part for cells in table for part in cells[0].split("/")} - {""} == set(new)
+        if transforms is not None:
+            assert {part for cells in table for part in cells[1].split(": ")[-1].split("/")} - {""} >= set(old)
 
 
 def test_many_plain_leaves_are_counted_and_odd_ones_listed(flag: bool, tmp_path: Path) -> None:
