@@ -36,12 +36,17 @@ def test_sequences_are_in_the_order_of_their_indices() -> None:
     assert list(tree.children) == [str(n) for n in range(11)]
 
 
+@pytest.mark.parametrize("entries", [[("a/0", "ds"), ("a/b", "dd")], [("a/b", "dd"), ("a/0", "ds")]])
+def test_children_by_index_and_by_name_are_a_dict(entries: list[tuple[str, str]]) -> None:
+    """As Orbax saves a `flax.nnx.List`, which it cannot restore."""
+    assert built(entries).children["a"] == Branch({name[2:]: name for name, _ in entries})
+
+
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
         ([("a/0", "ds"), ("a/2", "ds")], "has the indices"),
-        ([("a/0", "ds"), ("a/1", "dd")], "contradicts"),
-        ([("a/0", "ds"), ("a/b/c", "ddd")], "contradicts"),
+        ([("a/0/b", "dsd"), ("a/0/c", "ddd")], "contradicts"),
         ([("a/b", "dd"), ("a/b", "dd")], "listed twice"),
         ([("a", "d"), ("a/b", "dd")], "listed twice, or as both a leaf and a branch"),
     ],

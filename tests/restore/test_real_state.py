@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat import checkpoints, restore
 from tests.support.real_states import STATES, NnxNet, linen_variables
 
 
@@ -115,3 +116,20 @@ def test_parameters_alone_out_of_a_train_state(flag: bool, tmp_path: Path) -> No
     checkpoints.save_checkpoint(tmp_path, saved, 1)
     restored = checkpoints.restore_checkpoint(tmp_path, {"params": linen_variables()["params"]})
     assert_same(restored, {"params": saved.params})
+
+
+@pytest.mark.skipif(not hasattr(nnx, "List"), reason="this flax has no nnx.List")
+def test_a_module_with_a_list_that_orbax_saved(tmp_path: Path) -> None:
+    """Orbax saves it, with children by index beside one by name, and cannot restore it."""
+
+    class Layers(nnx.Module):
+        def __init__(self, seed: int) -> None:
+            self.layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(seed + n)) for n in range(2)])
+
+    saved, target = Layers(1), Layers(5)
+    ocp.PyTreeCheckpointer().save(tmp_path / "model", saved)
+    assert_same(checkpoints.restore_checkpoint(tmp_path / "model", nnx.state(target)), nnx.state(saved))
+    restored = restore(tmp_path / "model", nnx.state(target))
+    assert_same(restored, nnx.state(saved))
+    found = restore(tmp_path / "model")["layers"]
+    np.testing.assert_array_equal(found["1"]["kernel"]["value"], saved.layers[1].kernel[...])
