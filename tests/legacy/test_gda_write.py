@@ -156,6 +156,21 @@ def test_shards_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: 
     assert max(held) <= 100 + 64
 
 
+def test_after_a_failure_no_more_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk ends a save now, and not after each array has failed."""
+    tried: list[str] = []
+
+    def failing(*arguments: Any) -> None:
+        tried.append("one")
+        time.sleep(0.005)
+        raise StorageError("full")
+
+    monkeypatch.setattr(gda_write, "_write", failing)
+    with pytest.raises(StorageError, match="full"):
+        save(tmp_path / "c_1", {f"a{number}": Spread(np.arange(4)) for number in range(200)})
+    assert 0 < len(tried) < 200
+
+
 def test_processes_with_different_trees_are_told(tmp_path: Path) -> None:
     """An array of another shape or dtype in another process is an error there that tells both."""
     temporary = atomic.temporary_path(str(tmp_path / "c_1"))
