@@ -27,10 +27,11 @@ _END = re.compile(r"Not enough data.*at uncompressed byte (\d+)", re.DOTALL)
 # OCDBT's limit of keys and paths.
 _MAX_NAME = 65535
 # Names share prefixes, and nodes are compressed, so few bytes can encode very much. All columns may take this much,
-# and so much more for each byte of the nodes; real ones take up to a hundred. A name is several objects.
-_LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 10, 200, 8
-# Names are padded to the longest one if that takes at most so many times their memory.
-_MAX_PADDING = 4
+# and so much more for each byte of the nodes; those of a thousand hosts, all alike, take 1,450 (worked out). A
+# name is several objects.
+_LEAST_BYTES, _BYTES_RATIO, _BYTES_PER_NAME, _BYTES_PER_NUMBER = 1 << 27, 1 << 11, 200, 8
+# Names are padded to the longest one if that is short, and takes at most so many times their memory.
+_MAX_PADDED, _MAX_PADDING = 1 << 10, 4
 _SHARES_TOO_MUCH = "a name was expected to share no more bytes than the one before has"
 _ZERO = np.zeros(1, np.uint8)
 # Bytes of a varint of 64 bits, of most varints, and of 28 bits.
@@ -158,6 +159,7 @@ class Columns:
 
     def __init__(self, data: bytes, budget: MemoryBudget) -> None:
         self._data, self._budget = data, budget
+        budget.take(len(data))
         self._bytes = np.frombuffer(data, np.uint8)
         self._at = 0
 
@@ -201,11 +203,11 @@ class Columns:
             raise ValueError(f"{count} numbers were expected at byte {self._at}, found {len(ends)}")
         starts = np.concatenate([[0], ends[:-1] + 1])
         widths = ends - starts + 1
-        self._budget.take(count * _BYTES_PER_NUMBER)
         longest = int(widths.max())
         if longest > _VARINT_BYTES or np.any(window[ends[widths == _VARINT_BYTES]] > 1):
             raise ValueError(f"numbers of 64 bits were expected at byte {self._at}, found a longer one")
         dtype = np.uint32 if longest <= _BYTES_IN_32_BITS else np.uint64
+        self._budget.take(count * np.dtype(dtype).itemsize)
         numbers: Numbers = (window[starts] & 0x7F).astype(dtype)
         for place in range(1, longest):
             wide = np.flatnonzero(widths > place)
@@ -247,7 +249,7 @@ class Columns:
             raise ValueError(f"names of up to {_MAX_NAME} bytes were expected, found a longer one")
         if np.any(shared[1:] > lengths[:-1]):
             raise ValueError(_SHARES_TOO_MUCH)
-        if width * count > _MAX_PADDING * total or 0 in self._data[start : start + nbytes]:
+        if width > _MAX_PADDED or width * count > _MAX_PADDING * total or 0 in self._data[start : start + nbytes]:
             self._budget.take(count * _BYTES_PER_NAME + total)
             return self.names(shared.tolist(), own.tolist())
         self._budget.take(width * count)

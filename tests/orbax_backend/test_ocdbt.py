@@ -1,6 +1,7 @@
 """The array database's index is decoded as TensorStore decodes it, without a leak, and hostile files are refused."""
 
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -139,6 +140,47 @@ def test_the_checksum_is_crc32c() -> None:
     ocdbt_encoding.check_crc32c(b"\xff" * 32 + bytes.fromhex("43aba862"))
     with pytest.raises(ValueError, match="8a9136aa"):
         ocdbt_encoding.check_crc32c(bytes(32) + bytes(4))
+
+
+def test_hosts_that_all_write_alike_are_no_bomb(tmp_path: Path) -> None:
+    """800,000 chunks of a thousand hosts, each at the same place of its host's file, take 22 kB."""
+    hosts, leaves = sorted(b"%d" % host for host in range(1000)), 800
+    shared = [_common(*pair) for pair in itertools.pairwise(hosts)]
+    own = bytes(len(host) - count for host, count in zip(hosts[1:], shared, strict=True))
+    rest = b"".join(host[count:] for host, count in zip(hosts[1:], shared, strict=True))
+    body = made.leaf(
+        {},
+        [b"d/%03d" % host for host in range(1000)],
+        count=made.varint(1000 * leaves),
+        # Names of leaves have six bytes, of which none is shared.
+        shared=(b"\0" + bytes(7 + count for count in shared)) * leaves,
+        own=(b"\x08" + own) * leaves,
+        keys=b"".join(b"%06d/0" % leaf + rest for leaf in range(leaves)),
+        lengths=made.varint(1040) * 1000 * leaves,
+        kinds=b"\1" * 1000 * leaves,
+        places=made.column(map(int, hosts)) * leaves + b"".join(made.varint(1040 * at) * 1000 for at in range(leaves)),
+    )
+    body = body.replace(b"\0" + bytes(7 + count for count in shared), bytes(7 + count for count in shared), 1)
+    path = made.write(tmp_path, [made.envelope(made.NODE, _compressed(body), compression=1)])
+    found = read_entries(str(path))
+    assert len(found) == 1000 * leaves
+    assert found.get(b"000777/999") == ByteRange("d/999", 1040 * 777, 1040)
+
+
+def _common(one: bytes, other: bytes) -> int:
+    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))
+
+
+def _compressed(body: bytes) -> bytes:
+    """Return a Zstandard frame of TensorStore's."""
+    context = ts.Context()
+    codecs = ["bytes", {"name": "zstd", "configuration": {"level": 1}}]
+    grid = {"name": "regular", "configuration": {"chunk_shape": [len(body)]}}
+    metadata = {"shape": [len(body)], "chunk_grid": grid, "data_type": "uint8", "codecs": codecs}
+    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
+    ts.open(spec, create=True, context=context).result().write(np.frombuffer(body, np.uint8)).result()
+    frame: bytes = ts.KvStore.open("memory://", context=context).result()["c/0"]
+    return frame
 
 
 BODIES = {
