@@ -45,6 +45,14 @@ def test_slices_are_those_of_numpy(save, limit, monkeypatch):
     reader.close()
 
 
+def test_chunks_of_different_dtypes_are_no_array(load_bytes):
+    """Bytes of one dtype would be read as values of another one."""
+    chunks = {"0": np.ones(2, np.float32), "1": np.ones(2, np.int32)}
+    document = {"a": {"__msgpack_chunked_array__": True, "shape": {"0": 4}, "chunks": chunks}}
+    with pytest.raises(CorruptCheckpointError, match="pieces of different dtypes for one array in a"):
+        load_bytes(msgpack.packb(document, default=flax.serialization._msgpack_ext_pack, strict_types=True))
+
+
 _ROOT = Path(__file__).parents[2]
 
 

@@ -538,3 +538,14 @@ def test_nothing_is_logged_for_failures_that_were_seen(caplog: pytest.LogCapture
     with caplog.at_level(logging.ERROR, "flax_ckpt_compat"):
         async_saves._log_failures()
     assert caplog.records == []
+
+
+def test_the_managers_own_calls_raise_the_failure_before() -> None:
+    """As Flax's manager, which programs also give tasks of their own; a failure is raised once, and starts nothing."""
+    manager, done = ours.AsyncManager(), list[str]()
+    manager.save_async(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        manager.save_async(lambda: done.append("second"))
+    manager.save_async(lambda: done.append("third"))
+    manager.wait_previous_save()
+    assert done == ["third"]

@@ -217,6 +217,16 @@ def test_a_removal_of_an_object_and_a_folder_of_one_name(any_bucket: AnyBucket) 
     assert any_bucket.keys("run/") == []
 
 
+def test_arrays_go_with_their_file(any_bucket: AnyBucket) -> None:
+    """What several processes wrote beside an evicted msgpack file is removed with it, and no other folder."""
+    root = f"{any_bucket.url}/run"
+    flax_ckpt_compat.save(root, state(1), step=1, format="msgpack")
+    for name in ("checkpoint_1_gda/w/.zarray", "checkpoint_1_gda/w/0", "checkpoint_9_gda/w/0"):
+        any_bucket.put(f"run/{name}", b"{}")
+    flax_ckpt_compat.save(root, state(2), step=2, format="msgpack", keep=1)
+    assert sorted(any_bucket.keys("run/")) == ["run/checkpoint_2", "run/checkpoint_9_gda/w/0"]
+
+
 def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None:
     """Process 0 of a save by two fails for good from one change on: what the others restore is one of the two."""
     second = Proxy(s3_server[0])
