@@ -64,7 +64,14 @@ def test_missing_array(tmp_path):
     assert caught.value.leaf == "params/xy"
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-3])])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(path.read_bytes()[:-3]),
+        lambda path: path.rename(path.with_name("9.9")),  # as many files as chunks
+    ],
+)
 def test_damaged_chunk(damage, tmp_path):
     """A missing or cut chunk is an error, never zeros, and other arrays can still be read."""
     path = _copy(_TREE, tmp_path)
