@@ -105,7 +105,9 @@ class _Fixer(cst.CSTTransformer):
         self.uses_shutil = True
         code = cst.Module([]).code_for_node
         path, remove = code(call.args[0].value), code(call)
-        return cst.Expr(cst.parse_expression(f"shutil.rmtree({path}) if os.path.isdir({path}) else {remove}"))
+        # rmtree refuses links.
+        is_directory = f"os.path.isdir({path}) and not os.path.islink({path})"
+        return cst.Expr(cst.parse_expression(f"shutil.rmtree({path}) if {is_directory} else {remove}"))
 
 
 def _uses_helpers(code: str) -> bool:

@@ -187,9 +187,10 @@ def _file_calls(node: ast.Call, names: Names, paths: CheckpointPaths) -> Iterato
 def _calls_on_files(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
     """Yield the calls, as removals or copies, that are made only where ``os.path.isdir`` said no, as in fixed code."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.IfExp) and isinstance(node.test, ast.Call):
+        if isinstance(node, ast.If | ast.IfExp):
             branches = node.orelse if isinstance(node.orelse, list) else [node.orelse]
-            if _last(node.test.func) in {"isdir", "is_dir"}:
+            first = node.test.values[0] if isinstance(node.test, ast.BoolOp) else node.test
+            if isinstance(first, ast.Call) and _last(first.func) in {"isdir", "is_dir"}:
                 calls = [part for branch in branches for part in ast.walk(branch) if isinstance(part, ast.Call)]
                 yield from ((kind, call) for call in calls for kind in ("remove", "copy"))
 

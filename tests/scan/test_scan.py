@@ -187,7 +187,7 @@ _IN_FUNCTION = (
     "def clean():\n    import os\n    from flax_ckpt_compat import checkpoints\n"
     "    path = checkpoints.latest_checkpoint('d')\n    {}os.remove(path)\n"
 )
-_REMOVES = "shutil.rmtree(path) if os.path.isdir(path) else "
+_REMOVES = "shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else "
 
 
 def _fix(code: str, tmp_path: Path) -> str:
@@ -208,12 +208,25 @@ def test_shutil_is_imported_for_a_function_with_imports_of_its_own(tmp_path: Pat
     assert _fix(_IN_FUNCTION.format(""), tmp_path) == f"import shutil\n\n{_IN_FUNCTION.format(_REMOVES)}"
 
 
+def test_a_removal_that_was_fixed_removes_links_only(tmp_path: Path) -> None:
+    """Of a link to a directory, the link goes and what it leads to stays; files and directories go."""
+    names = "real", "link", "folder", "file"
+    real, link, folder, file = (tmp_path / name for name in names)
+    real.mkdir()
+    link.symlink_to(real)
+    (folder / "inside").mkdir(parents=True)
+    file.touch()
+    for path in (link, folder, file):
+        exec(f"import os, shutil\n{_REMOVES}os.remove(path)", {"path": path})
+    assert os.listdir(tmp_path) == ["real"]
+
+
 def test_fixed_program_is_scanned(tmp_path: Path) -> None:
     """Once the import is ours, what still breaks is still found, and what --fix mended is not."""
     file = tmp_path / "code.py"
     file.write_text(
         "import os, shutil\nfrom flax_ckpt_compat import checkpoints\npath = checkpoints.latest_checkpoint('d')\n"
-        "open(path, 'rb')\nshutil.rmtree(path) if os.path.isdir(path) else os.remove(path)\n"
+        f"open(path, 'rb')\n{_REMOVES}os.remove(path)\n"
         "if os.path.isdir(path):\n  pass\nelse:\n  os.remove(path)\n"
     )
     assert [(one.line, one.kind) for one in scan([file]).findings] == [(3, "lookup"), (4, "open")]
