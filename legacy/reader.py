@@ -129,7 +129,7 @@ class MsgpackReader(Reader):
                 for run in runs:
                     read_run(source, values, run)
             else:
-                in_parallel(functools.partial(read_run, source, values), runs, source.threads)
+                in_parallel(functools.partial(read_run, source, values), runs, source.threads, in_runs=source.is_local)
 
     @functools.cached_property
     def _object_is_verified(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import weakref
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from .read_ahead import Buffers, Guesses
 
 _CACHE_LIMIT = 64 * 2**20  # bytes
 _AT_ONCE = 64  # requests, most of them for some kB
+_DONTCACHE = 0x80  # RWF_DONTCACHE, of Linux 6.14 and newer
 
 
 class WindowSizes(NamedTuple):
@@ -59,6 +61,7 @@ class File:
             raise _not_found(path) from error
         except (OSError, ValueError) as error:
             raise storage_error(path, error, "read") from error
+        self._can_read_uncached = sys.platform == "linux"
         self._closer = weakref.finalize(self, os.close, self._fd)
         status = os.fstat(self._fd)
         self.size = status.st_size
@@ -77,7 +80,25 @@ class File:
 
     def read(self, length: int, offset: int) -> bytes:
         """Read bytes; fewer only at the end."""
+        if length <= self.window_sizes.tiny and self._can_read_uncached:
+            try:
+                return self._read_uncached(length, offset)
+            except OSError:  # no support; or the file cannot be read, as the next call reports
+                self._can_read_uncached = False
         return os.pread(self._fd, length, offset)
+
+    def _read_uncached(self, length: int, offset: int) -> bytes:
+        """Read bytes without leaving new pages in the page cache.
+
+        Single cached pages between large arrays make the system read the arrays in small parts: of a file that was
+        not cached, in three times as many requests (measured)."""
+        target = bytearray(length)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing ahead
+        try:
+            count = os.preadv(self._fd, [target], offset, _DONTCACHE)
+        finally:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
+        return bytes(target[:count])
 
     def read_into(self, target: memoryview, offset: int) -> int:
         """Fill memory and return the number of bytes; fewer only at the end."""

@@ -57,7 +57,7 @@ def runs_of(source: Source, spans: list[Span]) -> list[list[Span]]:
             first = span.offset
         runs[-1].append(span)
         end = max(end, span.offset + span.nbytes)
-    return runs + alone
+    return sorted(runs + alone, key=lambda run: run[0].offset) if source.is_local else runs + alone
 
 
 def _store_run(spans: list[Span]) -> int:

@@ -91,7 +91,8 @@ class SummedFile:
             read(units)
         else:
             length = max(2, min(_MAX_ROW, len(units) // (2 * threads)))
-            in_parallel(read, [units[at : at + length] for at in range(0, len(units), length)], threads)
+            rows = [units[at : at + length] for at in range(0, len(units), length)]
+            in_parallel(read, rows, threads, in_runs=True)
         self._verify(summed, parts)
 
     def _read_unit(self, unit: int, parts: list[Part], values: list[Any], *, summed: bool) -> None:

@@ -210,7 +210,7 @@ class ArrayReader:
                 if piece.extent.file not in files:
                     files[piece.extent.file] = self._open_file(piece)
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
-                in_parallel(functools.partial(self._read_piece, files, verifier), pieces, _THREADS)
+                in_parallel(functools.partial(self._read_piece, files, verifier), pieces, _THREADS, in_runs=True)
                 return
             for piece in pieces:
                 self._read_piece(files, verifier, piece)

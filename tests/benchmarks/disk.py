@@ -54,6 +54,12 @@ def drop_cache(directory: str) -> bool:
     return all((pages := _pages(path)) and not pages.cached for path in _files(directory))
 
 
+def cached(path: str) -> int | None:
+    """Bytes of a file that are in the page cache, or None where the system cannot say."""
+    pages = _pages(path) if sys.platform.startswith("linux") else None
+    return None if pages is None else os.sysconf("SC_PAGE_SIZE") * int(pages.cached)
+
+
 def _files(directory: str) -> list[str]:
     return [os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names]
 

@@ -47,6 +47,25 @@ def test_an_error_in_a_thread_of_the_pool_is_raised() -> None:
         in_parallel(work, [1, 2], 2)
 
 
+def test_each_thread_takes_a_run() -> None:
+    """Four threads start at the quarters; who is done takes over what others have left; nothing is done twice."""
+    started, done, all_began = list[int](), list[int](), threading.Barrier(4, timeout=20)
+    last_of_first = threading.Event()
+
+    def work(item: int) -> None:
+        if item % 25 == 0:
+            started.append(item)
+            all_began.wait()
+        if item == 0:  # its thread is held until the others did the rest of its run
+            assert last_of_first.wait(20)
+        done.append(item)
+        if len(done) == 99:
+            last_of_first.set()
+
+    in_parallel(work, range(100), 4, in_runs=True)
+    assert (sorted(started), sorted(done)) == ([0, 25, 50, 75], list(range(100)))
+
+
 def test_a_read_that_fails_in_a_thread(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restore never returns the memory that a thread of its own could not fill."""
     checkpoints.save_checkpoint(tmp_path, {f"a{n}": np.full(1_500_000, n) for n in range(5)}, 1)

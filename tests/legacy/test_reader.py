@@ -161,8 +161,8 @@ def _counting(monkeypatch):
     counts = []
     real_vector, real_plain = os.preadv, os.pread
 
-    def vector(fd, buffers, offset):
-        counts.append(real_vector(fd, buffers, offset))
+    def vector(fd, buffers, offset, *flags):
+        counts.append(real_vector(fd, buffers, offset, *flags))
         return counts[-1]
 
     def plain(fd, length, offset):
