@@ -549,3 +549,14 @@ def test_the_managers_own_calls_raise_the_failure_before() -> None:
     manager.save_async(lambda: done.append("third"))
     manager.wait_previous_save()
     assert done == ["third"]
+
+
+def test_arrays_of_a_subclass_are_copied_too(flag: bool, tmp_path: Path, gate: Gate) -> None:
+    """As numpy's memory maps: what the program writes to them after the call is not saved."""
+    array: Any = np.zeros(3).view(type("Own", (np.ndarray,), {}))
+    manager = ours.AsyncManager()
+    ours.save_checkpoint(tmp_path, {"a": array}, 1, async_manager=manager)
+    array[:] = 7
+    gate.open.set()
+    manager.wait_previous_save()
+    np.testing.assert_array_equal(ours.restore_checkpoint(tmp_path, None)["a"], np.zeros(3))
