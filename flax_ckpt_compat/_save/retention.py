@@ -12,6 +12,7 @@ from jax import monitoring
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CleanupError, StorageError
 from flax_ckpt_compat._core.local import atomic, removal
+from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import detect, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import prefixes
@@ -19,6 +20,7 @@ from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention_policy import expired
 
 _log = logging.getLogger("flax_ckpt_compat")
+_AT_ONCE = 8  # checkpoints of a store that are removed side by side
 _last_saved = time.time()
 
 
@@ -46,9 +48,9 @@ def _remove_others(request: SaveRequest) -> None:
         with paths.listing_cache(checkpoint_dir.directory):
             names = listing.names_in(checkpoint_dir)
             ordered = [name for name in listing.complete_steps(checkpoint_dir, names) if name not in others]
-        if request.name not in ordered:
-            return  # another writer removed it meanwhile, and cleans up itself
-        failures += _remove(checkpoint_dir, request.name, _to_remove(request, ordered), names)
+            if request.name not in ordered:
+                return  # another writer removed it meanwhile, and cleans up itself
+            failures += _remove(checkpoint_dir, request.name, _to_remove(request, ordered), names)
         if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
@@ -79,21 +81,33 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
 
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
     """Remove checkpoints and their arrays while the one just saved is there; return the failures."""
-    storage, failures = paths.storage_of(checkpoint_dir.directory), list[StorageError]()
-    # In a store each with its arrays, because what a crash left of several would stay.
-    for group in [[name] for name in names] if storage.is_remote else [names]:
-        begun = list[str]()
-        # The main files first: without its arrays one would look like a checkpoint and not restore.
-        failed = storage.discard(_while_there(checkpoint_dir, saved, group, begun))
-        removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
-        arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
-        if storage.is_remote:  # two requests for each
-            arrays = [name for name in arrays if name in listed]
-        failed |= storage.discard(map(checkpoint_dir.path, arrays))
-        failures += failed.values()
-        for name in removed:
-            prefixes.forget(checkpoint_dir, name)
+    failures = list[StorageError]()
+
+    def remove(group: list[str]) -> None:
+        failures.extend(_remove_group(checkpoint_dir, saved, group, listed))
+
+    if not paths.is_url(checkpoint_dir.directory):
+        remove(names)
+    elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):
+        for name in names:  # each with its arrays, because what a crash left of several would stay
+            remove([name])
+    else:
+        in_parallel(remove, [[name] for name in names], _AT_ONCE)
     return failures
+
+
+def _remove_group(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:
+    storage, begun = paths.storage_of(checkpoint_dir.directory), list[str]()
+    # The main files first: without its arrays one would look like a checkpoint and not restore.
+    failed = storage.discard(_while_there(checkpoint_dir, saved, names, begun))
+    removed = [name for name in begun if checkpoint_dir.path(name) not in failed]
+    arrays = [name + steps.ARRAYS_POSTFIX for name in removed]
+    if storage.is_remote:  # two requests for each
+        arrays = [name for name in arrays if name in listed]
+    failed |= storage.discard(map(checkpoint_dir.path, arrays))
+    for name in removed:
+        prefixes.forget(checkpoint_dir, name)
+    return list(failed.values())
 
 
 def _while_there(checkpoint_dir: CheckpointDir, saved: str, names: list[str], begun: list[str]) -> Iterator[str]:

@@ -201,7 +201,7 @@ def test_no_restore_mixes_two_saves(format: Any, number: int, any_bucket: AnyBuc
             assert len(restored["a"]) == (number if restored["b"][0] == 0 else new_number)
 
 
-@pytest.mark.parametrize(("format", "evicting"), [("msgpack", 15), ("orbax", 21)])
+@pytest.mark.parametrize(("format", "evicting"), [("msgpack", 15), ("orbax", 18)])
 def test_a_save(format: Any, evicting: int, any_bucket: AnyBucket) -> None:
     """A new step takes 15 rounds, the first in its bucket too; one that evicts another takes those to remove it."""
     tree, roots = {"w": np.arange(4.0)}, (f"{any_bucket.url}/run{number}" for number in itertools.count())

@@ -144,9 +144,14 @@ def keys(url: str) -> list[str]:
     return visible_objects.visible(fresh_keys(url)) if cached_keys is None else cached_keys
 
 
+def known_keys(url: str) -> list[str] | None:
+    """Return what `fresh_keys` returned within the enclosing `listing_cache`; None if it does not cover the folder."""
+    return _cache.keys(url, every=True)
+
+
 def content_root(url: str) -> str:
     """Return the URL with a checkpoint's files: its own, or a folder in it while it is being replaced."""
-    cached_keys = _cache.keys(url, every=True)
+    cached_keys = known_keys(url)
     inside = visible_objects.current_folder(fresh_keys(url) if cached_keys is None else cached_keys)
     return url if inside is None else f"{url}/{inside}"
 
@@ -384,10 +389,15 @@ def delete(url: str) -> None:
     _write(url, "deleted", lambda: bucket_store(url).write(key_of(url), None))
 
 
-def delete_version(url: str) -> None:
-    """Delete an object as it is now: a request that the store executes later, or twice, deletes no newer one."""
-    there = version(url)
-    retry(url, "deleted", lambda: bucket_store(url).write(key_of(url), None, if_equal=there))
+def delete_version(url: str, there: bytes) -> bool:
+    """Delete this version of an object: a request that the store executes late, or twice, deletes no newer one.
+
+    Return whether it was deleted. S3's deletion has no condition."""
+    if not scheme_of(url).needs_commit_file:
+        delete(url)
+        return True
+    stamp = retry(url, "deleted", lambda: bucket_store(url).write(key_of(url), None, if_equal=there))
+    return bool(stamp.generation)
 
 
 def _write(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> None:

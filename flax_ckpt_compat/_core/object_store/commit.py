@@ -73,19 +73,24 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
     With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
     ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
     if os.path.isdir(staged):
-        replaced, initial = at_once(lambda: client.version(url), lambda: client.fresh_keys(url))
+        replaced, initial, arrays = at_once(
+            lambda: client.version(url), lambda: client.fresh_keys(url), lambda: [] if new else _arrays_beside(url)
+        )
         publish_folder(staged, WriteLease(url, replaces=not new, initial=initial), replaced, new=new)
     else:
-        publish_object(staged, url, new=new)
-    if not new:
+        arrays = publish_object(staged, url, new=new)
+    if arrays:
         with after_commit(url):
             remove_arrays_beside(url)
     atomic.delete(staged)
 
 
-def publish_object(staged: str, url: str, *, new: bool) -> None:
-    """Upload a msgpack file, and remove a folder of its name; see `publish`."""
-    hidden = not new and bool(client.fresh_keys(url))  # a committed folder of that name takes precedence
+def publish_object(staged: str, url: str, *, new: bool) -> list[str]:
+    """Upload a msgpack file, and remove a folder of its name; see `publish`. Return the names of its old arrays."""
+    # A committed folder of that name takes precedence.
+    hidden, arrays = list[str](), list[str]()
+    if not new:
+        hidden, arrays = at_once(lambda: client.fresh_keys(url), lambda: _arrays_beside(url))
     if not uploads.publish_file(staged, url, new=new):
         raise ConcurrentWriteError(
             f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True to "
@@ -104,6 +109,7 @@ def publish_object(staged: str, url: str, *, new: bool) -> None:
         # A concurrent writer of the folder may have removed our object as the one that it replaced.
         if not client.is_object(url):
             uploads.publish_file(staged, url, new=new)
+    return arrays
 
 
 def publish_folder(
@@ -113,10 +119,10 @@ def publish_folder(
 
     ``replaced`` is the object's version before the lease began; ``uploaded`` names objects that are there already."""
     names = [name for name in files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
-    versions = replace_directory.shared_versions(lease, names)
     if not new and visible_objects.commit_files(lease.initial):
-        replace_directory.replace(lease, staged, names, versions, uploaded)
+        replace_directory.replace(lease, staged, names, uploaded)
     else:
+        versions = replace_directory.shared_versions(lease, names)
         _write_new(lease, staged, names, versions, uploaded, keep_committed=new)
     # The writer of a newer object sees our marker, and removes the folder.
     with after_commit(lease.url):
@@ -143,6 +149,10 @@ def _write_new(
         raise
 
 
+def _arrays_beside(url: str) -> list[str]:
+    return arrays_among(client.fresh_keys(url + ARRAYS_POSTFIX))
+
+
 def remove_arrays_beside(url: str) -> None:
     """Remove the GDA folder of a replaced msgpack checkpoint, unless a multi-process save writes to it."""
     folder = url + ARRAYS_POSTFIX
@@ -166,10 +176,14 @@ def arrays_among(keys: Collection[str]) -> list[str]:
 
 def discard(url: str) -> None:
     """Remove a checkpoint; at no moment is a partly removed one complete."""
-    is_object, inside = at_once(lambda: client.is_object(url), lambda: client.fresh_keys(url))
+    inside = client.known_keys(url)
+    if inside is None:
+        found, inside = at_once(lambda: client.version(url), lambda: client.fresh_keys(url))
+    else:
+        found = client.version(url) if client.is_object(url) else client.NO_OBJECT
     # The object first: it must not reappear when the folder that replaced it is gone.
-    if is_object:
-        client.delete(url)
+    if found != client.NO_OBJECT:
+        client.delete_version(url, found)
     if inside:
         _remove_folder(url, inside)
 

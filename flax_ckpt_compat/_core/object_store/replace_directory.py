@@ -6,6 +6,7 @@ See `flax_ckpt_compat._core.object_store.visible_objects` for the layout, and
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable
 
@@ -13,6 +14,7 @@ from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
+from flax_ckpt_compat._core.thread_pools import at_once
 
 _RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
 _ROUNDS = 5
@@ -33,38 +35,39 @@ def shared_versions(lease: WriteLease, names: Iterable[str]) -> dict[str, bytes]
     return found | uploads.versions(lease.url, lease.initial & shared)
 
 
-def replace(
-    lease: WriteLease, staged: str, names: Collection[str], versions: dict[str, bytes], uploaded: Collection[str]
-) -> None:
+def replace(lease: WriteLease, staged: str, names: Collection[str], uploaded: Collection[str]) -> None:
     """Replace the existing checkpoint; if the lease is lost or the store refuses, the old one is unchanged.
 
     Args:
         lease: lease of its folder.
         staged: local path of the new files.
         names: names of the files, relative to ``staged``.
-        versions: result of `shared_versions`.
         uploaded: names of objects of the new checkpoint that are uploaded already.
     """
     next_folder = visible_objects.next_name(lease.marker)
     data = [name for name in names if not is_shared(name)]
     shared = [name for name in names if is_shared(name)]
     try:
-        client.write(f"{lease.url}/{next_folder}/{NEXT_DATA_LIST}", "\n".join(data).encode())
-        uploads.upload(staged, lease.url, data, {})
-        uploads.upload(staged, f"{lease.url}/{next_folder}", shared, {})
+        data_list = f"{lease.url}/{next_folder}/{NEXT_DATA_LIST}"
+        versions, _ = at_once(
+            lambda: shared_versions(lease, shared), lambda: client.write(data_list, "\n".join(data).encode())
+        )
+        at_once(
+            lambda: uploads.upload(staged, lease.url, data, {}),
+            lambda: uploads.upload(staged, f"{lease.url}/{next_folder}", shared, {}),
+        )
         if not {*data, *uploaded, *(f"{next_folder}/{name}" for name in shared)} <= lease.list_others():
             lease.abort()  # another writer has removed some as leftovers
         client.write(f"{lease.url}/{next_folder}/{COMMIT_FILE}", lease.commit_content())
-        before = lease.list_others()
+        commit_file = f"{lease.url}/{COMMIT_FILE}"
+        before, committed = at_once(lease.list_others, lambda: client.version(commit_file))
     except ConcurrentWriteError:
         _undo(lease, next_folder, shared, data)
         raise
-    if COMMIT_FILE in before:
-        commit_file = f"{lease.url}/{COMMIT_FILE}"
-        # This commits the new checkpoint. S3's delete has no condition, but there the new one is complete without it.
-        delete = client.delete_version if client.scheme_of(lease.url).needs_commit_file else client.delete
-        delete(commit_file)
-    _finish(lease, staged, shared, versions, {*data, *uploaded}, next_folder)
+    # This commits the new checkpoint. S3's delete has no condition, but there the new one is complete without it.
+    if COMMIT_FILE in before and not client.delete_version(commit_file, committed):
+        before = set()  # `_finish` looks again for what it removes
+    _finish(lease, staged, shared, versions, {*data, *uploaded}, next_folder, before - {COMMIT_FILE})
 
 
 def _undo(lease: WriteLease, next_folder: str, shared: Iterable[str], data: Iterable[str]) -> None:
@@ -80,24 +83,34 @@ def _finish(
     versions: dict[str, bytes],
     kept: Collection[str],
     next_folder: str,
+    replaced: Collection[str] = (),
 ) -> None:
-    """Upload the new checkpoint's files to their final names, and remove all else."""
+    """Upload the new checkpoint's files to their final names, and remove all else: what is ``replaced`` at once."""
     ours = [f"{next_folder}/{name}" for name in [*shared, NEXT_DATA_LIST]]
     commit_file = f"{next_folder}/{COMMIT_FILE}"
     with after_commit(lease.url):
-        upload_all(lease, staged, shared, versions, {*kept, *ours, commit_file})
+        needed = {*kept, *ours, commit_file}
+        upload_all(lease, staged, shared, versions, needed, set(replaced).difference(needed, shared))
         lease.commit([*shared, *kept], [commit_file, *ours])
 
 
 def upload_all(
-    lease: WriteLease, staged: str, names: Collection[str], versions: dict[str, bytes], kept: Collection[str]
+    lease: WriteLease,
+    staged: str,
+    names: Collection[str],
+    versions: dict[str, bytes],
+    kept: Collection[str],
+    extra: Collection[str] = (),
 ) -> None:
-    """Upload files, and remove others, until the folder has just these and ``kept``.
+    """Upload files, and remove others, ``extra`` first, until the folder has just these and ``kept``.
 
     It repeats that because late requests of aborted writers may still take effect; ``versions`` is updated."""
     pending = list(names)
     for _ in range(_ROUNDS):
-        conflicts = uploads.upload(staged, lease.url, pending, versions)
+        conflicts, _ = at_once(
+            functools.partial(uploads.upload, staged, lease.url, pending, versions),
+            functools.partial(lease.remove, extra),
+        )
         versions |= uploads.versions(lease.url, conflicts)
         there = lease.list_others().difference(kept)
         missing = [name for name in names if name not in there]
@@ -105,7 +118,6 @@ def upload_all(
         pending, extra = [*conflicts, *set(missing).difference(conflicts)], there.difference(names)
         if not pending and not extra:
             return
-        lease.remove(extra)
     lease.abort()
 
 
