@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flax_ckpt_compat._core import grid
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
@@ -22,6 +23,7 @@ _FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, L
 _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
 # Arrays up to this size that are inline in the database share memory.
 _SMALL_BYTES = 4096
+_MAX_KEYS = 4096  # known for each type of leaf
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -39,6 +41,7 @@ class StoredLeaf:
         is_plain: whether the array is the leaf.
         has_small_chunks: whether chunks are raw and so small that they may be inline in the index.
         whole_key: chunk key, below the array's prefix, of an array in one chunk; None for other arrays.
+        chunk_nbytes: stored size of a raw chunk.
     """
 
     info: ArrayInfo
@@ -52,6 +55,8 @@ class StoredLeaf:
     is_plain: bool = dataclasses.field(init=False)
     has_small_chunks: bool = dataclasses.field(init=False)
     whole_key: str | None = dataclasses.field(init=False)
+    chunk_nbytes: int = dataclasses.field(init=False)
+    _keys: dict[tuple[tuple[int, int], ...], str | None] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
@@ -60,9 +65,25 @@ class StoredLeaf:
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
-        self.has_small_chunks = self.info.raw and self.info.chunk_nbytes <= _SMALL_BYTES
+        self.chunk_nbytes = self.info.chunk_nbytes
+        self.has_small_chunks = self.info.raw and self.chunk_nbytes <= _SMALL_BYTES
         cell = self.info.whole_cell
         self.whole_key = None if cell is None else self.info.chunk_key(cell)
+
+    def stored_box(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return a box of the leaf as one of the stored array, which may have one more axis."""
+        return (*box, *grid.full_box(self.info.shape[len(box) :]))
+
+    def key_of(self, box: tuple[slice, ...]) -> str | None:
+        """Return the chunk key, below the array's prefix, of a box that is exactly one chunk; None for others."""
+        corners = tuple([(side.start, side.stop) for side in box])
+        key = self._keys.get(corners, "")
+        if key == "":  # not known
+            cell = self.info.cell_of(self.stored_box(box))
+            key = None if cell is None else self.info.chunk_key(cell)
+            if len(self._keys) < _MAX_KEYS:
+                self._keys[corners] = key
+        return key
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""

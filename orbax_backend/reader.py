@@ -15,7 +15,7 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
-from flax_ckpt_compat._core.grid import full_box, readable_boxes
+from flax_ckpt_compat._core.grid import readable_boxes
 from flax_ckpt_compat._core.orbax_layout import (
     ARRAY_METADATA_FILES,
     ARRAY_METADATAS,
@@ -103,12 +103,11 @@ class OrbaxReader(Reader):
             handle, box = (one, None) if isinstance(one, LeafHandle) else (one.handle, one.index)
             leaf = handle.locator
             if isinstance(leaf, StoredLeaf):
-                if box is not None:
-                    box = _stored_box(leaf, box)
                 value = self._inline_value(handle, leaf, box) if leaf.has_small_chunks else None
                 if value is not None:
                     inline.append((number, handle, value))
                 else:
+                    box = None if box is None else leaf.stored_box(box)
                     arrays.append((number, handle, ArrayRead(handle.name, leaf.info, handle.path, box)))
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
@@ -172,15 +171,12 @@ class OrbaxReader(Reader):
             self._aggregate.reader.close()
 
     def _inline_value(self, handle: LeafHandle, leaf: StoredLeaf, box: tuple[slice, ...] | None) -> bytes | None:
-        """Return the bytes of a small array, or of a box of the stored one, that is one chunk inline in the index."""
-        key = leaf.whole_key
-        if box is not None:
-            cell = leaf.info.cell_of(box)
-            key = None if cell is None else leaf.info.chunk_key(cell)
+        """Return the bytes of a small array, or of a box of it, that is one chunk inline in the index."""
+        key = leaf.whole_key if box is None else leaf.key_of(box)
         if key is None or self._index is None:
             return None
         value = self._index.find(key_prefix(handle.name) + key)
-        if type(value) is not bytes or len(value) != leaf.info.chunk_nbytes:
+        if type(value) is not bytes or len(value) != leaf.chunk_nbytes:
             return None
         return checked_data(value) if leaf.info.checksum_nbytes else value  # ArrayReader names a damaged chunk
 
@@ -341,11 +337,6 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verif
         if structure.aggregate is not None:
             structure.aggregate.reader.close()
         raise
-
-
-def _stored_box(leaf: StoredLeaf, box: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Return the box of the stored array; a dtype that zarr lacks is stored with one more axis."""
-    return (*box, *full_box(leaf.info.shape[len(box) :]))
 
 
 def _may_be_key(handle: LeafHandle) -> bool:

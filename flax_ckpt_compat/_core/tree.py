@@ -84,7 +84,7 @@ class KeyData:
     data: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one
 class Shard:
     """A shard of an array, in host memory.
 

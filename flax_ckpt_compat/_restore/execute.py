@@ -127,6 +127,8 @@ class _Run:
 
     def take(self, one: Any) -> Any:
         """Return a value that was read, which nothing else holds any longer; repeated reads get copies."""
+        if not self.has_shared:
+            return self.values.pop(one)
         self._left[one] -= 1
         return copy.deepcopy(self.values[one]) if self._left[one] > 0 else self.values.pop(one)
 

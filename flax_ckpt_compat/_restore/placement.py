@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.tree import KeyData
 from flax_ckpt_compat._restore import cast_losses, kinds
 from flax_ckpt_compat._restore.casting import Cast
 from flax_ckpt_compat._restore.plan import LeafPlan
-from flax_ckpt_compat._restore.shardings import is_held, starts
+from flax_ckpt_compat._restore.shardings import is_held, local_starts, starts
 from flax_ckpt_compat._trees import state_dict
 
 
@@ -65,10 +65,9 @@ def put_jax_array(value: jax.Array, sharding: Any, cast: Cast | None) -> Any:
 
 def sharded(leaf: LeafPlan, handle: LeafHandle, values: list[Any], cast: Cast | None) -> Any:
     """Assemble a sharded array; the value of each slice goes to all devices that hold its shard."""
-    parts = {
-        starts(part.index): value if cast is None else cast(value)
-        for part, value in zip(leaf.slices or (), values, strict=True)
-    }
+    if cast is not None:
+        values = list(map(cast, values))
+    parts = dict(zip(local_starts(leaf.sharding, handle.shape), values, strict=True))
     with transfers_allowed():
         return jax.make_array_from_callback(handle.shape, leaf.sharding, lambda index: parts[starts(index or ())])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -88,14 +89,19 @@ def slices(handle: LeafHandle, sharding: Any) -> list[ArraySlice] | None:
         return []
     if sharding.is_fully_replicated or 0 in handle.shape:
         return None
-    return [ArraySlice(handle, index) for index in _local_indices(sharding, handle.shape)]
+    return [ArraySlice(handle, index) for index in _local_indices(sharding, handle.shape).values()]
+
+
+def local_starts(sharding: Any, shape: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    """Return where each of the `slices` of an array begins, in their order."""
+    return _local_indices(sharding, shape).keys()
 
 
 @functools.lru_cache(maxsize=256)
-def _local_indices(sharding: Any, shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """Return the distinct indices of an array on this process's devices; cached: leaves share few pairs."""
+def _local_indices(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[slice, ...]]:
+    """Return start → the distinct indices of an array on this process's devices; cached: leaves share few pairs."""
     indices = sharding.addressable_devices_indices_map(shape).values()
-    return list({starts(index): normalize_index(index, shape) for index in indices}.values())
+    return {starts(index): normalize_index(index, shape) for index in indices}
 
 
 def starts(index: tuple[slice, ...]) -> tuple[int, ...]:
