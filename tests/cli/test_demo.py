@@ -16,6 +16,7 @@ from rich.console import Console
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat.cli import demo
+from tests.support.saves import use_flag
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "flax_ckpt_compat/cli/demo_train.py"
@@ -107,7 +108,8 @@ def test_a_failed_stage_is_a_failed_demo(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_changed_state_is_restored_with_what_the_plan_proposes(checks: Any, tmp_path: Path) -> None:
     """The stage is bad as soon as no rule is proposed, or the result is not what Flax's reader says under new names."""
     state = checks.demo_train.create_state(seed=3)
-    path = checkpoints.save_checkpoint(tmp_path, state, 5)
+    with use_flag(False):
+        path = checkpoints.save_checkpoint(tmp_path, state, 5)
     plan, entry, kept = checks.restore_into_changed_state(path)
     assert (len(plan.missing), plan.raises, entry.identical, kept) == (7, "MissingLeavesError", True, True)
     out = io.StringIO()
