@@ -39,6 +39,9 @@ class Guesses:
         was_right = self._offset >= self._end > 0
         self._number = min(self._number * _GROWTH, _MOST) if was_right else _FIRST
         if repeated is None:
+            distance, length = self._steps[-1]
+            if distance < length:  # a window that is larger than what was skipped: it grows by itself
+                return []
             self._misses += 1
             self._end = 0
             if self._misses > 1:

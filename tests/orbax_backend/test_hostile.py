@@ -137,13 +137,12 @@ def _entry(*keys: tuple[str, int]) -> dict[str, Any]:
         [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("2", 1))],
         [_entry(("l", 2), ("01", 1))],
         [_entry(("l", 2), ("x", 1))],
-        [_entry(("l", 2), ("0", 1)), _entry(("l", 2), ("a", 2))],
         [_entry(("l", 2)), _entry(("l", 2), ("a", 2))],
         [_entry(("l", 2), ("a", 2)), _entry(("l", 2))],
         [_entry(("l", 2)), _entry(("l", 2))],
         [_entry(), _entry(("l", 2))],
     ],
-    ids=["gap", "zero", "name", "mixed", "leaf-branch", "branch-leaf", "twice", "root"],
+    ids=["gap", "zero", "name", "leaf-branch", "branch-leaf", "twice", "root"],
 )
 def test_entries_that_form_no_tree_are_an_error(files: Path, entries: list[Any]) -> None:
     """Gaps in sequences, leaves that are branches, and the like."""

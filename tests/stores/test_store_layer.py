@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -257,16 +258,17 @@ def test_a_refusal_within_a_database_is_no_damage() -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Waits and retries as in life, but shorter."""
-    import tensorstore as ts
-
-    few = {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"}
-    context = ts.Context({"s3_request_retries": few, "gcs_request_retries": few})
-    retrying.open_bucket.cache_clear()
-    monkeypatch.setattr(retrying, "context", lambda: context)
-    monkeypatch.setattr(retrying, "_TIMEOUT", 0.3)
-    monkeypatch.setattr(retrying, "_ATTEMPTS", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(retrying, "_RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
+        patched.setattr(retrying, "_TIMEOUT", 0.3)
+        patched.setattr(retrying, "_ATTEMPTS", 2)
+        for cached in (retrying.context, retrying.open_bucket):
+            cached.cache_clear()
+        yield
+    for cached in (retrying.context, retrying.open_bucket):
+        cached.cache_clear()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -286,6 +288,26 @@ def test_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         with pytest.raises(errors.StorageError, match="did not answer in time"):
             ours.available_steps("s3://bucket/run")
+
+
+def test_requests_without_an_answer_do_not_block_others(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorStore sends 32 at once, and one that is never answered remains one of them, also when cancelled."""
+    bucket.put("there", b"x")
+
+    def read(number: int) -> None:
+        with pytest.raises(errors.StorageError, match="did not answer in time"):
+            paths.read(f"{bucket.url}/{number}")
+
+    with monkeypatch.context() as patched, bucket.proxy.failing(lambda method, path: "stall"):
+        patched.setattr(retrying, "_TIMEOUT", 0.2)
+        patched.setattr(retrying, "_MIN_RATE", 2**40)
+        patched.setattr(retrying, "_ATTEMPTS", 1)
+        with ThreadPoolExecutor(40) as pool:
+            list(pool.map(read, range(40)))
+    monkeypatch.setattr(retrying, "_TIMEOUT", 3.0)
+    monkeypatch.setattr(retrying, "_ATTEMPTS", 1)
+    monkeypatch.setattr(retrying, "_MIN_RATE", 2**40)
+    assert paths.read(f"{bucket.url}/there") == b"x"
 
 
 def test_a_request_without_an_answer_is_cancelled_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import posixpath
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flax_ckpt_compat._core import storage_errors
@@ -28,6 +29,9 @@ _ATTEMPTS = 4
 _FIRST_PAUSE = 0.2  # s
 _TIMEOUT = 30.0  # s for one attempt, beside the time that its bytes may take
 _MIN_RATE = 2**20  # bytes/s
+_AT_ONCE = {
+    "limit": 32
+}  # requests, as many as TensorStore's default; stated, a context does not share them with others
 
 
 def split(url: str) -> tuple[str, str, str]:
@@ -58,7 +62,23 @@ def context() -> Any:
     """Return the TensorStore context that all requests share."""
     import tensorstore as ts  # heavy, and needed for stores alone
 
-    return ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+    retries = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
+    return ts.Context({**retries, "s3_request_concurrency": _AT_ONCE, "gcs_request_concurrency": _AT_ONCE})
+
+
+@contextmanager
+def replaced_context_after_timeout() -> Iterator[None]:
+    """After a timeout, make requests in a new context.
+
+    A request that gets no answer keeps its place among those at once, also when cancelled: 32 of them, and nothing is
+    sent any more (TensorStore 0.1.86, measured).
+    """
+    try:
+        yield
+    except TimeoutError:
+        context.cache_clear()
+        open_bucket.cache_clear()
+        raise
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,7 +107,8 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
         future = None
         try:
             future = request()
-            return future.result(timeout=_TIMEOUT + nbytes / _MIN_RATE)
+            with replaced_context_after_timeout():
+                return future.result(timeout=_TIMEOUT + nbytes / _MIN_RATE)
         except storage_errors.TENSORSTORE_ERRORS as error:
             if future is not None:
                 future.cancel()  # else it might still take effect, after later requests
