@@ -29,9 +29,8 @@ _ATTEMPTS = 4
 _FIRST_PAUSE = 0.2  # s
 _TIMEOUT = 30.0  # s for one attempt, beside the time that its bytes may take
 _MIN_RATE = 2**20  # bytes/s
-_AT_ONCE = {
-    "limit": 32
-}  # requests, as many as TensorStore's default; stated, a context does not share them with others
+# Requests, as many as TensorStore's default; where it is stated, a context does not share them with others.
+_AT_ONCE = {"limit": 32}
 
 
 def split(url: str) -> tuple[str, str, str]:
