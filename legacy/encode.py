@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import grid, memory
 from flax_ckpt_compat._core.checksums import BlockSums
-from flax_ckpt_compat._core.local import atomic, file_sums
+from flax_ckpt_compat._core.local import atomic, file_checksums
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Shard, StoredArray, is_jax_array, shards_of
@@ -195,7 +195,7 @@ class _Writer:
         """Record the checksums."""
         self._thread.shutdown()
         if self._sums is not None:
-            file_sums.record(self._fd, self._sums.encoded())
+            file_checksums.record(self._fd, self._sums.encoded())
 
 
 def _on_host(leaf: Any) -> Any:

@@ -23,9 +23,9 @@ from . import gda_read
 from .parse import parse
 from .source import File, Source, StoredObject, open_source
 from .spans import Span, pack, read_run, runs_of
-from .summed_objects import read_object
-from .summed_reads import UNIT, open_sums
 from .unpack import unpack
+from .verified_objects import read_object
+from .verified_reads import UNIT, open_checksums
 from .window import Window
 
 # All sizes in bytes. Arrays below this share memory, and neighbours among them are read together.
@@ -49,7 +49,7 @@ class MsgpackReader(Reader):
         self._source = open_source(path)
         try:
             with translated(path, "read"):
-                self._verify, self._sums = verify, open_sums(self._source) if verify else None
+                self._verify, self._sums = verify, open_checksums(self._source) if verify else None
                 if self._sums is not None and self._source.size <= UNIT:
                     self._sums.verify_range(0, self._source.size)
             with memory.pause_gc(enabled=self._source.is_local):
@@ -152,7 +152,7 @@ class MsgpackReader(Reader):
         if handle is not None and handle.in_gda_folder:
             return False
         with translated(self.path, "read"):
-            self._sums = self._sums or open_sums(self._source)
+            self._sums = self._sums or open_checksums(self._source)
             if isinstance(self._source, StoredObject):
                 return self._object_is_verified
             if self._sums is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from flax_ckpt_compat._core.object_store import client
+from flax_ckpt_compat._core.object_store.opened_object import HEAD_BYTES, OpenedObject
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -124,7 +124,7 @@ class StoredObject:
     # A request takes as long as reading 1 MiB or more, so neither tiny requests, which often need a second one, nor
     # one request per array in a row of arrays pay.
     window_sizes = WindowSizes(
-        first=client.HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
+        first=HEAD_BYTES, tiny=0, smallest=8 * 2**10, largest=4 * 2**20, read_over=256 * 2**10, growth=8
     )
     threads = 16
     is_local = False
@@ -133,7 +133,7 @@ class StoredObject:
         self.path = url
         self.is_closed = False
         try:
-            self._object = client.Object(url)
+            self._object = OpenedObject(url)
         except FileNotFoundError as error:
             raise _not_found(url) from error
         self.size = self._object.size

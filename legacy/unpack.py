@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 from . import format
 from .parse import prng_key
 from .source import Source
-from .summed_reads import SummedFile
+from .verified_reads import ChecksummedFile
 
 # Bytes. The whole file is held in memory while the checkpoint is open.
 _MAX_SIZE = 32 * 2**20
@@ -30,7 +30,7 @@ _LIMITS = {"max_array_len": 0, "max_map_len": 2**16}
 _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
-def unpack(source: Source, reader: Reader, sums: SummedFile | None = None) -> Branch | None:
+def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) -> Branch | None:
     """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file.
 
     Raises:

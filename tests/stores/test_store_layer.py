@@ -21,6 +21,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import paths, storage_errors
 from flax_ckpt_compat._core.object_store import client, retrying, uploads
+from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
 from tests.support import s3
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
@@ -76,7 +77,7 @@ def test_parts_are_those_of_the_bytes(bucket: Bucket, content: bytes, bounds: tu
     assert client.read(url) == content
     assert client.size(url) == client.probed_size(url) == len(content)
     assert client.read_range(url, *bounds) == content[slice(*bounds)]
-    assert client.Object(url).read(*bounds) == content[slice(*bounds)]
+    assert OpenedObject(url).read(*bounds) == content[slice(*bounds)]
 
 
 def test_a_directory_is_uploaded_as_it_is(bucket: Bucket, tmp_path: Path) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import posixpath
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import probing, visible_objects
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
 from flax_ckpt_compat._core.object_store.scheme import StoreScheme
+from flax_ckpt_compat._core.object_store.thread_cache import Listing, cache
 from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.storage_errors import OutOfRangeError, not_found, store_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
@@ -27,50 +26,7 @@ NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
 # Assumed size of objects that are read whole (JSON and the like), for timeouts.
 _SMALL_BYTES = 64 * 2**20
-# The beginning of an object, read with the request that opens it.
-HEAD_BYTES = 64 * 2**10
 _TINY_AT_ONCE = 64  # requests for a byte or less
-
-
-class Listing(NamedTuple):
-    """A folder with all its keys, the visible ones, and what was learned of its objects: which are empty."""
-
-    root: str
-    keys: list[str]
-    visible: list[str]
-    emptiness: dict[str, bool]
-
-
-class _Cache(threading.local):
-    """Answers of this thread's requests by URL; ``offered`` is the listing that `listing_cache` uses next."""
-
-    def __init__(self) -> None:
-        self.listings: list[Listing] = []
-        self.offered: Listing | None = None
-        self.sizes: dict[str, int] = {}
-        self.emptiness: dict[str, bool] = {}
-        self.contents: dict[str, bytes] = {}
-
-    def keys(self, url: str, *, every: bool = False) -> list[str] | None:
-        """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
-        every = every or visible_objects.is_in_next_folder(url)
-        for root, found, visible, _ in self.listings:
-            inside = found if every else visible
-            if url == root:
-                return inside
-            if url.startswith(root + "/"):
-                inner = url[len(root) + 1 :] + "/"
-                return [key[len(inner) :] for key in inside if key.startswith(inner)]
-        return None
-
-    def clear_objects(self) -> None:
-        """Clear all but the listings."""
-        self.sizes.clear()
-        self.emptiness.clear()
-        self.contents.clear()
-
-
-_cache = _Cache()
 
 
 def scheme_of(url: str) -> StoreScheme:
@@ -106,47 +62,32 @@ def spec(url: str) -> dict[str, Any]:
 @contextmanager
 def listing_cache(url: str) -> Iterator[None]:
     """List ``url`` once, and answer this thread's look-ups below it from that list within the context."""
-    if _cache.keys(url) is not None:
+    if cache.keys(url) is not None:
         yield
         return
-    listing, _cache.offered = _cache.offered, None
+    listing, cache.offered = cache.offered, None
     if listing is None or not f"{url}/".startswith(f"{listing.root}/"):
         found = fresh_keys(url)
         listing = Listing(url, found, visible_objects.visible(found), {})
-    _cache.emptiness.update(listing.emptiness)
-    _cache.listings.append(listing)
+    cache.emptiness.update(listing.emptiness)
+    cache.listings.append(listing)
     try:
         yield
     finally:
-        _cache.listings.pop()
-        if not _cache.listings:
-            _cache.clear_objects()
-
-
-def current_listing() -> Listing | None:
-    """Return the listing of the enclosing `listing_cache`, with what was learned since, for `offering`."""
-    return _cache.listings[0]._replace(emptiness=dict(_cache.emptiness)) if _cache.listings else None
-
-
-@contextmanager
-def offering(listing: Listing | None) -> Iterator[None]:
-    """Let the first `listing_cache` within the context use a listing that was just made."""
-    _cache.offered = listing
-    try:
-        yield
-    finally:
-        _cache.offered = None
+        cache.listings.pop()
+        if not cache.listings:
+            cache.clear_objects()
 
 
 def keys(url: str) -> list[str]:
     """Return the names of all objects below the folder ``url``, relative to it; none if there is no such folder."""
-    cached_keys = _cache.keys(url)
+    cached_keys = cache.keys(url)
     return visible_objects.visible(fresh_keys(url)) if cached_keys is None else cached_keys
 
 
 def known_keys(url: str) -> list[str] | None:
     """Return what `fresh_keys` returned within the enclosing `listing_cache`; None if it does not cover the folder."""
-    return _cache.keys(url, every=True)
+    return cache.keys(url, every=True)
 
 
 def content_root(url: str) -> str:
@@ -180,20 +121,20 @@ def is_folder(url: str) -> bool:
 def is_object(url: str) -> bool:
     """Return whether ``url`` is an object itself."""
     folder, name = posixpath.split(url)
-    cached_keys = _cache.keys(folder)
+    cached_keys = cache.keys(folder)
     if cached_keys is not None:
         return name in cached_keys
-    if not _cache.listings:
+    if not cache.listings:
         return _read(url, slice(0, 0)) is not None
     found = _read(url, slice(0, 1))
     if found is not None:  # the next question is whether it is empty
-        _cache.emptiness[url] = not isinstance(found, bytes)
+        cache.emptiness[url] = not isinstance(found, bytes)
     return found is not None
 
 
 def read(url: str) -> bytes:
     """Read a whole object; raise FileNotFoundError if there is none."""
-    cached = _cache.contents.get(url)
+    cached = cache.contents.get(url)
     return _require(url, _read(url, None)) if cached is None else cached
 
 
@@ -210,8 +151,8 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 def size(url: str) -> int:
     """Return the size of an object in bytes, reading at most the end of it."""
-    if url in _cache.sizes:
-        return _cache.sizes[url]
+    if url in cache.sizes:
+        return cache.sizes[url]
     scheme = scheme_of(url)
     if not scheme.tells_sizes:
         stored = scheme.stored_size(_resolve(url))
@@ -223,13 +164,13 @@ def size(url: str) -> int:
 
 def is_empty(url: str) -> bool:
     """Return whether an object has no bytes; one request, or none within `listing_cache`."""
-    if url in _cache.sizes:
-        return _cache.sizes[url] == 0
-    if url in _cache.emptiness:
-        return _cache.emptiness[url]
+    if url in cache.sizes:
+        return cache.sizes[url] == 0
+    if url in cache.emptiness:
+        return cache.emptiness[url]
     found = _is_empty(url)
-    if _cache.listings:
-        _cache.emptiness[url] = found
+    if cache.listings:
+        cache.emptiness[url] = found
     return found
 
 
@@ -243,15 +184,15 @@ def _is_empty(url: str) -> bool:
 def version(url: str) -> bytes:
     """Return TensorStore's generation of an object; `NO_OBJECT` if there is none."""
     try:
-        found = _request(url, slice(0, 0))
+        found = request_object(url, slice(0, 0))
     except OutOfRangeError:
-        found = _request(url, None)  # it is empty
+        found = request_object(url, None)  # it is empty
     return bytes(found.stamp.generation)
 
 
 def prefetch_sizes(urls: Collection[str]) -> None:
     """Request the sizes of many objects in parallel, within `listing_cache` only."""
-    _prefetch(_cache.sizes, urls, size)
+    _prefetch(cache.sizes, urls, size)
 
 
 def prefetch_emptiness(urls: Collection[str]) -> None:
@@ -259,16 +200,16 @@ def prefetch_emptiness(urls: Collection[str]) -> None:
     if any(scheme_of(url).tells_sizes for url in urls):
         prefetch_sizes(urls)
     else:
-        _prefetch(_cache.emptiness, urls, is_empty)
+        _prefetch(cache.emptiness, urls, is_empty)
 
 
 def prefetch_contents(urls: Collection[str]) -> None:
     """Read many small objects in parallel, within `listing_cache` only."""
-    _prefetch(_cache.contents, urls, read)
+    _prefetch(cache.contents, urls, read)
 
 
 def _prefetch(known: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:
-    if _cache.listings:
+    if cache.listings:
         found: dict[str, Any] = {}
 
         def look(url: str) -> None:
@@ -288,23 +229,24 @@ def _read_there(url: str, start: int, stop: int) -> bytes | int:
     """Return the bytes of a range, or the size, or -1, of an object that ends before ``stop``."""
     found = _read(url, slice(start, stop))
     if found is None:
-        raise _not_found_error(url)
+        raise not_found_error(url)
     return found
 
 
 def _read(url: str, span: slice | None) -> bytes | int | None:
     """Return the bytes; None if there is no object; its size, or -1, if it ends before the span does."""
     try:
-        result = _request(url, span)
+        result = request_object(url, span)
     except OutOfRangeError as error:
         return error.size
     return None if result is None or result.state == "missing" else bytes(result.value)
 
 
-def _request(url: str, span: slice | None) -> Any:
+def request_object(url: str, span: slice | None) -> Any:
+    """Read an object, or a span of it; return TensorStore's result, or None for the bucket itself."""
     key = visible_objects.resolve_key(key_of(url))
     if not key:
-        return None  # the bucket itself
+        return None
 
     def request() -> Any:
         bucket = bucket_store(url)
@@ -327,53 +269,13 @@ def _resolve(url: str) -> str:
     return f"{url.removesuffix(key)}{visible_objects.resolve_key(key)}"
 
 
-class Object:
-    """One version of an object, of ``size`` bytes, read in parts; ``head`` has its first bytes, or all of a small one.
-
-    Size and version are of one moment: a small object is one answer, and of a large one the size is looked up later
-    than the first bytes, and earlier than the last.
-    """
-
-    def __init__(self, url: str):
-        self.url = url
-        self.head, self.size = b"", 0
-        try:
-            found, is_whole = _request(url, slice(0, HEAD_BYTES)), False
-        except OutOfRangeError as error:
-            if error.size <= 0:
-                return  # empty
-            found, is_whole = _request(url, None), True  # one answer, even if it was just replaced
-        self._version = self._version_of(found)
-        self.head = bytes(found.value)
-        self.size = len(self.head) if is_whole else size(url)
-
-    def _version_of(self, result: Any) -> bytes:
-        if result is None or result.state == "missing":
-            raise _not_found_error(self.url)
-        return bytes(result.stamp.generation)
-
-    def read(self, start: int, stop: int) -> bytes:
-        """Read from ``start`` to ``stop`` or the end; raise StorageError if the object was replaced or removed."""
-        stop = min(stop, self.size)
-        if stop <= start:
-            return b""
-        try:
-            result = _request(self.url, slice(start, stop))
-        except OutOfRangeError:
-            result = None
-        if result is None or result.state == "missing" or self._version_of(result) != self._version:
-            message = f"{self.url} was replaced or removed since it was opened; open it again"
-            raise StorageError(message, path=self.url)
-        return bytes(result.value)
-
-
 def _require(url: str, found: bytes | int | None) -> bytes:
     if not isinstance(found, bytes):
-        raise _not_found_error(url)
+        raise not_found_error(url)
     return found
 
 
-def _not_found_error(url: str) -> FileNotFoundError:
+def not_found_error(url: str) -> FileNotFoundError:
     """Return the error for a missing object; a list raises if its bucket is missing too."""
     fresh_keys(url)
     return not_found(url)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import client, commit, retrying, uploads
+from flax_ckpt_compat._core.object_store import client, commit, retrying, thread_cache, uploads
 from flax_ckpt_compat._core.storage_errors import not_found
 
 
@@ -22,8 +22,8 @@ class ObjectStorage:
     is_empty = staticmethod(client.is_empty)
     delete = staticmethod(client.delete)
     listing_cache = staticmethod(client.listing_cache)
-    current_listing = staticmethod(client.current_listing)
-    offering = staticmethod(client.offering)
+    current_listing = staticmethod(thread_cache.current_listing)
+    offering = staticmethod(thread_cache.offering)
     prefetch_sizes = staticmethod(client.prefetch_sizes)
     prefetch_emptiness = staticmethod(client.prefetch_emptiness)
     prefetch_contents = staticmethod(client.prefetch_contents)

@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .source import StoredObject
 from .spans import Span, truncated
-from .summed_reads import copy_parts, parts_by_unit
+from .verified_reads import copy_parts, parts_by_unit
 
 _UNIT = 16 * 2**20  # bytes of a request
 

@@ -23,7 +23,7 @@ _MAX_BLOCKS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FileSums:
+class FileChecksums:
     """Recorded checksums of a file.
 
     Attributes:
@@ -67,7 +67,7 @@ def record(descriptor: int, units: bytes) -> None:
         os.setxattr(descriptor, _ATTRIBUTE, content + _OWN_SUM.pack(checksums.crc32(content)))
 
 
-def recorded(descriptor: int) -> FileSums | None:
+def recorded(descriptor: int) -> FileChecksums | None:
     """Return the recorded checksums of an open file; None if there are none, or the file was changed since."""
     if not hasattr(os, "getxattr"):
         return None
@@ -82,7 +82,7 @@ def recorded(descriptor: int) -> FileSums | None:
     except (OSError, struct.error):
         return None
     known = [_VERSION, checksums.ALGORITHM.encode().ljust(7, b"\0"), checksums.BLOCK_BYTES]
-    sums = FileSums(size, per_block, blocks)
+    sums = FileChecksums(size, per_block, blocks)
     if kind != known or (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or not per_block:
         return None
     return sums if len(blocks) == -(-sums.n_units // per_block) else None

@@ -14,8 +14,8 @@ import numpy as np
 
 from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.errors import ChecksumError
-from flax_ckpt_compat._core.local import file_sums
-from flax_ckpt_compat._core.local.file_sums import FileSums
+from flax_ckpt_compat._core.local import file_checksums
+from flax_ckpt_compat._core.local.file_checksums import FileChecksums
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import show_path
 
@@ -35,16 +35,16 @@ _MAX_ROW = 16
 Part = tuple[int, int, Span]  # start and stop in the file
 
 
-def open_sums(source: Source) -> SummedFile | None:
+def open_checksums(source: Source) -> ChecksummedFile | None:
     """Return the recorded checksums of a file; None if there are none."""
-    sums = file_sums.recorded(source.fileno()) if isinstance(source, File) else None
-    return SummedFile(source, sums) if sums is not None and isinstance(source, File) else None
+    sums = file_checksums.recorded(source.fileno()) if isinstance(source, File) else None
+    return ChecksummedFile(source, sums) if sums is not None and isinstance(source, File) else None
 
 
-class SummedFile:
+class ChecksummedFile:
     """An open file, its recorded checksums, and those of the units that were read."""
 
-    def __init__(self, source: File, sums: FileSums) -> None:
+    def __init__(self, source: File, sums: FileChecksums) -> None:
         self._source, self._sums = source, sums
         self._units: list[int | None] = [None] * sums.n_units
         self._verified = [False] * len(sums.blocks)
@@ -139,7 +139,7 @@ class SummedFile:
 
     def _damaged(self, block: int, parts: dict[int, list[Part]]) -> ChecksumError:
         path, units = self._source.path, self._sums.units_of(block)
-        if file_sums.recorded(self._source.fileno()) != self._sums:
+        if file_checksums.recorded(self._source.fileno()) != self._sums:
             return self._changed()
         leaves = dict.fromkeys(show_path(span.handle.path) for unit in units for _, _, span in parts.get(unit, []))
         shown = ", ".join(map(repr, list(leaves)[:4])) + (", …" if len(leaves) > 4 else "")

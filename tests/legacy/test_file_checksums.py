@@ -269,10 +269,10 @@ def test_seams_of_units(save: Any, data: Any) -> None:
     tree = data.draw(st.lists(arrays(), min_size=1, max_size=8))
     unit, direct = data.draw(st.sampled_from([16, 64, 100])), data.draw(st.sampled_from([1, 9]))
     sizes = {
-        "_core.checksums.BLOCK_BYTES": unit, "legacy.summed_reads.UNIT": unit, "legacy.reader.UNIT": 1,
-        "legacy.summed_reads._ALMOST": unit // 2, "legacy.summed_reads._DIRECT_FROM": direct,
-        "legacy.summed_reads._THREADS_FROM_BYTES": 500, "legacy.reader._SMALL": 40, "legacy.reader._PIECE": 70,
-        "_core.local.file_sums._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])), "legacy.unpack._MAX_SIZE": 0,
+        "_core.checksums.BLOCK_BYTES": unit, "legacy.verified_reads.UNIT": unit, "legacy.reader.UNIT": 1,
+        "legacy.verified_reads._ALMOST": unit // 2, "legacy.verified_reads._DIRECT_FROM": direct,
+        "legacy.verified_reads._THREADS_FROM_BYTES": 500, "legacy.reader._SMALL": 40, "legacy.reader._PIECE": 70,
+        "_core.local.file_checksums._MAX_BLOCKS": data.draw(st.sampled_from([2, 256])), "legacy.unpack._MAX_SIZE": 0,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
@@ -297,7 +297,7 @@ def test_seams_of_units(save: Any, data: Any) -> None:
 
 def test_blocks_of_several_units(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large files several units share a recorded checksum, which is compared once all of them were read."""
-    monkeypatch.setattr("flax_ckpt_compat._core.local.file_sums._MAX_BLOCKS", 2)
+    monkeypatch.setattr("flax_ckpt_compat._core.local.file_checksums._MAX_BLOCKS", 2)
     write(path, LARGE)
     assert len(os.getxattr(path, ATTRIBUTE)) < 50
     assert fingerprint(load(path)) == fingerprint(LARGE)

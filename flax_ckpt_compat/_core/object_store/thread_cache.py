@@ -1,0 +1,66 @@
+"""Hold what a thread learned of a store while it looks around in a listed folder, to make no request twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from flax_ckpt_compat._core.object_store import visible_objects
+
+
+class Listing(NamedTuple):
+    """A folder with all its keys, the visible ones, and what was learned of its objects: which are empty."""
+
+    root: str
+    keys: list[str]
+    visible: list[str]
+    emptiness: dict[str, bool]
+
+
+class _Cache(threading.local):
+    """Answers of this thread's requests by URL; ``offered`` is the listing that `client.listing_cache` uses next."""
+
+    def __init__(self) -> None:
+        self.listings: list[Listing] = []
+        self.offered: Listing | None = None
+        self.sizes: dict[str, int] = {}
+        self.emptiness: dict[str, bool] = {}
+        self.contents: dict[str, bytes] = {}
+
+    def keys(self, url: str, *, every: bool = False) -> list[str] | None:
+        """Return the keys below ``url`` if a listing covers it: the visible ones, or ``every`` one."""
+        every = every or visible_objects.is_in_next_folder(url)
+        for root, found, visible, _ in self.listings:
+            inside = found if every else visible
+            if url == root:
+                return inside
+            if url.startswith(root + "/"):
+                inner = url[len(root) + 1 :] + "/"
+                return [key[len(inner) :] for key in inside if key.startswith(inner)]
+        return None
+
+    def clear_objects(self) -> None:
+        """Clear all but the listings."""
+        self.sizes.clear()
+        self.emptiness.clear()
+        self.contents.clear()
+
+
+cache = _Cache()
+
+
+def current_listing() -> Listing | None:
+    """Return the listing of the enclosing `client.listing_cache`, with what was learned since, for `offering`."""
+    return cache.listings[0]._replace(emptiness=dict(cache.emptiness)) if cache.listings else None
+
+
+@contextmanager
+def offering(listing: Listing | None) -> Iterator[None]:
+    """Let the first `client.listing_cache` within the context use a listing that was just made."""
+    cache.offered = listing
+    try:
+        yield
+    finally:
+        cache.offered = None
