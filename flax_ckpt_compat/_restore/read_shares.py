@@ -44,7 +44,7 @@ class _Part(NamedTuple):
 
 
 class Shares:
-    """Which process reads what: the same in all processes whose signatures are equal.
+    """The arrays of a restore, shared out among the processes: alike in all whose signatures are equal.
 
     Attributes:
         signature: digest of the checkpoint and of what all processes want of it, as text.

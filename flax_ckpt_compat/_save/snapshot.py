@@ -90,8 +90,8 @@ class _Snapshot:
         """Return a leaf as it is saved."""
         taken = _checked(path, plain(leaf, path), self._request)
         apart = state_dict.split_key(taken)
-        is_replica = taken is not leaf and isinstance(leaf, jax.Array) and not state_dict.is_prng_key(leaf)
-        if is_replica and self._replicas is not None:
+        is_replica = taken is not leaf and isinstance(leaf, jax.Array)
+        if self._replicas is not None and is_replica and not state_dict.is_prng_key(leaf):
             self._replicas.add(path, leaf, _owners(leaf.sharding))
         if apart is taken and type(taken) is type(leaf):
             if isinstance(taken, jax.Array):

@@ -105,8 +105,8 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
     for trial in range(_ATTEMPTS):
         future = None
         try:
-            future = request()
             with replaced_context_after_timeout():
+                future = request()
                 return future.result(timeout=_TIMEOUT + nbytes / _MIN_RATE)
         except storage_errors.TENSORSTORE_ERRORS as error:
             if future is not None:
