@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 _TARGET = "flax.training.checkpoints"
 _PACKAGE = "flax.training"
@@ -220,8 +220,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None
     ) -> importlib.machinery.ModuleSpec | None:
         for finder in list(sys.meta_path):
-            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
-                return spec
+            find = getattr(finder, "find_spec", None)  # Python skips finders without it
+            if finder is not self and find is not None and (spec := find(fullname, path, target)) is not None:
+                return cast(importlib.machinery.ModuleSpec, spec)
         return None
 
 
@@ -230,6 +231,9 @@ class _Loader(importlib.abc.Loader):
 
     def __init__(self, real: Any):
         self._real = real
+
+    def __getattr__(self, name: str) -> Any:  # for runpy, and tools that look for the source before the import
+        return getattr(self._real, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return None if self._real is None else self._real.create_module(spec)

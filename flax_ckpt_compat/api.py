@@ -110,7 +110,7 @@ def restore(
         must_exist=must_exist,
         mapped=mapped,
     )
-    return restore_pipeline.restore(os.fspath(path), target, step, prefix, options)
+    return restore_pipeline.restore(paths.as_text(path), target, step, paths.as_text(prefix, "prefix"), options)
 
 
 def save(
@@ -167,7 +167,7 @@ def save(
     if step is None and (keep is not None or keep_every_n_steps is not None):
         raise StepError("keep and keep_every_n_steps count the steps of a directory; pass step= with them")
     codec = {} if isinstance(compression, _Unset) else {"compression": compression}
-    location = paths.normal(os.fspath(path))
+    location = paths.normal(paths.as_text(path))
     with config.override(**codec):
         if step is None:
             request = save_request.of_path(location, overwrite=overwrite, async_manager=async_manager, format=chosen)
@@ -175,7 +175,7 @@ def save(
             request = save_request.of_step(
                 location,
                 step,
-                prefix,
+                paths.as_text(prefix, "prefix"),
                 keep=0 if keep is None else keep,
                 keep_every_n_steps=keep_every_n_steps,
                 overwrite=overwrite,

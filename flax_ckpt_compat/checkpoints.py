@@ -26,28 +26,11 @@ from flax_ckpt_compat._save.async_saves import AsyncManager
 from flax_ckpt_compat.errors import StepError
 
 __all__ = [
-    "COMMIT_SUCCESS_FILE",
-    "MODULE_NUM_RE",
-    "MP_ARRAY_PH",
-    "MP_ARRAY_POSTFIX",
-    "ORBAX_CKPT_FILENAME",
-    "ORBAX_MANIFEST_OCDBT",
-    "ORBAX_METADATA_FILENAME",
-    "SCHEME_RE",
-    "SIGNED_FLOAT_RE",
-    "UNSIGNED_FLOAT_RE",
-    "AsyncManager",
-    "MultiprocessArrayType",
-    "PyTree",
-    "available_steps",
-    "convert_pre_linen",
-    "latest_checkpoint",
-    "natural_sort",
-    "restore_checkpoint",
-    "safe_normpath",
-    "save_checkpoint",
-    "save_checkpoint_multiprocess",
-]
+    "COMMIT_SUCCESS_FILE", "MODULE_NUM_RE", "MP_ARRAY_PH", "MP_ARRAY_POSTFIX", "ORBAX_CKPT_FILENAME",
+    "ORBAX_MANIFEST_OCDBT", "ORBAX_METADATA_FILENAME", "SCHEME_RE", "SIGNED_FLOAT_RE", "UNSIGNED_FLOAT_RE",
+    "AsyncManager", "MultiprocessArrayType", "PyTree", "available_steps", "convert_pre_linen", "latest_checkpoint",
+    "natural_sort", "restore_checkpoint", "safe_normpath", "save_checkpoint", "save_checkpoint_multiprocess",
+]  # fmt: skip
 
 SCHEME_RE = re.compile(r"^(?P<scheme>[a-z][a-z0-9.+-]+://)?(?P<path>.*)", re.IGNORECASE)
 MP_ARRAY_POSTFIX = steps.ARRAYS_POSTFIX
@@ -104,7 +87,7 @@ def save_checkpoint(
     request = save_request.of_step(
         _directory(ckpt_dir),
         step,
-        os.fspath(prefix),
+        paths.as_text(prefix, "prefix"),
         keep=keep,
         keep_every_n_steps=keep_every_n_steps,
         overwrite=overwrite,
@@ -157,7 +140,7 @@ def save_checkpoint_multiprocess(
     request = save_request.of_step(
         _directory(ckpt_dir),
         step,
-        os.fspath(prefix),
+        paths.as_text(prefix, "prefix"),
         keep=keep,
         keep_every_n_steps=keep_every_n_steps,
         overwrite=overwrite,
@@ -216,7 +199,9 @@ def restore_checkpoint(
     if gda_manager is not None:
         gda_manager.wait_until_finished()
     options = RestoreOptions(config.current(), TransformSpec(orbax_transforms))
-    return restore_pipeline.restore(_directory(ckpt_dir), target, step, os.fspath(prefix), options, orbax_checkpointer)
+    return restore_pipeline.restore(
+        _directory(ckpt_dir), target, step, paths.as_text(prefix, "prefix"), options, orbax_checkpointer
+    )
 
 
 def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> str | None:
@@ -235,7 +220,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         >>> checkpoints.latest_checkpoint("runs")
         'runs/checkpoint_1'
     """
-    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), os.fspath(prefix))
+    checkpoint_dir = listing.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     found = directory.latest(checkpoint_dir)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
@@ -259,7 +244,7 @@ def available_steps(
         >>> checkpoints.available_steps("runs")
         [1]
     """
-    checkpoint_dir = listing.checkpoint_dir(os.fspath(ckpt_dir), os.fspath(prefix))
+    checkpoint_dir = listing.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
     async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
     found = []
     for entry in directory.available(checkpoint_dir):
@@ -293,4 +278,4 @@ def convert_pre_linen(params: PyTree) -> PyTree:
 
 
 def _directory(path: str | os.PathLike[str]) -> str:
-    return paths.normal(os.fspath(path))
+    return paths.normal(paths.as_text(path))

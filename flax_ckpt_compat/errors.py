@@ -26,6 +26,7 @@ from flax_ckpt_compat._core.errors import (
     CorruptCheckpointError,
     DepthError,
     DtypeMismatchError,
+    ForkedProcessError,
     IncompleteCheckpointError,
     KindMismatchError,
     MissingLeavesError,
@@ -46,37 +47,14 @@ from flax_ckpt_compat._core.errors import (
 )
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "CheckpointerError",
-    "ChecksumError",
-    "CleanupError",
-    "ConcurrentWriteError",
-    "ConversionError",
-    "CorruptCheckpointError",
-    "DepthError",
-    "DtypeMismatchError",
-    "IncompleteCheckpointError",
-    "InvalidCheckpointError",
-    "KindMismatchError",
-    "MPACheckpointingRequiredError",
-    "MPARestoreDataCorruptedError",
-    "MPARestoreTargetRequiredError",
-    "MissingLeavesError",
-    "MultiprocessRestoreError",
-    "MultiprocessSaveError",
-    "NameCollisionError",
-    "OutOfMemoryError",
-    "ProcessTimeoutError",
-    "ReplacedError",
-    "SettingError",
-    "ShapeMismatchError",
-    "StepError",
-    "StorageError",
-    "TransformError",
-    "UnrecognizedFormatError",
-    "UnsupportedLeafError",
-]
+    "CheckpointError", "CheckpointNotFoundError", "CheckpointerError", "ChecksumError", "CleanupError",
+    "ConcurrentWriteError", "ConversionError", "CorruptCheckpointError", "DepthError", "DtypeMismatchError",
+    "ForkedProcessError", "IncompleteCheckpointError", "InvalidCheckpointError", "KindMismatchError",
+    "MPACheckpointingRequiredError", "MPARestoreDataCorruptedError", "MPARestoreTargetRequiredError",
+    "MissingLeavesError", "MultiprocessRestoreError", "MultiprocessSaveError", "NameCollisionError", "OutOfMemoryError",
+    "ProcessTimeoutError", "ReplacedError", "SettingError", "ShapeMismatchError", "StepError", "StorageError",
+    "TransformError", "UnrecognizedFormatError", "UnsupportedLeafError",
+]  # fmt: skip
 
 
 def _add_missing_classes() -> None:

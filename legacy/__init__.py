@@ -27,12 +27,8 @@ class MsgpackBackend:
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Node | SharedTree:
         """Validate the tree; see `Backend.prepare`.
 
-        Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores
-        them, so references can be put in after validation.
-
-        Raises:
-            UnsupportedLeafError: a msgpack file cannot hold the tree; names the key path.
-        """
+        Refuse strings that the reader would take for a reference to an array of a ``_gda`` folder. `write` stores them,
+        so references can be put in after validation."""
         if process is None:
             check_tree(tree)
             return tree

@@ -19,11 +19,7 @@ _MAX_LENGTH = 2**32 - 1
 
 
 def check_tree(tree: Node) -> None:
-    """Validate every leaf and name of a tree.
-
-    Raises:
-        UnsupportedLeafError: a msgpack file cannot hold a leaf or a name.
-    """
+    """Raise UnsupportedLeafError if a msgpack file cannot hold a leaf or a name of a tree."""
     supported, addressable = Memo(_is_supported), AddressableMemo()
     jax_types: dict[type, bool] = {Branch: False}
     stack: list[tuple[Path, Node]] = [((), tree)]

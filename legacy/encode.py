@@ -37,11 +37,7 @@ _Array = np.ndarray[Any, Any]
 def write_tree(path: str, tree: Node, *, sums: bool = False) -> None:
     """Write and sync the new file of a tree that `check_tree` accepts; text may also refer to arrays of a folder.
 
-    With ``sums``, checksums of the file are recorded in an attribute of it, where the file system has them.
-
-    Raises:
-        StorageError: the file system refused; a partial file remains.
-    """
+    With ``sums``, checksums of the file are recorded in an attribute of it, where the file system has them."""
     with translated(path, "written"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -59,7 +55,7 @@ class _Writer:
     def __init__(self, fd: int, sums: BlockSums | None):
         self._fd, self._sums = fd, sums
         # Sums a batch while it is written.
-        self._thread = Pool(1, thread_name_prefix="flax-ckpt-sum")
+        self._pool = Pool(1, "flax-ckpt-sum")
         # strict: Flax's files hold exact types only; validation refuses subclasses.
         self._pack = msgpack.Packer(strict_types=True).pack
         self._small = bytearray()
@@ -168,7 +164,7 @@ class _Writer:
         """Write everything; one system call may write less than it is given (2 GiB at most on Linux)."""
         self._end_small()
         pieces = self._pieces
-        summed = self._thread.submit(self._sum, list(pieces)) if self._buffered >= _SUM_IN_THREAD_FROM else None
+        summed = self._pool.submit(self._sum, list(pieces)) if self._buffered >= _SUM_IN_THREAD_FROM else None
         if summed is None:
             self._sum(pieces)
         while pieces:
@@ -193,7 +189,6 @@ class _Writer:
 
     def finish(self) -> None:
         """Record the checksums."""
-        self._thread.shutdown()
         if self._sums is not None:
             file_checksums.record(self._fd, self._sums.encoded())
 

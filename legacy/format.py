@@ -86,27 +86,19 @@ def array_header(code: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> byt
 
 @dataclasses.dataclass(slots=True)
 class ArrayHeader:
-    """Header of an array or numpy scalar.
+    """Header of an array or numpy scalar."""
 
-    Attributes:
-        text: bytes before the data, as far as the caller stores them.
-        kind, shape, dtype: of the value.
-        nbytes: size of the data, in bytes.
-    """
-
-    text: bytes
-    kind: LeafKind
+    text: bytes  # bytes before the data, as far as the caller stores them
+    kind: LeafKind  # of the value, like shape and dtype
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    nbytes: int
+    nbytes: int  # size of the data, in bytes
 
 
 def parse_array_header(code: int, head: bytes, length: int) -> ArrayHeader:
     """Parse ``[shape, dtype name, data]`` up to the data, from at least `MAX_HEADER` bytes of the payload, or all.
 
-    Raises:
-        DECODE_ERRORS: it is no array.
-    """
+    Raise one of `DECODE_ERRORS` if it is no array."""
     unpacker = msgpack.Unpacker(raw=True, max_buffer_size=MAX_HEADER)
     unpacker.feed(head[:MAX_HEADER])
     if unpacker.read_array_header() != 3:
@@ -151,11 +143,7 @@ def _check_size(shape: list[int], dtype: np.dtype[Any], nbytes: int) -> None:
 
 
 def parse_complex(payload: bytes) -> complex:
-    """Parse ``[real, imaginary]``.
-
-    Raises:
-        DECODE_ERRORS: it is no complex number.
-    """
+    """Parse ``[real, imaginary]``; raise one of `DECODE_ERRORS` if it is no complex number."""
     real, imaginary = msgpack.unpackb(payload)
     for part in (real, imaginary):
         if type(part) not in (int, float):

@@ -18,6 +18,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local.contained import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.gda_folder import folder_of
 from flax_ckpt_compat._core.local.temporaries import is_generation
@@ -33,23 +34,14 @@ _MAX_RATIO = 2**16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FolderArray:
-    """A zarr array of the folder.
+    """A zarr array of the folder."""
 
-    Attributes:
-        checkpoint: msgpack file that refers to it.
-        folder: path of the zarr array.
-        shape: shape of the array.
-        dtype: dtype of the array, in native byte order.
-        chunks: shape of a chunk.
-        index: slice of it to read, or None for all.
-    """
-
-    checkpoint: str
+    checkpoint: str  # msgpack file that refers to it
     folder: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunks: tuple[int, ...]
-    index: tuple[slice, ...] | None = None
+    dtype: np.dtype[Any]  # dtype of the array, in native byte order
+    chunks: tuple[int, ...]  # shape of a chunk
+    index: tuple[slice, ...] | None = None  # slice of it to read, or None for all
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +52,7 @@ class FolderArray:
 def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     """Find the array of a placeholder by the text after its prefix, and read its ``.zarray``.
 
-    Raises:
-        CorruptCheckpointError: the subpath leaves the folder, or the array is absent or does not decode.
-    """
+    Raise CorruptCheckpointError if the subpath leaves the folder, or the array is absent or does not decode."""
     if not stays_inside(subpath):
         raise _corrupt(checkpoint, path, f"a reference {subpath!r} that leads out of the folder of arrays")
     folder = os.path.join(folder_of(checkpoint), subpath) if subpath else folder_of(checkpoint)
@@ -118,12 +108,8 @@ class BatchedReads:
         self._bytes = 0
 
     def begin(self, array: FolderArray, path: Path) -> np.ndarray[Any, Any]:
-        """Start a read and return its result array, which is filled when `finish` returns.
-
-        Raises:
-            CorruptCheckpointError: the array does not open, or an earlier read failed.
-        """
-        import tensorstore
+        """Start a read and return its result array, which is filled when `finish` returns."""
+        tensorstore = load_tensorstore()
 
         with _translated(array, path):
             store = self._stores.get(array.folder)
@@ -139,11 +125,7 @@ class BatchedReads:
         return result
 
     def finish(self) -> None:
-        """Wait for all reads.
-
-        Raises:
-            CorruptCheckpointError: chunks are missing or do not decode.
-        """
+        """Wait for all reads; raise CorruptCheckpointError if chunks are missing or do not decode."""
         pending, self._pending, self._bytes = self._pending, [], 0
         for array, path, read in pending:
             with _translated(array, path):
@@ -153,6 +135,7 @@ class BatchedReads:
 def _open(tensorstore: Any, array: FolderArray) -> Any:
     if not paths.is_url(array.folder):
         _check_files(array)
+    use_tensorstore(array.folder)
     storage = paths.storage_of(array.folder)
     kvstore = storage.kvstore(array.folder)
     spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}

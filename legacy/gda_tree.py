@@ -14,6 +14,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ProcessInfo
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.load_library import load_tensorstore
 from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat._core.orbax_layout import ZARR2_METADATA
 from flax_ckpt_compat._core.tree import (
@@ -35,17 +36,11 @@ from . import format
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DistributedArray:
-    """A leaf with shards in several processes.
+    """A leaf with shards in several processes."""
 
-    Attributes:
-        subpath: path within the folder of arrays.
-        value: a ``jax.Array`` or `HostCopy`.
-        metadata: content of its ``.zarray``.
-    """
-
-    subpath: str
-    value: Any
-    metadata: bytes
+    subpath: str  # path within the folder of arrays
+    value: Any  # a ``jax.Array`` or `HostCopy`
+    metadata: bytes  # content of its ``.zarray``
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,15 +72,10 @@ def _chunk_name(numbers: Iterable[int]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SharedTree:
-    """A tree of a multi-process save.
+    """A tree of a multi-process save."""
 
-    Attributes:
-        tree: tree with `DistributedArray`s among its leaves.
-        arrays: those arrays, in the same order in all processes.
-    """
-
-    tree: Node
-    arrays: tuple[DistributedArray, ...]
+    tree: Node  # tree with `DistributedArray`s among its leaves
+    arrays: tuple[DistributedArray, ...]  # those arrays, in the same order in all processes
 
     def document(self, prefix: str) -> Node:
         """Return the tree of the file, with references to arrays below ``prefix`` in place of distributed arrays."""
@@ -93,18 +83,18 @@ class SharedTree:
 
 
 def split(tree: Node, process: ProcessInfo) -> SharedTree:
-    """Split the distributed arrays from a tree.
-
-    Raises:
-        UnsupportedLeafError: an array cannot be stored as a distributed array.
-    """
+    """Split the distributed arrays from a tree; raise UnsupportedLeafError if one cannot be stored as such."""
     found = {
         path: array for path, leaf in iter_leaves(tree) if (array := _distributed(path, leaf, process)) is not None
     }
     names = choose_subpaths(sorted(found), tree.children if isinstance(tree, Branch) else ())
     arrays = {path: DistributedArray(names[path], found[path], _metadata(path, found[path])) for path in sorted(found)}
-    replaced = map_leaves(lambda path, leaf: _with_array(leaf, arrays[path]) if path in arrays else leaf, tree)
-    return SharedTree(replaced, tuple(arrays.values()))
+
+    def replaced(path: Path, leaf: Any) -> Any:
+        array = arrays.get(path, leaf)
+        return KeyData(leaf.impl, array) if path in arrays and isinstance(leaf, KeyData) else array
+
+    return SharedTree(map_leaves(replaced, tree), tuple(arrays.values()))
 
 
 def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
@@ -123,10 +113,6 @@ def _distributed(path: Path, leaf: Any, process: ProcessInfo) -> Any:
             leaf=show_path(path),
         )
     return array
-
-
-def _with_array(leaf: Any, array: DistributedArray) -> Any:
-    return KeyData(leaf.impl, array) if isinstance(leaf, KeyData) else array
 
 
 def _with_reference(leaf: Any, prefix: str) -> Any:
@@ -160,7 +146,7 @@ def _metadata(path: Path, array: Any) -> bytes:
 @functools.lru_cache(maxsize=1024)
 def _zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> bytes:
     """Return the zarr metadata that TensorStore writes for the spec that jax uses."""
-    import tensorstore
+    tensorstore = load_tensorstore()
 
     spec = {
         "driver": "zarr",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Iterable
-from concurrent.futures import Future
 from typing import Any
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.local import atomic, gda_folder
 from flax_ckpt_compat._core.local.syncing import sync_file
 from flax_ckpt_compat._core.object_store import client, multiprocess
@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.object_store.retrying import retry
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
-from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
+from flax_ckpt_compat._core.thread_pools import Once, Pool, in_parallel
 from flax_ckpt_compat._core.tree import Shard
 
 from .encode import write_tree
@@ -76,11 +76,7 @@ def finish(
     _process: ProcessInfo,
     upload: MultiprocessUpload | None = None,
 ) -> None:
-    """Check that all chunks exist; sync the metadata of `begin` and all names, or write the commit file of ``gs://``.
-
-    Raises:
-        StorageError: a chunk is missing; names the array.
-    """
+    """Check that all chunks exist; sync the metadata and all names, or write the commit file of ``gs://``."""
     if not prepared.arrays:
         return
     base = _base(path, upload)
@@ -114,34 +110,30 @@ def _write_shards(base: str, arrays: Iterable[DistributedArray]) -> list[str]:
 
     `finish` syncs their names, once a folder.
     """
-    opened: dict[str, Future[Any]] = {}
-    pending: collections.deque[tuple[Future[None], int]] = collections.deque()
+    opened: dict[str, Once] = {}
+    pending: collections.deque[tuple[Once, int]] = collections.deque()
     written, total = [], 0
-    with Pool(_THREADS, thread_name_prefix="flax-ckpt-write") as pool:
-        try:
-            for array in arrays:
-                for shard in array.shards():
-                    if array.subpath not in opened:
-                        opened[array.subpath] = pool.submit(_open, _folder(base, array), array)
-                    pending.append((pool.submit(_write, opened[array.subpath], base, array, shard), shard.data.nbytes))
-                    written.append(os.path.join(array.subpath, array.chunk_name(shard.index)))
-                    total += shard.data.nbytes
-                    while pending and (total > _IN_FLIGHT or pending[0][0].done()):
-                        future, nbytes = pending.popleft()
-                        total -= nbytes
-                        future.result()
-            for future, _ in pending:
-                future.result()
-        except BaseException:
-            # The pool waits for running writes: none may continue into a folder that is about to be removed.
-            pool.shutdown(cancel_futures=True)
-            raise
+    # Its end waits for running writes: none may continue into a folder that is about to be removed.
+    with Pool(_THREADS, "flax-ckpt-write") as pool:
+        for array in arrays:
+            for shard in array.shards():
+                if array.subpath not in opened:
+                    opened[array.subpath] = pool.submit(_open, _folder(base, array), array)
+                pending.append((pool.submit(_write, opened[array.subpath], base, array, shard), shard.data.nbytes))
+                written.append(os.path.join(array.subpath, array.chunk_name(shard.index)))
+                total += shard.data.nbytes
+                while pending and (total > _IN_FLIGHT or pending[0][0].done):
+                    task, nbytes = pending.popleft()
+                    total -= nbytes
+                    task.result()
+        for task, _ in pending:
+            task.result()
     return written
 
 
-def _write(opened: Future[Any], base: str, array: DistributedArray, shard: Shard) -> None:
+def _write(opened: Once, base: str, array: DistributedArray, shard: Shard) -> None:
     folder = _folder(base, array)
-    store = opened.result()[shard.index]  # submitted before this task, so this cannot deadlock the pool
+    store = opened.result()[shard.index]
     if paths.is_url(base):
         retry(folder, "written", lambda: store.write(shard.data).commit, shard.data.nbytes)
         return
@@ -152,8 +144,8 @@ def _write(opened: Future[Any], base: str, array: DistributedArray, shard: Shard
 
 def _open(folder: str, array: DistributedArray) -> Any:
     """Open the array that process 0 created, and check its shape and dtype."""
-    import tensorstore
-
+    use_tensorstore(folder)
+    tensorstore = load_tensorstore()
     storage = paths.storage_of(folder)
     # Shards are whole chunks, so a cache gains nothing. TensorStore would sync the folder for each chunk.
     context = tensorstore.Context(

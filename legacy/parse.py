@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
-import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, PathLengths, show_path
 
 from . import format, gda_read
 from .format import ArrayHeader
+from .leaf_maps import chunked_array, prng_key
 from .window import Window
 
 _FIXEXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
@@ -25,33 +25,23 @@ _NUMBER_WIDTHS = dict(zip(range(_FLOAT32, _LAST_INT + 1), (5, 9, 2, 3, 5, 9, 2, 
 _PREFIX = 6
 
 
+@dataclasses.dataclass(slots=True)
 class _Frame:
     """A map or list whose children are being read."""
 
-    __slots__ = ("branch", "in_list", "int_keys", "is_map", "path", "remaining")
-
-    def __init__(self, branch: Branch, remaining: int, path: Path, is_map: bool, in_list: bool):
-        self.branch = branch
-        self.remaining = remaining
-        self.path = path
-        self.is_map = is_map
-        self.in_list = in_list
-        self.int_keys: list[str] = []
+    branch: Branch
+    remaining: int
+    path: Path
+    is_map: bool
+    in_list: bool
+    int_keys: list[str] = dataclasses.field(default_factory=list)
 
 
 def parse(window: Window, reader: Reader, *, of_orbax: bool = False) -> Node:
-    """Parse the whole document.
+    """Parse the whole document; raise CorruptCheckpointError, with the byte offset, if it does not decode.
 
-    Maps become DICT branches, msgpack arrays LIST branches. Int keys become names listed in ``int_keys``. Other
-    keys that are not text, and duplicate keys, are errors.
-
-    Args:
-        window: window at the start of the file.
-        reader: reader of the handles.
-        of_orbax: the file is part of an Orbax directory and may hold tuples.
-
-    Raises:
-        CorruptCheckpointError: the document does not decode; names the byte offset.
+    Maps become DICT branches, msgpack arrays LIST branches. Int keys become names listed in ``int_keys``. Other keys
+    that are not text, and duplicate keys, are errors. Only a file ``of_orbax``, part of a directory, may hold tuples.
     """
     parser = _Parser(window, reader, of_orbax)
     try:
@@ -129,7 +119,7 @@ class _Parser:
         if branch.children.keys() == format.KEY_KEYS:
             return prng_key(branch, frame.path)
         try:
-            return _chunked(branch, frame.path) if branch.children.keys() == format.CHUNK_KEYS else None
+            return chunked_array(branch, frame.path) if branch.children.keys() == format.CHUNK_KEYS else None
         except ValueError as error:
             raise self._window.corrupt(f"{error} in {show_path(frame.path)}") from None
 
@@ -280,56 +270,3 @@ class _Parser:
             raise IndexError("the file ends")
         window.at += length
         return found
-
-
-# Maps that encode one leaf. A map with keys or types that Flax does not write is the user's own and stays a map.
-
-
-def prng_key(branch: Branch, path: Path) -> LeafHandle | None:
-    """Return the PRNG key that a map with the names `format.KEY_KEYS` encodes, or None."""
-    impl, data = branch.children[format.KEY_IMPL], branch.children["data"]
-    if not _is(impl, LeafKind.STR) or not _is(data, LeafKind.ARRAY) or data.dtype != np.uint32:
-        return None
-    locator = impl.locator, data
-    handle = LeafHandle(path, LeafKind.PRNG_KEY, data.shape, data.dtype, data.nbytes, None, impl.reader, locator)
-    handle.in_gda_folder = data.in_gda_folder
-    return handle
-
-
-def _chunked(branch: Branch, path: Path) -> LeafHandle | None:
-    """Return the chunked array that a map with the names `format.CHUNK_KEYS` encodes, or None.
-
-    Raises:
-        ValueError: the chunks do not add up.
-    """
-    flag = branch.children[format.CHUNK_FLAG]
-    sizes, chunks = _numbered(branch.children["shape"]), _numbered(branch.children["chunks"])
-    if not _is(flag, LeafKind.BOOL) or flag.locator is not True or sizes is None or not chunks:
-        return None
-    if not all(_is(size, LeafKind.INT) for size in sizes):
-        return None
-    if not all(_is(chunk, LeafKind.ARRAY) and type(chunk.locator) is int and len(chunk.shape) == 1 for chunk in chunks):
-        return None
-    shape = tuple(size.locator for size in sizes)
-    dtype = chunks[0].dtype
-    total = sum(chunk.nbytes for chunk in chunks)
-    assert dtype is not None
-    is_shape = min(shape, default=0) >= 0 and len(shape) <= format.MAX_DIMS
-    if not is_shape or math.prod(shape) * dtype.itemsize != total:
-        raise ValueError(f"pieces of {total} bytes for an array of shape {shape}")
-    if any(chunk.dtype != dtype for chunk in chunks):
-        raise ValueError("pieces of different dtypes for one array")
-    locator = tuple((chunk.locator, chunk.nbytes) for chunk in chunks)
-    return LeafHandle(path, LeafKind.ARRAY, shape, dtype, total, None, flag.reader, locator)
-
-
-def _numbered(node: Node) -> list[LeafHandle] | None:
-    """Return the children of a map with the keys '0', '1', …, in numeric order, or None for other maps."""
-    if not isinstance(node, Branch) or node.container is not Container.DICT or node.int_keys:
-        return None
-    names = [str(index) for index in range(len(node.children))]
-    return [node.children[name] for name in names] if node.children.keys() == set(names) else None
-
-
-def _is(node: Node, kind: LeafKind) -> bool:
-    return isinstance(node, LeafHandle) and node.kind is kind

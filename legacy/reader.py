@@ -140,9 +140,12 @@ class MsgpackReader(Reader):
         """Return the size of all arrays in the file, in bytes."""
         return sum([leaf.nbytes for leaf in handles_of(self) if leaf.dtype is not None and not leaf.in_gda_folder])
 
-    def verify_rest(self, handle: LeafHandle) -> None:
+    def verify_rest(self, one: LeafHandle | ArraySlice) -> None:
         """Verify the blocks that the leaf shares with others; see `Reader.verify_rest`."""
-        if self._verify and self._sums is not None and not handle.in_gda_folder and not self._sums.is_verified:
+        handle = one if isinstance(one, LeafHandle) else _rows(one)
+        if handle is None or handle.in_gda_folder or self._sums is None:
+            return
+        if self._verify and not self._sums.is_verified:
             with translated(self.path, "read"):
                 for offset, nbytes in _ranges(handle, self._source.size):
                     self._sums.verify_range(offset, offset + nbytes)
@@ -224,17 +227,25 @@ def _finish(handle: LeafHandle, value: Any) -> Any:
 def _read_slices(
     wanted: Sequence[LeafHandle | ArraySlice], read_handles: Callable[[Sequence[LeafHandle]], list[Any]]
 ) -> list[Any]:
-    """Read leaves and slices; arrays with slices that are not contiguous are read whole, once."""
+    """Read leaves and slices; arrays with slices that are not contiguous are read whole, once, and these copied."""
     direct = [one if isinstance(one, LeafHandle) else _rows(one) for one in wanted]
     pairs = list(zip(wanted, direct, strict=True))
     cut = dict.fromkeys(one.handle for one, rows in pairs if isinstance(one, ArraySlice) and rows is None)
     values = iter(read_handles([*(handle for handle in direct if handle is not None), *cut]))
     found = [None if handle is None else next(values) for handle in direct]
     whole = dict(zip(cut, values, strict=True))
-    return [
-        one.cut(whole[one.handle]) if isinstance(one, ArraySlice) and rows is None else value
-        for (one, rows), value in zip(pairs, found, strict=True)
-    ]
+    small: list[tuple[int, Any]] = []
+    for number, (one, rows) in enumerate(pairs):
+        if isinstance(one, ArraySlice) and rows is None:
+            view = whole[one.handle][one.index]
+            if view.nbytes < _SMALL:
+                small.append((number, view))
+            else:
+                found[number] = one.cut(whole[one.handle])
+    packed = memory.pack([(view.shape, view.dtype, view.tobytes()) for _, view in small])
+    for (number, _), array in zip(small, packed, strict=True):
+        found[number] = array
+    return found
 
 
 def _rows(part: ArraySlice) -> LeafHandle | None:

@@ -25,23 +25,14 @@ _DONTCACHE = 0x80  # RWF_DONTCACHE, of Linux 6.14 and newer
 
 
 class WindowSizes(NamedTuple):
-    """Sizes of the window over the structure, in bytes.
-
-    Attributes:
-        first: size at the start.
-        tiny: size after a large array; 0 to use ``smallest``.
-        smallest: size after any other skip.
-        largest: limit of growth.
-        read_over: longest array that is read over, not skipped, because another read takes longer.
-        growth: factor from one window to the next.
-    """
+    """Sizes of the window over the structure, in bytes."""
 
     first: int
-    tiny: int
-    smallest: int
-    largest: int
-    read_over: int
-    growth: int = 2
+    tiny: int  # size after a large array; 0 to use ``smallest``
+    smallest: int  # size after any other skip
+    largest: int  # limit of growth
+    read_over: int  # longest array that is read over, not skipped, because another read takes longer
+    growth: int = 2  # factor from one window to the next
 
 
 class File:
@@ -200,13 +191,7 @@ Source = File | StoredObject
 
 
 def open_source(path: str) -> Source:
-    """Open a path or URL.
-
-    Raises:
-        CheckpointNotFoundError: nothing is there.
-        CorruptCheckpointError: it is empty, or not a file.
-        StorageError: the file system or store refused.
-    """
+    """Open a path or URL; raise if nothing is there, or it is empty or no file."""
     return StoredObject(path) if paths.is_url(path) else File(path)
 
 

@@ -26,20 +26,13 @@ offset_of = operator.itemgetter(0)
 
 
 class Span(NamedTuple):
-    """A range of the file to read.
+    """A range of the file to read."""
 
-    Attributes:
-        offset, nbytes: the range.
-        handle: leaf that it belongs to.
-        number: index of a small array in the result.
-        target: memory to read into; None for a small array, which shares memory with its neighbours.
-    """
-
-    offset: int
+    offset: int  # start of the range
     nbytes: int
-    handle: LeafHandle
-    number: int = -1
-    target: memoryview | None = None
+    handle: LeafHandle  # leaf that it belongs to
+    number: int = -1  # index of a small array in the result
+    target: memoryview | None = None  # to read into; None for a small array, which shares memory with its neighbours
 
 
 def runs_of(source: Source, spans: list[Span]) -> list[list[Span]]:
@@ -65,12 +58,7 @@ def _store_run(spans: list[Span]) -> int:
 
 
 def read_run(source: Source, values: list[Any], run: list[Span]) -> None:
-    """Read neighbours with one read.
-
-    Raises:
-        CorruptCheckpointError: the file ends early; names the leaf.
-        OSError: the system refused.
-    """
+    """Read neighbours with one read; raise CorruptCheckpointError if the file ends early."""
     first, target = run[0].offset, run[0].target
     buffer = target if len(run) == 1 else None
     if buffer is None:

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.tree import Branch, Path, PathLengths
 
 from . import format
-from .parse import prng_key
+from .leaf_maps import prng_key
 from .source import Source
 from .verified_reads import ChecksummedFile
 
@@ -31,11 +31,7 @@ _ERRORS = (*format.DECODE_ERRORS, KeyError, MemoryError)
 
 
 def unpack(source: Source, reader: Reader, sums: ChecksummedFile | None = None) -> Branch | None:
-    """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file.
-
-    Raises:
-        ChecksumError: the file is not what ``sums`` was recorded of.
-    """
+    """Return the tree of handles, whose locators are the arrays' bytes; None if `parse` has to read the file."""
     if not source.is_local or source.size > _MAX_SIZE:
         return None
     if not all(_is_dense(source.read(size, 0)) for size in (_SAMPLE, source.size // _SAMPLED) if size >= _SAMPLE):

@@ -1,4 +1,4 @@
-"""Read a whole object of a store that tells the CRC-32C of its objects, and compare them."""
+"""Read a whole object of a store that reports the CRC-32C of its objects, and compare them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ _UNIT = 16 * 2**20  # bytes of a request
 
 
 def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) -> bool:
-    """Read spans with all that is between them; return False, without reading, if the store tells no CRC-32C.
+    """Read spans with all that is between them; return False, without reading, if the store reports no CRC-32C.
 
-    Raises:
-        ChecksumError: the bytes are not those of the store, also when they are read again.
-    """
+    Raise ChecksumError if the bytes are not those of the store, also when they are read again."""
     expected = client.stored_crc32c(source.path) if checksums.crc32c is not None else None
     if expected is None:
         return False

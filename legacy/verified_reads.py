@@ -131,7 +131,7 @@ class ChecksummedFile:
         """Compare the checksums of blocks whose units are all known with the recorded ones."""
         for block in sorted({unit // self._sums.units_per_block for unit in units}):
             found = [self._units[unit] for unit in self._sums.units_of(block)]
-            known = [one.to_bytes(checksums.SUM_BYTES, "little") for one in found if one is not None]
+            known = [checksums.encode(one) for one in found if one is not None]
             if len(known) == len(found):
                 if checksums.total(b"".join(known)) != self._sums.blocks[block]:
                     raise self._damaged(block, parts)

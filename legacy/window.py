@@ -12,33 +12,12 @@ _REMEDY = "restore another checkpoint, copy this one again, or check that it is 
 
 
 class Window:
-    """A range of the file in memory.
-
-    Attributes:
-        data: bytes of the range; the next value starts at ``data[at]``.
-        at: position in ``data``; beyond its end after a skip.
-        base: offset of ``data`` in the file.
-        fresh_until: while ``at`` is not above this, ``data`` holds `format.MAX_HEADER` more bytes, or the rest of the
-            file, or at least the whole next value up to an array's data.
-        size: size of the file, in bytes.
-        path: path of the file.
-    """
+    """A range of the file in memory."""
 
     __slots__ = (
-        "_growth",
-        "_largest",
-        "_read_over",
-        "_smallest",
-        "_source",
-        "_step",
-        "_tiny",
-        "at",
-        "base",
-        "data",
-        "fresh_until",
-        "path",
-        "size",
-    )
+        "_growth", "_largest", "_read_over", "_smallest", "_source", "_step", "_tiny", "at", "base", "data",
+        "fresh_until", "path", "size",
+    )  # fmt: skip
 
     def __init__(self, source: Source):
         self._source = source
@@ -46,8 +25,10 @@ class Window:
         self._step //= self._growth  # the first refill multiplies it
         self.path = source.path
         self.size = source.size
-        self.base = self.at = 0
-        self.data = b""
+        self.data = b""  # bytes of the range, from the offset ``base`` in the file
+        self.base = self.at = 0  # the next value starts at ``data[at]``; beyond its end after a skip
+        # While ``at`` is not above this, ``data`` holds `format.MAX_HEADER` more bytes, or the rest of the file, or at
+        # least the whole next value up to an array's data.
         self.fresh_until = -1
 
     def refill(self) -> None:
@@ -75,11 +56,7 @@ class Window:
         return piece
 
     def end_of(self, length: int) -> int:
-        """Return the position after the next ``length`` bytes.
-
-        Raises:
-            CorruptCheckpointError: the file has fewer bytes.
-        """
+        """Return the position after the next ``length`` bytes; raise if the file has fewer."""
         end = self.at + length
         if self.base + end > self.size:
             left = self.size - self.base - self.at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format, ProcessInfo, Reader
+from flax_ckpt_compat._core.load_library import use_tensorstore
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 
@@ -30,12 +31,10 @@ class OrbaxBackend:
         self._open_msgpack = open_msgpack
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> SavePlan:
-        """Plan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`.
-
-        Raises:
-            UnsupportedLeafError, NameCollisionError: with the key path in the message.
-        """
-        return make_plan(tree, multiprocess=process is not None and process.count > 1)
+        """Plan how each leaf is stored; see `flax_ckpt_compat._core.backend.Backend.prepare`."""
+        plan = make_plan(tree, multiprocess=process is not None and process.count > 1)
+        use_tensorstore()
+        return plan
 
     write = staticmethod(writer.write)
     begin_multiprocess = staticmethod(multiprocess.begin)
@@ -43,11 +42,7 @@ class OrbaxBackend:
     finish_multiprocess = staticmethod(multiprocess.end)
 
     def open(self, path: str, *, verify: bool = False) -> Reader:
-        """Open a directory of any Orbax release; read the structure, and small arrays inline in its database.
-
-        Raises:
-            IncompleteCheckpointError, UnrecognizedFormatError: it has no tree structure.
-            CorruptCheckpointError: it does not decode.
-        """
+        """Open a directory of any Orbax release; read the structure, and small arrays inline in its database."""
+        use_tensorstore(path)
         with paths.listing_cache(path), pause_gc(enabled=not paths.is_url(path)):
             return open_checkpoint(path, self._open_msgpack, verify=verify)

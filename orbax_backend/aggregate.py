@@ -28,19 +28,15 @@ OpenMsgpack = Callable[[str], Reader]
 
 
 class Aggregate:
-    """An open msgpack file.
-
-    Attributes:
-        reader: reader of the file.
-        leaves: path, key types and leaf, in stored order: a handle of the file, None for a placeholder, or Orbax's name
-            of an empty node.
-        values: path → handle of each leaf with its value in the file.
-    """
+    """An open msgpack file."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+        self.reader = reader  # reader of the file
+        # Path, key types and leaf, in stored order: a handle of the file, None for a placeholder, or Orbax's name of an
+        # empty node.
         self.leaves: list[tuple[Path, Kinds, LeafHandle | str | None]] = []
         self._collect(reader.tree, (), ())
+        # Path → handle of each leaf with its value in the file.
         self.values = {path: leaf for path, _, leaf in self.leaves if isinstance(leaf, LeafHandle)}
 
     def _collect(self, node: Node, path: Path, kinds: Kinds) -> None:

@@ -48,10 +48,10 @@ class _Builder:
             if parent:
                 self.put(parent, kinds[:-1], branch)
         branch, expected = known
-        if kinds[:-1] != expected[:-1]:
-            raise corrupt(self._file, f"the leaf {show_path(path)!r} contradicts the entries before it")
-        if kinds != expected:  # children by index and by name, as of `flax.nnx.List`
-            branch.container = Container.DICT
+        if kinds != expected:
+            if kinds[:-1] != expected[:-1]:
+                raise corrupt(self._file, f"the leaf {show_path(path)!r} contradicts the entries before it")
+            branch.container = Container.DICT  # children by index and by name, as of `flax.nnx.List`
         if name in branch.children:
             raise corrupt(self._file, f"the leaf {show_path(path)!r} is listed twice, or as both a leaf and a branch")
         branch.children[name] = node

@@ -56,7 +56,7 @@ class Record:
 
 def _own_sum(data: bytes) -> bytes:
     """Return the one checksum at the end of the file, of all that is before it."""
-    return checksums.crc32(data).to_bytes(checksums.SUM_BYTES, "little")
+    return checksums.encode(checksums.crc32(data))
 
 
 def _decode(data: bytes) -> Record | None:
@@ -75,14 +75,11 @@ def _decode(data: bytes) -> Record | None:
 
 
 class Checksums:
-    """The recorded checksums of an open checkpoint; each file of them is read on first use.
-
-    Attributes:
-        path: directory of the checkpoint.
-        intact: files that were checked.
-    """
+    """The recorded checksums of an open checkpoint; each file of them is read on first use."""
 
     def __init__(self, path: str) -> None:
+        # path: directory of the checkpoint.
+        # intact: files that were checked.
         self.path, self.intact = path, set[str]()
         self._records: dict[str, Record | None] = {}
 
@@ -102,11 +99,7 @@ class Checksums:
         return record.chunks.get(key) if record is not None and name in record.data_files else None
 
     def check_files(self) -> bool:
-        """Check all files that have checksums; return whether there are any, and all could be checked.
-
-        Raises:
-            ChecksumError: see `check_file`.
-        """
+        """Check all files that have checksums; return whether there are any, and all could be checked."""
         folders = ["", *(f"{name}/" for name in process_databases(self.path))]
         names = [(name, folder) for folder in folders for name in getattr(self.record(folder), "files", ())]
         return bool(names) and min([self._check_stored(*one) for one in names])  # not all(), which ends early
@@ -123,9 +116,7 @@ class Checksums:
     def check_file(self, name: str, data: bytes, folder: str = "") -> bool:
         """Check the content of a file, by its path in the checkpoint; return whether that was possible.
 
-        Raises:
-            ChecksumError: it has the recorded size, the database is the recorded one, and its checksum differs.
-        """
+        Raise ChecksumError if it has the recorded size, the database is the recorded one, and its checksum differs."""
         record = self.record(folder)
         if record is None or name not in record.files:
             return False

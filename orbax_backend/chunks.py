@@ -38,42 +38,26 @@ class DamagedChunkError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy from a box of a chunk to a box of an array.
+    """A copy from a box of a chunk to a box of an array."""
 
-    Attributes:
-        source: box in the chunk.
-        array: array in C order.
-        target: box in the array.
-    """
-
-    source: Box
-    array: _Array
-    target: Box
+    source: Box  # box in the chunk
+    array: _Array  # array in C order
+    target: Box  # box in the array
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ArrayRead:
-    """An array, or a box of it, to read.
-
-    Attributes:
-        name: stored name.
-        info: metadata of the array.
-        path: key path, for messages.
-        box: box to read; None for the whole array.
-        chunks: stored value and box of each chunk that it intersects, once located.
-        complete: whether all of them are stored.
-        array: the result, with the stored dtype; None until its memory is there.
-        cell: index of the chunk that the result is exactly, or None.
-    """
+    """An array, or a box of it, to read."""
 
     name: str
     info: ArrayInfo
-    path: Path
-    box: Box | None
+    path: Path  # key path, for messages
+    box: Box | None  # box to read; None for the whole array
+    # Stored value and box of each chunk that it intersects, once located.
     chunks: list[tuple[StoredValue, Box]] = dataclasses.field(default_factory=list)
-    complete: bool = True
-    array: Any = None
-    cell: Shape | None = dataclasses.field(init=False)
+    complete: bool = True  # whether all of them are stored
+    array: Any = None  # the result, with the stored dtype; None until its memory is there
+    cell: Shape | None = dataclasses.field(init=False)  # index of the chunk that the result is exactly, or None
 
     def __post_init__(self) -> None:
         self.cell = self.info.whole_cell if self.box is None else self.info.cell_of(self.box)
@@ -133,23 +117,15 @@ class ArrayRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A byte range to read.
+    """A byte range to read."""
 
-    Attributes:
-        read: a read that needs it, for errors.
-        extent: the range.
-        within: the range of the whole chunk.
-        target: memory for the bytes, or None.
-        shape, copies: without a target: shape of the array in the range, and the copies out of it.
-        chunk: key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
-    """
-
-    read: ArrayRead
+    read: ArrayRead  # a read that needs it, for errors
     extent: ByteRange
-    within: ByteRange
-    target: _Array | None
-    shape: Shape = ()
+    within: ByteRange  # the range of the whole chunk
+    target: _Array | None  # memory for the bytes, or None
+    shape: Shape = ()  # without a target: of the array in the range, with the copies out of it
     copies: Sequence[Copy] = ()
+    # Key of the chunk if the range is all of it and ends with its checksum. A target then takes its start.
     chunk: str | None = None
 
     def buffer(self) -> _Array:

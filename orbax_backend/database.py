@@ -123,7 +123,7 @@ class Database:
                 return
         # Not the largest local shard: processes without any must decide as the others do.
         nbytes = math.prod(stored.write_shape) * stored.dtype.itemsize
-        if nbytes < _COMPRESS_FROM_BYTES:
+        if encoding.codec is not None and nbytes < _COMPRESS_FROM_BYTES:
             encoding = encoding.uncompressed
         shards = ([all_of(whole)] if whole is not None else stored.shards()) if nbytes else []
         if encoding.codec is not None or nbytes >= _DRIVER_FROM_BYTES or needs_driver:
@@ -212,7 +212,7 @@ class Database:
         for opened, shards in self._pending:
             array = opened.result()
             for shard in shards:
-                written = array[shard.index].write(_native(shard.data), can_reference_source_data_indefinitely=True)
+                written = array[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
                 copies.append(written.copy)
         for copied in copies:
             copied.result()
@@ -231,16 +231,11 @@ class Database:
         self._committed, self._committing = None, 0
 
 
-def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in native byte order; TensorStore swaps to the stored one."""
-    return array if array.dtype.isnative else array.byteswap().view(array.dtype.newbyteorder())
-
-
 @functools.lru_cache(maxsize=4096)
 def _metadata(
     shape: tuple[int, ...], write_shape: tuple[int, ...], dtype: Any, encoding: Encoding
 ) -> tuple[bytes, ArrayInfo]:
-    """Return the text of an array's metadata, and what it says."""
+    """Return the text of an array's metadata, and its parsed form."""
     text = json.dumps(dump_metadata(shape, write_shape, dtype, encoding), separators=(",", ":")).encode()
     return text, parse_array_metadata(text, zarr3=encoding.checksums)
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax_ckpt_compat._core import grid
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.grid import Box
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
@@ -21,6 +22,8 @@ from .zarr import ArrayInfo
 _SCALAR_KINDS = {"b": LeafKind.BOOL, "i": LeafKind.INT, "u": LeafKind.INT, "c": LeafKind.COMPLEX}
 _FROM_SCALAR = {LeafKind.INT: int, LeafKind.FLOAT: float, LeafKind.BOOL: bool, LeafKind.COMPLEX: complex}
 _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a numpy array would cut at zeros
+# The data of a key of jax's own implementations has so many uint32.
+KEY_WIDTHS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 # Arrays up to this size that are inline in the database share memory.
 _SMALL_BYTES = 4096
 _MAX_KEYS = 4096  # known for each type of leaf
@@ -28,35 +31,23 @@ _MAX_KEYS = 4096  # known for each type of leaf
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StoredLeaf:
-    """Storage of leaves of one type as arrays; the locator of their handles.
-
-    Attributes:
-        info: metadata of the array.
-        kind: type of the leaf.
-        shape, dtype: those of the decoded array; they differ from the stored ones for dtypes that zarr lacks.
-        text: ``str`` or ``bytes`` for a numpy text scalar.
-        impl: implementation of a PRNG key.
-        possible_kinds: see `LeafHandle`.
-        described: kind, shape, dtype and size of the `LeafHandle`.
-        is_plain: whether the array is the leaf.
-        has_small_chunks: whether chunks are raw and so small that they may be inline in the index.
-        whole_key: chunk key, below the array's prefix, of an array in one chunk; None for other arrays.
-        chunk_nbytes: stored size of a raw chunk.
-    """
+    """Storage of leaves of one type as arrays; the locator of their handles."""
 
     info: ArrayInfo
     kind: LeafKind
+    # Shape and dtype of the decoded array; they differ from the stored ones for dtypes that zarr lacks.
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    text: str | None = None
-    impl: str | None = None
-    possible_kinds: frozenset[LeafKind] = frozenset()
+    text: str | None = None  # ``str`` or ``bytes`` for a numpy text scalar
+    impl: str | None = None  # implementation of a PRNG key
+    possible_kinds: frozenset[LeafKind] = frozenset()  # see `LeafHandle`
+    # Kind, shape, dtype and size of the `LeafHandle`.
     described: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int] = dataclasses.field(init=False)
-    is_plain: bool = dataclasses.field(init=False)
-    has_small_chunks: bool = dataclasses.field(init=False)
-    whole_key: str | None = dataclasses.field(init=False)
-    chunk_nbytes: int = dataclasses.field(init=False)
-    _keys: dict[tuple[tuple[int, int], ...], str | None] = dataclasses.field(init=False, default_factory=dict)
+    is_plain: bool = dataclasses.field(init=False)  # whether the array is the leaf
+    has_small_chunks: bool = dataclasses.field(init=False)  # raw, and so small that they may be in the index
+    whole_key: str | None = dataclasses.field(init=False)  # of the chunk below the array's prefix, if there is one
+    chunk_nbytes: int = dataclasses.field(init=False)  # stored size of a raw chunk
+    _keys: dict[int, tuple[Box, str | None]] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
@@ -70,20 +61,21 @@ class StoredLeaf:
         cell = self.info.whole_cell
         self.whole_key = None if cell is None else self.info.chunk_key(cell)
 
-    def stored_box(self, box: tuple[slice, ...]) -> tuple[slice, ...]:
+    def stored_box(self, box: Box) -> Box:
         """Return a box of the leaf as one of the stored array, which may have one more axis."""
         return (*box, *grid.full_box(self.info.shape[len(box) :]))
 
-    def key_of(self, box: tuple[slice, ...]) -> str | None:
-        """Return the chunk key, below the array's prefix, of a box that is exactly one chunk; None for others."""
-        corners = tuple([(side.start, side.stop) for side in box])
-        key = self._keys.get(corners, "")
-        if key == "":  # not known
+    def key_of(self, box: Box) -> str | None:
+        """Return the chunk key, below the array's prefix, of a box that is exactly one chunk; None for others.
+
+        Quick for boxes that many leaves share, as the shards of one sharding are."""
+        known = self._keys.get(id(box))
+        if known is None:
             cell = self.info.cell_of(self.stored_box(box))
-            key = None if cell is None else self.info.chunk_key(cell)
+            known = box, None if cell is None else self.info.chunk_key(cell)
             if len(self._keys) < _MAX_KEYS:
-                self._keys[corners] = key
-        return key
+                self._keys[id(box)] = known  # holds the box, so that no other has its id
+        return known[1]
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""
@@ -118,6 +110,9 @@ def describe_leaf(value_type: str, info: ArrayInfo, annotation: LeafType | None,
         annotation = LeafType(None if kind is LeafKind.ARRAY else kind)
     impl = annotation.impl or key_impl
     if impl is not None:
+        width = KEY_WIDTHS.get(impl, info.shape[-1] if info.shape else 0)
+        if info.dtype.str[1:] != "u4" or info.shape[-1:] != (width,):
+            raise ValueError(f"it is a PRNG key of {impl!r}, but {info.dtype.name}{list(info.shape)} is stored")
         return StoredLeaf(info, LeafKind.PRNG_KEY, info.shape, info.dtype, None, impl, possible_kinds)
     if annotation.dtype in _TEXTS or annotation.kind in (LeafKind.BYTES, LeafKind.STR):
         return _describe_text(info, annotation)

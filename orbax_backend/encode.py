@@ -28,26 +28,17 @@ _FROM_SHARDING = (-1,)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class EncodedLeaf:
-    """The stored form of one leaf.
+    """The stored form of one leaf."""
 
-    Attributes:
-        value_type: Orbax's name of the type.
-        dtype, shape: those of the stored array.
-        source: the user's array (numpy or jax), or the text of a string leaf.
-        annotation: the type that Orbax's format does not keep, or None.
-        sharding: jax sharding, or None.
-        write_shape: shape of one shard, or of the whole array; by default derived from the sharding, like the next.
-        spans_processes: whether several processes hold it, each some of its shards.
-    """
-
-    value_type: str
-    dtype: np.dtype[Any]
+    value_type: str  # Orbax's name of the type
+    dtype: np.dtype[Any]  # of the stored array, like the next
     shape: tuple[int, ...]
-    source: Any
-    annotation: LeafType | None = None
-    sharding: Any = None
+    source: Any  # the user's array (numpy or jax), or the text of a string leaf
+    annotation: LeafType | None = None  # the type that Orbax's format does not keep, or None
+    sharding: Any = None  # jax sharding, or None
+    # Shape of one shard, or of the whole array; by default derived from the sharding, like the next.
     write_shape: tuple[int, ...] = _FROM_SHARDING
-    spans_processes: bool = False
+    spans_processes: bool = False  # whether several processes hold it, each some of its shards
 
     def __post_init__(self) -> None:
         if self.write_shape is _FROM_SHARDING:
@@ -94,7 +85,7 @@ class EncodedLeaf:
 
 def all_of(array: np.ndarray[Any, Any]) -> Shard:
     """Return the one shard of an array that is not split."""
-    return Shard(tuple(slice(0, length) for length in array.shape), array)
+    return Shard(grid.full_box(array.shape), array)
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
@@ -102,7 +93,7 @@ def _whole(source: Any) -> np.ndarray[Any, Any]:
 
 
 class Encoder:
-    """Encodes the leaves of one tree; caches what it learns about types, dtypes and shardings."""
+    """Encodes the leaves of one tree; caches results by type, dtype and sharding."""
 
     def __init__(self, multiprocess: bool) -> None:
         self._multiprocess = multiprocess
@@ -116,11 +107,11 @@ class Encoder:
         kind = type(leaf)
         if kind is np.ndarray and self._is_plain[leaf.dtype]:
             return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
-        if kind in self._jax_types and self._is_plain[leaf.dtype] and not leaf.is_deleted():
+        if kind in self._jax_types and not leaf.is_deleted() and self._is_plain[dtype := leaf.dtype]:
             sharding, parts = self._shardings.of(leaf.sharding)
-            known = parts.get(leaf.shape)
+            known = parts.get(shape := leaf.shape)
             if known is not None:
-                return EncodedLeaf(JAX_ARRAY, leaf.dtype, leaf.shape, leaf, None, sharding, *known)
+                return EncodedLeaf(JAX_ARRAY, dtype, shape, leaf, None, sharding, *known)
         stored = encode(leaf, show_path(path), self._multiprocess)
         if is_jax_array(leaf):
             # A sharding of one process is stored as another one, so it never gets here as a leaf's own.

@@ -25,15 +25,10 @@ Check = Callable[[str, bytes], object]
 
 
 class ByteRange(NamedTuple):
-    """A range of bytes in a file of the checkpoint.
+    """A range of bytes in a file of the checkpoint."""
 
-    Attributes:
-        file: relative to the checkpoint's directory.
-        offset, length: in bytes.
-    """
-
-    file: str
-    offset: int
+    file: str  # relative to the checkpoint's directory
+    offset: int  # in bytes, like the next
     length: int
 
 

@@ -6,27 +6,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Inspection
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATA_FILES,
-    ARRAY_METADATA_PREFIX,
-    ARRAY_METADATAS,
-    CHECKSUMS,
-    COMMIT_FILE,
-    DATA_DIRECTORY,
-    DATA_FILE_PATTERN,
-    JAX_KEY_METADATA,
-    MANIFEST,
-    MSGPACK_FILE,
-    SHARDING,
-    STEP_METADATA,
-    STRINGS,
-    TREE_METADATA,
-    V1_MARKER,
-    key_prefix,
-)
 from flax_ckpt_compat._core.tree import Path
 
 from .files import read_json
@@ -34,13 +17,20 @@ from .key_index import Index
 from .structure import Structure, arrays_listed
 from .zarr import ArrayInfo
 
-_FILES = {COMMIT_FILE, JAX_KEY_METADATA, MSGPACK_FILE, SHARDING, STEP_METADATA, STRINGS, TREE_METADATA, V1_MARKER}
+_FILES = {
+    layout.COMMIT_FILE,
+    layout.JAX_KEY_METADATA,
+    layout.MSGPACK_FILE,
+    layout.SHARDING,
+    layout.STEP_METADATA,
+    layout.STRINGS,
+    layout.TREE_METADATA,
+    layout.V1_MARKER,
+}
 # Releases 0.1 to 0.4.1 have databases in folders of their own, and 0.3.5 its texts.
-_DATABASE = re.compile(
-    rf"(?:.*/)?(?:{'|'.join(map(re.escape, (MANIFEST, CHECKSUMS, STRINGS)))}|{DATA_DIRECTORY}/{DATA_FILE_PATTERN})",
-    re.DOTALL,
-)
-_ARRAY_METADATA = re.compile(rf"{ARRAY_METADATAS}/{ARRAY_METADATA_PREFIX}\d+")
+_NAMES = "|".join(map(re.escape, (layout.MANIFEST, layout.CHECKSUMS, layout.STRINGS)))
+_DATABASE = re.compile(rf"(?:.*/)?(?:{_NAMES}|{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN})", re.DOTALL)
+_ARRAY_METADATA = re.compile(rf"{layout.ARRAY_METADATAS}/{layout.ARRAY_METADATA_PREFIX}\d+")
 
 
 def inspect(path: str, structure: Structure, index: Index | None, infos: Mapping[str, ArrayInfo]) -> Inspection:
@@ -48,7 +38,7 @@ def inspect(path: str, structure: Structure, index: Index | None, infos: Mapping
     damaged, contradictions = [], {}
     try:
         contradictions = dict(_contradictions(path, structure, infos))
-        read_json(path, SHARDING, structure.check)  # which restores do without, with a warning
+        read_json(path, layout.SHARDING, structure.check)  # which restores do without, with a warning
     except CorruptCheckpointError as error:
         damaged.append(str(error))
     unexpected = [*_strange_files(path, infos), *_orphans(structure, index)]
@@ -57,7 +47,7 @@ def inspect(path: str, structure: Structure, index: Index | None, infos: Mapping
 
 def _strange_files(path: str, infos: Mapping[str, ArrayInfo]) -> Iterator[str]:
     """Yield the files that are no part of the format, and chunk files outside of their arrays' grids."""
-    arrays = {key_prefix(name): info for name, info in infos.items()}
+    arrays = {layout.key_prefix(name): info for name, info in infos.items()}
     for file in sorted(paths.storage_of(path).files_below(path)):
         if file in _FILES or _DATABASE.fullmatch(file) or _ARRAY_METADATA.fullmatch(file):
             continue
@@ -73,7 +63,7 @@ def _prefixes(file: str) -> Iterator[str]:
 
 def _is_part(info: ArrayInfo, key: str) -> bool:
     """Return whether a key below an array's prefix is its metadata or one of its chunks."""
-    if key in ARRAY_METADATA_FILES:
+    if key in layout.ARRAY_METADATA_FILES:
         return True
     parts = key.split(info.separator)
     if info.prefix and parts.pop(0) != info.prefix:
@@ -87,25 +77,25 @@ def _is_part(info: ArrayInfo, key: str) -> bool:
 
 def _orphans(structure: Structure, index: Index | None) -> Iterator[str]:
     """Yield the arrays of the database that no leaf refers to."""
-    known = {key_prefix(entry.name).encode() for entry in structure.entries}
+    known = {layout.key_prefix(entry.name).encode() for entry in structure.entries}
     for key in index.keys() if index is not None else ():
-        for name in ARRAY_METADATA_FILES:
+        for name in layout.ARRAY_METADATA_FILES:
             if key.endswith(name.encode()) and key[: -len(name)] not in known:
                 yield f"{key.decode('utf-8', 'replace').removesuffix('/' + name)} (an array of no leaf)"
 
 
 def _contradictions(path: str, structure: Structure, infos: Mapping[str, ArrayInfo]) -> Iterator[tuple[Path, str]]:
     """Yield key path and problem of leaves whose shapes in JSON files do not fit their array."""
-    listed = _listed(os.path.join(path, ARRAY_METADATAS))
+    listed = _listed(os.path.join(path, layout.ARRAY_METADATAS))
     for entry in structure.entries:
         info = infos.get(entry.name)
         if info is None:
             continue
         if entry.write_shape is not None and not _fits(entry.write_shape, info):
-            yield entry.path, _problem(f"the write_shape {entry.write_shape} in {TREE_METADATA}", info)
+            yield entry.path, _problem(f"the write_shape {entry.write_shape} in {layout.TREE_METADATA}", info)
         for file, chunks in listed.get(entry.name, ()):
             if chunks is not None and chunks != list(info.chunks):
-                yield entry.path, _problem(f"the chunk_shape {chunks} in {ARRAY_METADATAS}/{file}", info)
+                yield entry.path, _problem(f"the chunk_shape {chunks} in {layout.ARRAY_METADATAS}/{file}", info)
 
 
 def _fits(write_shape: object, info: ArrayInfo) -> bool:

@@ -6,15 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATA_FILES,
-    JAX_KEY,
-    JAX_KEY_METADATA,
-    SINGLE_ARRAY,
-    STEP_METADATA,
-)
 
 from .files import corrupt, read_json
 
@@ -29,7 +23,7 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
     its ``_METADATA`` lacks what 0.10.0 added. If the step metadata of a later one is lost: trees of such a leaf are
     OCDBT by default, array items never are.
     """
-    if os.path.basename(path.rstrip("/")) == JAX_KEY:
+    if os.path.basename(path.rstrip("/")) == layout.JAX_KEY:
         return True
     step, item = os.path.split(path.rstrip("/"))
     own = _handlers(path)
@@ -43,19 +37,21 @@ def is_single_array(path: str, metadata: Mapping[str, Any], use_ocdbt: bool) -> 
 
 def holds_array_folder(path: str) -> bool:
     """Return whether a directory has a subdirectory with one array, as array items without OCDBT do."""
-    return any(paths.isfile(os.path.join(path, SINGLE_ARRAY, name)) for name in ARRAY_METADATA_FILES)
+    return any(paths.isfile(os.path.join(path, layout.SINGLE_ARRAY, name)) for name in layout.ARRAY_METADATA_FILES)
 
 
 def is_typed_key(path: str) -> bool:
     """Return whether the single array in ``path`` is the data of a typed PRNG key; raise if its metadata is damaged."""
     item, name = os.path.split(path.rstrip("/"))
-    if name != JAX_KEY:
+    if name != layout.JAX_KEY:
         return False
-    metadata = read_json(item, JAX_KEY_METADATA)
+    metadata = read_json(item, layout.JAX_KEY_METADATA)
     typed = metadata.get("typed") if metadata is not None else None
     if not isinstance(typed, bool):
         what = "is missing" if metadata is None else "does not"
-        raise corrupt(os.path.join(item, JAX_KEY_METADATA), f"it should say whether the PRNG key is typed, but {what}")
+        raise corrupt(
+            os.path.join(item, layout.JAX_KEY_METADATA), f"it should say whether the PRNG key is typed, but {what}"
+        )
     return typed
 
 
@@ -74,7 +70,7 @@ def implementation(width: int) -> tuple[str, bool]:
 def _handlers(path: str) -> Any:
     """Return the handlers in a directory's step metadata: '' if it predates them, None without the file."""
     try:
-        metadata = read_json(path, STEP_METADATA)
+        metadata = read_json(path, layout.STEP_METADATA)
     except CorruptCheckpointError:
         return None
     return metadata.get("item_handlers", "") if metadata is not None else None

@@ -8,24 +8,10 @@ from typing import Any, Protocol
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    StorageError,
-)
+from flax_ckpt_compat._core import errors, paths
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.local.contained import stays_inside
 from flax_ckpt_compat._core.object_store import client
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATA_FILES,
-    DATA_DIRECTORY,
-    MANIFEST,
-    MSGPACK_FILE,
-    PROCESS_PREFIX,
-    SINGLE_ARRAY,
-    TREE_METADATA,
-)
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import ByteRange, CheckpointFiles, corrupt, refuse_escape, tensorstore_context, wait
@@ -49,6 +35,10 @@ class Index(Protocol):
     def find(self, key: str) -> StoredValue | None:
         """Return the value, its byte range, or None if the key is absent."""
         ...
+
+    def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
+        """Return what `find` returns for each key."""
+        return [self.find(key) for key in keys]
 
     def get(self, key: str) -> bytes | None:
         """Read a small value; return None if the key is absent."""
@@ -82,7 +72,7 @@ def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:
 def open_database(path: str, folder: str = "", locate: Callable[[str], str] | None = None, lookups: int = 0) -> Index:
     """Open the index of an OCDBT database in the directory ``folder`` of a checkpoint; see `read_entries`."""
     full = os.path.join(path, folder) if folder else path
-    if locate is None and not paths.isfile(os.path.join(full, MANIFEST)):
+    if locate is None and not paths.isfile(os.path.join(full, layout.MANIFEST)):
         raise _missing_manifest(full)
     try:
         return _DatabaseIndex(path, full, read_entries(path, f"{folder}/" if folder else "", locate, lookups))
@@ -90,7 +80,7 @@ def open_database(path: str, folder: str = "", locate: Callable[[str], str] | No
         if locate is not None:
             raise _undecodable(full, error) from error
         return _DriverIndex(full)
-    except (CorruptCheckpointError, StorageError):
+    except (errors.CorruptCheckpointError, errors.StorageError):
         raise
     except OSError as error:
         raise _undecodable(full, error) from error
@@ -99,13 +89,13 @@ def open_database(path: str, folder: str = "", locate: Callable[[str], str] | No
 def holds_array(path: str) -> bool:
     """Return whether the database in ``path`` has an array ``checkpoint``, as array items of 0.3.5 to 0.5.7 do."""
     index = open_database(path)
-    return any(index.find(f"{SINGLE_ARRAY}/{name}") is not None for name in ARRAY_METADATA_FILES)
+    return any(index.find(f"{layout.SINGLE_ARRAY}/{name}") is not None for name in layout.ARRAY_METADATA_FILES)
 
 
 def process_databases(path: str) -> list[str]:
     """Return the names of process databases, which a save merges at its end."""
     names = paths.listdir(path) if paths.isdir(path) else []
-    return [name for name in names if name.startswith(PROCESS_PREFIX)]
+    return [name for name in names if name.startswith(layout.PROCESS_PREFIX)]
 
 
 def _unmerged_database(path: str, names: Sequence[str]) -> str:
@@ -114,32 +104,33 @@ def _unmerged_database(path: str, names: Sequence[str]) -> str:
     Releases 0.4.3 to 0.4.7 with ``use_ocdbt=False`` still wrote the process database, never merged it, and made an
     empty directory for every array; they could not read that back themselves (0.4.4, measured).
     """
-    if paths.isfile(os.path.join(path, MANIFEST)):
+    if paths.isfile(os.path.join(path, layout.MANIFEST)):
         return ""
     processes = process_databases(path)
-    finished = all(paths.isfile(os.path.join(path, file)) for file in (MSGPACK_FILE, TREE_METADATA))
+    finished = all(paths.isfile(os.path.join(path, file)) for file in (layout.MSGPACK_FILE, layout.TREE_METADATA))
     if len(processes) != 1 or not finished:
         return ""
     folders = any(name and stays_inside(name) and paths.isdir(os.path.join(path, name)) for name in names)
     return processes[0] if folders else ""
 
 
-def _missing_manifest(path: str) -> CheckpointError:
+def _missing_manifest(path: str) -> errors.CheckpointError:
     if process_databases(path):
-        return IncompleteCheckpointError(
-            f"{path}: the file {MANIFEST} is missing, but databases of single processes are there; "
+        return errors.IncompleteCheckpointError(
+            f"{path}: the file {layout.MANIFEST} is missing, but databases of single processes are there; "
             f"the save was not finished, or the file was lost: restore it from a copy",
             path=path,
         )
-    return CorruptCheckpointError(
-        f"{path}: the file {MANIFEST} is missing, without which no array can be found; restore it from a copy",
+    return errors.CorruptCheckpointError(
+        f"{path}: the file {layout.MANIFEST} is missing, without which no array can be found; restore it from a copy",
         path=path,
     )
 
 
-def _undecodable(path: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{path}: its array database ({MANIFEST} and d/) does not decode: {error}; restore the files from a copy",
+def _undecodable(path: str, error: Exception) -> errors.CorruptCheckpointError:
+    return errors.CorruptCheckpointError(
+        f"{path}: its array database ({layout.MANIFEST} and d/) does not decode: {error}; restore the files from a "
+        "copy",
         path=path,
     )
 
@@ -156,6 +147,9 @@ class _DatabaseIndex(Index):
 
     def find(self, key: str) -> StoredValue | None:
         return self._entries.get(key.encode())
+
+    def find_all(self, keys: Sequence[str]) -> list[StoredValue | None]:
+        return list(map(self._entries.get, map(str.encode, keys)))
 
     def get(self, key: str) -> bytes | None:
         value = self._entries.get(key.encode())
@@ -181,7 +175,7 @@ def _read_small(path: str, extent: ByteRange) -> bytes:
     try:
         data = paths.read(full, extent.offset, extent.offset + min(extent.length, _MAX_METADATA_BYTES))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(
+        raise errors.CorruptCheckpointError(
             f"{full}: the file is missing, but the array database refers to it; restore it from a copy", path=full
         ) from error
     if len(data) != extent.length:
@@ -195,12 +189,12 @@ class _DriverIndex(Index):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        for folder in ("", DATA_DIRECTORY):
+        for folder in ("", layout.DATA_DIRECTORY):
             CheckpointFiles(path).check_folder(folder)
         try:
             self._store = wait(path, ts.KvStore.open(_database_spec(path, ""), context=tensorstore_context(path, 0)))
             self._keys = frozenset(wait(path, self._store.list()))
-        except StorageError:
+        except errors.StorageError:
             raise
         except (ValueError, OSError) as error:
             raise _undecodable(path, error) from error
@@ -212,7 +206,7 @@ class _DriverIndex(Index):
         try:
             there = key.encode() in self._keys
             return bytes(wait(self._path, self._store.read(key)).value) if there else None
-        except StorageError:
+        except errors.StorageError:
             raise
         except (ValueError, OSError) as error:
             raise _undecodable(self._path, error) from error
@@ -244,8 +238,8 @@ class _NestedIndex(Index):
         return index.get(rest)
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
-        there = (name for name in ARRAY_METADATA_FILES if self._top.find(prefix + name) is not None)
-        name = next(there, ARRAY_METADATA_FILES[0])
+        there = (name for name in layout.ARRAY_METADATA_FILES if self._top.find(prefix + name) is not None)
+        name = next(there, layout.ARRAY_METADATA_FILES[0])
         index, rest = self._owner(prefix + name)
         return index.kvstore(rest.removesuffix(name))
 
@@ -264,7 +258,7 @@ class _NestedIndex(Index):
 
     def _open(self, folder: str) -> Index | None:
         if folder not in self._below:
-            manifest = os.path.join(self._path, folder, MANIFEST)
+            manifest = os.path.join(self._path, folder, layout.MANIFEST)
             there = bool(folder) and stays_inside(folder) and paths.isfile(manifest)
             self._below[folder] = open_database(self._path, folder) if there else None
         return self._below[folder]
@@ -296,7 +290,9 @@ class _StoreIndex(Index):
         self._url = url
         self._keys = frozenset(client.keys(url))
         self._metadata: dict[str, bytes] = {}
-        in_parallel(self._prefetch, [key for key in self._keys if key.rpartition("/")[2] in ARRAY_METADATA_FILES])
+        in_parallel(
+            self._prefetch, [key for key in self._keys if key.rpartition("/")[2] in layout.ARRAY_METADATA_FILES]
+        )
 
     def _prefetch(self, key: str) -> None:
         self._metadata[key] = client.read(f"{self._url}/{key}")

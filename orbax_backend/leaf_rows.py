@@ -24,18 +24,13 @@ def check_ascending(keys: _Keys) -> _Keys:
 
 
 class LeafRows:
-    """The keys and values of a leaf node.
-
-    Attributes:
-        first: the first key.
-        keys: all keys without the prefix, as an array padded with zeros if their lengths are alike.
-        files: files with values.
-    """
+    """The keys and values of a leaf node."""
 
     def __init__(self, columns: Columns, files: Sequence[str], prefix: bytes, count: int) -> None:
         self._names, self._prefix = files, prefix
+        # All keys without the prefix, as an array padded with zeros if their lengths are alike.
         self.keys: Any = check_ascending(columns.keys(count))
-        self.first = prefix + self.keys[0]
+        self.first = prefix + self.keys[0]  # the first key
         self._lengths, kinds = columns.numbers(count), columns.numbers(count)
         if int(kinds.max()) > INDIRECT:
             raise ValueError(f"values of the kinds {INLINE} and {INDIRECT} were expected, found {int(kinds.max())}")
@@ -46,7 +41,7 @@ class LeafRows:
         if outside and int(self._numbers.max()) >= len(files):
             raise ValueError(f"one of {len(files)} files was expected, found number {int(self._numbers.max())}")
         self._used = np.bincount(self._numbers, minlength=len(files)).nonzero()[0]
-        self.files = [files[number] for number in self._used.tolist()]
+        self.files = [files[number] for number in self._used.tolist()]  # files with values
         inline = self._lengths[kinds == INLINE]
         self._values = columns.slices(inline.tolist())
         columns.finish()

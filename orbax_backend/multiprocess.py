@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
@@ -21,19 +22,11 @@ from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATAS,
-    MANIFEST,
-    PROCESS_DONE,
-    PROCESS_PREFIX,
-    STRING,
-    key_prefix,
-)
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import normalize_index, show_path
 
-from . import metadata
+from . import metadata, writer
 from .database import Database, file_locator
 from .encode import EncodedLeaf
 from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
@@ -55,17 +48,13 @@ from .zarr import ArrayInfo, Encoding, parse_array_metadata
 
 
 def begin(
-    path: str,
-    plan: SavePlan,
-    options: WriteOptions,
-    _process: ProcessInfo,
-    _upload: MultiprocessUpload | None = None,
+    path: str, plan: SavePlan, options: WriteOptions, _process: ProcessInfo, _upload: MultiprocessUpload | None = None
 ) -> None:
     """Create the directories, in process 0; see `Backend.begin_multiprocess`."""
     encoding_of(options)
-    make_directory(path)
+    writer.begin(path)
     if metadata.has_jax_arrays(plan):
-        make_directory(os.path.join(path, ARRAY_METADATAS))
+        make_directory(os.path.join(path, layout.ARRAY_METADATAS))
 
 
 def write(
@@ -95,7 +84,7 @@ def write(
         if metadata.has_jax_arrays(plan) and (is_primary or upload is None):
             files |= array_metadatas(path, plan, encoding, process.index)
             write_files(files)
-            sync_directory(os.path.join(path, ARRAY_METADATAS))
+            sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
         if is_primary:
             found = tree_files(path, plan, options)
             write_files(found)
@@ -106,11 +95,11 @@ def write(
         # Those of process 0 go into the file of the whole checkpoint, which readers open first.
         (plan.record if is_primary else recorder.record).add_files(path, files)
         write_files(file_of_database(recorder.record, own, path))
-    write_file(os.path.join(own, PROCESS_DONE), _digest(plan).encode())
+    write_file(os.path.join(own, layout.PROCESS_DONE), _digest(plan).encode())
     sync_directory(own)
     if upload is not None:
         sent = [os.path.relpath(os.path.join(own, name), path) for name in files_below(own)]
-        multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, PROCESS_DONE), path))
+        multiprocess.upload_files(upload, path, sent, os.path.relpath(os.path.join(own, layout.PROCESS_DONE), path))
 
 
 def end(
@@ -140,7 +129,7 @@ def _arrays_of(plan: SavePlan, process: ProcessInfo) -> list[tuple[str, EncodedL
     start_transfers([(entry.name, entry.stored) for entry in plan.entries if entry.stored and entry.writer == here > 0])
     for entry in plan.entries:
         stored = entry.stored
-        if stored is None or stored.value_type == STRING:
+        if stored is None or stored.value_type == layout.STRING:
             continue
         if entry.writer and here in (0, entry.writer):
             stored = stored.written_by_one(is_here=entry.writer == here)
@@ -155,7 +144,7 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
     uploaded = None if upload is None else set(upload.written())
 
     def is_written(name: str) -> bool:
-        file = os.path.join(name, MANIFEST)
+        file = os.path.join(name, layout.MANIFEST)
         return os.path.exists(os.path.join(path, file)) if uploaded is None else file in uploaded
 
     with translated(path, "written", TENSORSTORE_ERRORS):
@@ -174,12 +163,14 @@ def _check(path: str, plan: SavePlan, encoding: Encoding, upload: MultiprocessUp
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
     folder = upload.folder
-    sizes = sizes_of([f"{folder}/{key}" for key in upload.written() if not key.endswith((MANIFEST, PROCESS_DONE))])
+    sizes = sizes_of(
+        [f"{folder}/{key}" for key in upload.written() if not key.endswith((layout.MANIFEST, layout.PROCESS_DONE))]
+    )
     _check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(f"{folder}/{file}"))
 
 
 def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
-    return os.path.join(path, f"{PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}")
+    return os.path.join(path, f"{layout.PROCESS_PREFIX}{process}{'' if upload is None else upload.tag}")
 
 
 def _digest(plan: SavePlan) -> str:
@@ -197,7 +188,7 @@ def _digest(plan: SavePlan) -> str:
 
 
 def _check_done(path: str, process: int, database: str, digest: str) -> None:
-    file = os.path.join(database, PROCESS_DONE)
+    file = os.path.join(database, layout.PROCESS_DONE)
     try:
         with translated(file, "read"):
             found = paths.read(file).decode("ascii", "replace")
@@ -221,7 +212,7 @@ def _check_done(path: str, process: int, database: str, digest: str) -> None:
 
 
 def _remove_done_file(database: str) -> None:
-    file = os.path.join(database, PROCESS_DONE)
+    file = os.path.join(database, layout.PROCESS_DONE)
     with translated(file, "removed"):
         paths.storage_of(file).delete(file)
 
@@ -251,17 +242,11 @@ def _check_complete(
 
 
 class _Chunks(NamedTuple):
-    """The chunks of arrays that are stored alike.
+    """The chunks of arrays that are stored alike."""
 
-    Attributes:
-        info: metadata of the arrays.
-        cells: index of each chunk, by its key.
-        keys: the keys below an array's prefix, in ascending order and padded with zeros.
-    """
-
-    info: ArrayInfo
-    cells: dict[str, Shape]
-    keys: Any
+    info: ArrayInfo  # metadata of the arrays
+    cells: dict[str, Shape]  # index of each chunk, by its key
+    keys: Any  # the keys below an array's prefix, in ascending order and padded with zeros
 
 
 class _Array(NamedTuple):
@@ -287,9 +272,9 @@ def _stored_arrays(path: str, plan: SavePlan, encoding: Encoding, index: Index) 
         return _Chunks(info, found, np.array(sorted(map(str.encode, found)), bytes))
 
     for entry in plan.entries:
-        if entry.stored is None or entry.stored.value_type == STRING:
+        if entry.stored is None or entry.stored.value_type == layout.STRING:
             continue
-        prefix = key_prefix(entry.name)
+        prefix = layout.key_prefix(entry.name)
         text = index.get(prefix + encoding.metadata_file)
         if text is None:
             raise _incomplete(path, _leaf_of(entry), "its metadata is missing, which process 0 writes")

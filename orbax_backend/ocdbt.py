@@ -36,30 +36,20 @@ _ROWS_FROM, _ROWS_PER_LOOKUP = 20_000, 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _NodeRef:
-    """A reference to a B-tree node.
+    """A reference to a B-tree node."""
 
-    Attributes:
-        extent: its bytes.
-        base: directory of the paths in the node, with its slash.
-        prefix: common prefix of all keys below it.
-        height: number of levels below it.
-    """
-
-    extent: ByteRange
-    base: str
-    prefix: bytes
-    height: int
+    extent: ByteRange  # its bytes
+    base: str  # directory of the paths in the node, with its slash
+    prefix: bytes  # common prefix of all keys below it
+    height: int  # number of levels below it
 
 
 def read_entries(path: str, base: str = "", locate: Callable[[str], str] | None = None, lookups: int = 0) -> Entries:
     """Return every key of the newest version of a database, with its value or byte range.
 
     ``base`` is its directory in the checkpoint's, with its slash. Of files that are not in ``path``, ``locate`` returns
-    the full path by the name. About so many ``lookups`` are expected.
-
-    Raises:
-        UndecodableError: only TensorStore's own driver can read the database.
-    """
+    the full path by the name. About so many ``lookups`` are expected. Raise UndecodableError if only TensorStore reads
+    it."""
     database = _Database(path, base, locate)
     leaves = database.leaves()
     many = sum(leaf.count for leaf in leaves) >= max(_ROWS_FROM, _ROWS_PER_LOOKUP * lookups)
@@ -185,8 +175,7 @@ class _Database:
             data = paths.read(file, offset, offset + length)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"{file}: this file of the array database is missing; restore it from a copy",
-                path=file,
+                f"{file}: this file of the array database is missing; restore it from a copy", path=file
             ) from error
         if len(data) != length:
             raise self._corrupt_node(node, ValueError(f"{length} bytes were expected, found {len(data)}"))

@@ -1,19 +1,17 @@
-"""Read stored arrays into new memory: raw chunks by ranged reads in threads, others through TensorStore."""
+"""Read stored arrays into new memory: raw chunks by ranged reads in threads, others by `driver_reads`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
-from flax_ckpt_compat._core import checksums, grid, memory, paths
+from flax_ckpt_compat._core import checksums, memory, paths
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
 from flax_ckpt_compat._core.local.contained import open_regular
@@ -25,28 +23,24 @@ from .checksum_file import Checksums
 from .chunks import (
     PIECE_BYTES,
     ArrayRead,
-    Copy,
     DamagedChunkError,
     Piece,
-    by_chunk,
     group_neighbours,
     is_intact,
     plan_pieces,
     scatter,
 )
-from .files import ByteRange, sizes_of, tensorstore_context, wait
+from .driver_reads import THREADS, DriverReader, corrupt_array
+from .files import ByteRange, sizes_of
 from .key_index import Index, OpaqueValue, StoredValue
 from .verification import Verifier
 
 _log = logging.getLogger("flax_ckpt_compat")
-_THREADS = min(8, 2 * (os.cpu_count() or 1))
 # Below this, threads cost more than they gain.
 _THREADS_FROM_BYTES = PIECE_BYTES // 4
 # Of all codecs zstd expands most: 4 bytes to at most 128 KiB.
 _MAX_RATIO = 1 << 16
-_CACHE_BYTES = 64 << 20
 _BYTE = np.dtype(np.uint8)
-_CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
 # Releases before 0.10.3 left out chunks of the fill value. Arrays with such may take this many bytes of memory, or as
 # much as zstd could expand the checkpoint to. More chunks, of one array and in all, would take minutes to look up.
 _MAX_FILLED_BYTES, _MAX_MISSING, _MAX_MISSING_IN_ALL = 1 << 30, 1 << 17, 1 << 20
@@ -61,7 +55,8 @@ class ArrayReader:
         self._index = index
         self._fills_missing = fills_missing
         self._in_files = fills_missing and index.kvstore("")["driver"] != "ocdbt"
-        self._context = tensorstore_context(path, _CACHE_BYTES)
+        self._driver = DriverReader(path, index, fills_missing)
+        self._corrupt = functools.partial(corrupt_array, path)
 
     def read(self, reads: Sequence[ArrayRead], *, mapped: bool = False) -> None:
         """Set the ``array`` of reads; with ``mapped``, raw chunks of local files may be mapped instead of read."""
@@ -91,19 +86,15 @@ class ArrayReader:
                 except DamagedChunkError as error:
                     raise self._damaged(error.read, error.chunk) from error
             else:
-                opened.append((group, self._open(group[0])))
+                opened.append((group, self._driver.open(group[0])))
         self._read_pieces(pieces, verifier)
-        self._read_opened(opened)
+        self._driver.read(opened)
         if verifier is not None:
             verifier.finish()
         self._warn_of_missing_chunks([read for read in reads if self._in_files and not read.complete])
 
     def verify(self, read: ArrayRead, recorded: Checksums) -> bool:
-        """Read the chunks of a raw array in bounded memory, and check them against their checksums.
-
-        Returns:
-            Whether there are checksums of all chunks; if not, nothing was read.
-        """
+        """Read a raw array in bounded memory to check it; return False unless all chunks have checksums."""
         verifier, extents = Verifier(self._path, recorded), list[tuple[ArrayRead, ByteRange]]()
         self._locate(read, extents, verifier)
         self._check_bounds(extents)
@@ -210,7 +201,7 @@ class ArrayReader:
                 if piece.extent.file not in files:
                     files[piece.extent.file] = self._open_file(piece)
             if sum(piece.extent.length for piece in pieces) >= _THREADS_FROM_BYTES:
-                in_parallel(functools.partial(self._read_piece, files, verifier), pieces, _THREADS, in_runs=True)
+                in_parallel(functools.partial(self._read_piece, files, verifier), pieces, THREADS, in_runs=True)
                 return
             for piece in pieces:
                 self._read_piece(files, verifier, piece)
@@ -268,51 +259,6 @@ class ArrayReader:
             memory.as_bytes(buffer)[:] = found[: buffer.nbytes]
             scatter(buffer, piece.copies)
 
-    def _open(self, read: ArrayRead) -> Any:
-        spec = {
-            "driver": read.info.driver,
-            "kvstore": self._index.kvstore(key_prefix(read.name)),
-            "fill_missing_data_reads": self._fills_missing and read.info.has_fill_value,
-        }
-        with self._tensorstore_errors(read):
-            return ts.open(spec, open=True, read=True, context=self._context)
-
-    def _read_opened(self, opened: Sequence[tuple[list[ArrayRead], Any]]) -> None:
-        """Read arrays through TensorStore."""
-        started: list[tuple[ArrayRead, Any]] = []
-        shared: list[tuple[list[ArrayRead], Any]] = []
-        for group, future in opened:
-            with self._tensorstore_errors(group[0]):
-                store = wait(self._path, future)
-                if store.shape != group[0].info.shape:
-                    raise ValueError(f"the shape {store.shape} was expected to be {group[0].info.shape}")
-                if _share_chunks(group):
-                    shared.append((group, store))
-                else:
-                    started += [(read, _start_copy(read, store)) for read in group]
-        nbytes = sum(read.nbytes for read, _ in started)
-        for read, copied in started:
-            with self._tensorstore_errors(read):
-                wait(self._path, copied, nbytes)
-            if not read.array.dtype.isnative:
-                read.array.view(read.array.dtype.newbyteorder()).byteswap(inplace=True)
-        for group, store in shared:
-            with self._tensorstore_errors(group[0]):
-                # Each chunk is decoded once for all boxes in it.
-                wanted = [(start, copies) for start, (_, copies) in by_chunk(group).items()]
-                in_parallel(functools.partial(_read_chunk, self._path, store), wanted, _THREADS)
-
-    @contextlib.contextmanager
-    def _tensorstore_errors(self, read: ArrayRead) -> Iterator[None]:
-        """Translate TensorStore's errors about one array."""
-        try:
-            yield
-        except StorageError:
-            raise
-        except (ValueError, OSError, NotImplementedError) as error:
-            kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
-            raise self._corrupt(read, str(error), kind) from error
-
     def _warn_of_missing_chunks(self, reads: Sequence[ArrayRead]) -> None:
         """Warn of missing chunk files: unlike the keys of a database, files can get lost in copying without a trace."""
         names = sorted({read.keystr for read in reads})
@@ -322,16 +268,6 @@ class ArrayReader:
                 f"value, because releases of Orbax before 0.10.3 left out chunks of only that value. If files were "
                 f"lost in copying, copy the checkpoint again"
             )
-
-    def _corrupt(
-        self, read: ArrayRead, what: str, error: type[CorruptCheckpointError] = CorruptCheckpointError
-    ) -> CorruptCheckpointError:
-        return error(
-            f"{self._path}: the array {read.keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
-            f"restore the files from a copy, or restore the other leaves only",
-            path=self._path,
-            leaf=read.keystr,
-        )
 
     def _damaged(self, read: ArrayRead, chunk: str) -> CorruptCheckpointError:
         return self._corrupt(
@@ -352,28 +288,3 @@ def _stored_bytes(value: StoredValue) -> int | None:
     if isinstance(value, OpaqueValue):
         return None
     return value.length if isinstance(value, ByteRange) else len(value)
-
-
-def _start_copy(read: ArrayRead, store: Any) -> Any:
-    """Start TensorStore's copy into the array, in native byte order."""
-    array = read.array
-    native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
-    wanted = store if read.box is None else store[read.box][ts.d[:].translate_to[0]]
-    return ts.array(native).write(wanted)
-
-
-def _share_chunks(group: Sequence[ArrayRead]) -> bool:
-    """Return whether several reads share chunks; only TensorStore fills in missing ones, so all must be stored."""
-    return (
-        len(group) > 1
-        and all(read.complete for read in group)
-        and any(len(copies) > 1 for _, copies in by_chunk(group).values())
-    )
-
-
-def _read_chunk(path: str, store: Any, wanted: tuple[grid.Shape, list[Copy]]) -> None:
-    start, copies = wanted
-    inner = grid.bounding_box([copy.source for copy in copies])
-    box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
-    values = wait(path, store[box].read(), math.prod(grid.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
-    scatter(values, [Copy(grid.relative_to(copy.source, inner), copy.array, copy.target) for copy in copies])

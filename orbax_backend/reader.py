@@ -12,30 +12,18 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, StorageError, UnrecognizedFormatError
 from flax_ckpt_compat._core.grid import readable_boxes
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATA_FILES,
-    ARRAY_METADATAS,
-    EMPTY_CONTAINERS,
-    JAX_ARRAY,
-    MSGPACK_FILE,
-    NONE,
-    NP_ARRAY,
-    SCALAR,
-    STRING,
-    STRINGS,
-    key_prefix,
-)
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 
 from .aggregate import OpenMsgpack
 from .build_tree import build_tree
 from .checksum_file import Checksums
 from .chunks import ArrayRead, checked_data
-from .decode import StoredLeaf, describe_leaf
+from .decode import KEY_WIDTHS, StoredLeaf, describe_leaf
 from .inspection import inspect
 from .items import implementation
 from .key_index import Index, open_index
@@ -44,15 +32,11 @@ from .structure import UNKNOWN, LeafEntry, Structure, read_structure
 from .type_annotations import LeafType
 from .zarr import ArrayInfo, parse_array_metadata
 
-_EMPTY = {NONE: None, **EMPTY_CONTAINERS}
+_EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
 # Leaves of other types may be stored in any way, even if there are arrays of their names.
-_ARRAY_TYPES = frozenset([JAX_ARRAY, NP_ARRAY, SCALAR, UNKNOWN])
-_STORED_TYPES = _ARRAY_TYPES | {STRING}
+_ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, layout.SCALAR, UNKNOWN])
+_STORED_TYPES = _ARRAY_TYPES | {layout.STRING}
 _UNANNOTATED = LeafType()
-# Small arrays that are read in one call share blocks of memory, which are freed with the last array in them.
-_LEAVES_PER_BLOCK = 64
-# Sizes of the last axis of key data, of jax's own implementations (threefry2x32; rbg and unsafe_rbg).
-_KEY_WIDTHS = (2, 4)
 _CHECKED_BYTES = 32 << 20
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -72,7 +56,7 @@ class OrbaxReader(Reader):
         self._structure = structure
         self._aggregate = structure.aggregate
         self._is_closed = False
-        names = [entry.name for entry in structure.entries if not entry.skipped and entry.value_type != STRING]
+        names = [entry.name for entry in structure.entries if not entry.skipped and entry.value_type != layout.STRING]
         self._index: Index | None = open_index(path, names, structure.use_ocdbt) if names else None
         self._arrays = (
             ArrayReader(path, self._index, structure.fills_missing, recorded) if self._index is not None else None
@@ -96,28 +80,37 @@ class OrbaxReader(Reader):
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
-        inline: list[tuple[int, LeafHandle, bytes]] = []
-        arrays: list[tuple[int, LeafHandle, ArrayRead]] = []
+        # Arrays, or boxes of them, that may be inline in the index, and the keys of their chunks.
+        small: list[tuple[int, LeafHandle, StoredLeaf]] = []
+        keys: list[str] = []
+        arrays: list[int] = []
         aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
+        last, prefix = None, ""
         for number, one in enumerate(handles):
-            handle, box = (one, None) if isinstance(one, LeafHandle) else (one.handle, one.index)
+            handle, box = (one, None) if type(one) is LeafHandle else (one.handle, one.index)  # type: ignore[union-attr]
             leaf = handle.locator
-            if isinstance(leaf, StoredLeaf):
-                value = self._inline_value(handle, leaf, box) if leaf.has_small_chunks else None
-                if value is not None:
-                    inline.append((number, handle, value))
-                else:
-                    box = None if box is None else leaf.stored_box(box)
-                    arrays.append((number, handle, ArrayRead(handle.name, leaf.info, handle.path, box)))
+            if type(leaf) is StoredLeaf:
+                key = None
+                if leaf.has_small_chunks:
+                    key = leaf.whole_key if box is None else leaf.key_of(box)
+                if key is None:
+                    arrays.append(number)
+                    continue
+                if handle is not last:
+                    last, prefix = handle, layout.key_prefix(handle.name)
+                small.append((number, handle, leaf))
+                keys.append(prefix + key)
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             else:
                 values[number] = leaf
-        self._copy_inline(inline, values)
-        if arrays and self._arrays is not None:
-            self._arrays.read([read for _, _, read in arrays], mapped=mapped)
-            for number, handle, read in arrays:
-                values[number] = read.array if handle.locator.is_plain else self._decode(handle, read.array)
+        if self._index is not None and self._arrays is not None:
+            arrays += self._copy_inline(small, self._index.find_all(keys), values)
+            reads = [_array_read(handles[number]) for number in arrays]
+            if reads:
+                self._arrays.read(reads, mapped=mapped)
+            for number, read in zip(arrays, reads, strict=True):
+                values[number] = self._decoded(handles[number], read.array)
         if aggregated and self._aggregate is not None:
             found = self._aggregate.reader.read([one for _, one in aggregated], mapped=mapped)
             for (number, _), value in zip(aggregated, found, strict=True):
@@ -151,7 +144,7 @@ class OrbaxReader(Reader):
             return recorded.check_files()
         leaf = handle.locator
         if not isinstance(leaf, StoredLeaf) or self._arrays is None:
-            return isinstance(leaf, str) and STRINGS in recorded.intact
+            return isinstance(leaf, str) and layout.STRINGS in recorded.intact
         if leaf.info.checked:
             for box in self.boxes(handle, _CHECKED_BYTES):
                 self.read([ArraySlice(handle, box)])
@@ -170,27 +163,31 @@ class OrbaxReader(Reader):
         if self._aggregate is not None:
             self._aggregate.reader.close()
 
-    def _inline_value(self, handle: LeafHandle, leaf: StoredLeaf, box: tuple[slice, ...] | None) -> bytes | None:
-        """Return the bytes of a small array, or of a box of it, that is one chunk inline in the index."""
-        key = leaf.whole_key if box is None else leaf.key_of(box)
-        if key is None or self._index is None:
-            return None
-        value = self._index.find(key_prefix(handle.name) + key)
-        if type(value) is not bytes or len(value) != leaf.chunk_nbytes:
-            return None
-        return checked_data(value) if leaf.info.checksum_nbytes else value  # ArrayReader names a damaged chunk
-
-    def _copy_inline(self, inline: Sequence[tuple[int, LeafHandle, bytes]], values: list[Any]) -> None:
+    def _copy_inline(
+        self, small: Sequence[tuple[int, LeafHandle, StoredLeaf]], found: Sequence[Any], values: list[Any]
+    ) -> list[int]:
+        """Copy the chunks that are inline in the index to new memory; return the numbers of the others."""
+        others, inline, chunks = list[int](), list[tuple[int, LeafHandle, StoredLeaf]](), list[Any]()
+        for one, value in zip(small, found, strict=True):
+            leaf, data = one[2], value
+            if type(data) is not bytes or len(data) != leaf.chunk_nbytes:
+                data = None
+            elif leaf.info.checksum_nbytes:
+                data = checked_data(data)  # ArrayReader names a damaged chunk
+            if data is None:
+                others.append(one[0])
+            else:
+                inline.append(one)
+                chunks.append((leaf.info.chunks, leaf.info.dtype, data))
         with memory.pause_gc():
-            for start in range(0, len(inline), _LEAVES_PER_BLOCK):
-                block = inline[start : start + _LEAVES_PER_BLOCK]
-                packed = memory.pack(
-                    [(one.locator.info.chunks, one.locator.info.dtype, value) for _, one, value in block]
-                )
-                for (number, handle, _), array in zip(block, packed, strict=True):
-                    values[number] = array if handle.locator.is_plain else self._decode(handle, array)
+            for (number, handle, leaf), array in zip(inline, memory.pack(chunks), strict=True):
+                values[number] = array if leaf.is_plain else self._decoded(handle, array)
+        return others
 
-    def _decode(self, handle: LeafHandle, array: Any) -> Any:
+    def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
+        handle = one if isinstance(one, LeafHandle) else one.handle
+        if handle.locator.is_plain:
+            return array
         try:
             return handle.locator.decode(array)
         except ValueError as error:
@@ -207,17 +204,19 @@ class OrbaxReader(Reader):
         if entry.value_type not in _STORED_TYPES:
             raise self._unknown_type(entry)
         if entry.skipped:
-            raise self._corrupt(entry, f"its value should be in the msgpack file {MSGPACK_FILE!r}, which lacks it")
+            raise self._corrupt(
+                entry, f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
+            )
         stored = self._stored_leaf(entry)
         if stored is not None:
             kind, shape, dtype, nbytes = stored.described
             return LeafHandle(
                 entry.path, kind, shape, dtype, nbytes, entry.name, self, stored, False, stored.possible_kinds
             )
-        if entry.value_type == STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
+        if entry.value_type == layout.STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
             text = self._structure.text(entry)
             return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
-        key = key_prefix(entry.name) + ARRAY_METADATA_FILES[self._structure.zarr3]
+        key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
         raise self._corrupt(entry, f"its metadata {key!r} is missing")
 
     def _handle(
@@ -227,21 +226,21 @@ class OrbaxReader(Reader):
 
     def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
         """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
-        if self._index is None or entry.value_type == STRING:
+        if self._index is None or entry.value_type == layout.STRING:
             return None
         structure, name, value_type = self._structure, entry.name, entry.value_type
-        prefix, zarr3 = key_prefix(name), structure.zarr3
-        text = self._index.get(prefix + ARRAY_METADATA_FILES[zarr3])
+        prefix, zarr3 = layout.key_prefix(name), structure.zarr3
+        text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
         if text is None:
             zarr3 = not zarr3
-            text = self._index.get(prefix + ARRAY_METADATA_FILES[zarr3])
+            text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
             if text is None:
                 return None
         annotation = None
         if structure.annotations is not None:
             annotation = structure.annotations.leaves.get(name, _UNANNOTATED)
         elif value_type == UNKNOWN and name in structure.shardings:
-            value_type = JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
+            value_type = layout.JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
         alike = (text, zarr3, value_type, annotation, structure.key_impls.get(name))
         stored = self._stored.get(alike)
         if stored is None:
@@ -254,7 +253,7 @@ class OrbaxReader(Reader):
         try:
             info = parse_array_metadata(text, zarr3)
         except ValueError as error:
-            key = key_prefix(entry.name) + ARRAY_METADATA_FILES[zarr3]
+            key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[zarr3]
             raise self._corrupt(entry, f"{key!r}: {error}") from error
         try:
             return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
@@ -280,21 +279,23 @@ class OrbaxReader(Reader):
         doubtful = []
         for entry, leaf in zip(self._structure.entries, leaves, strict=True):
             has_shape = entry.write_shape is not None
-            unlisted = entry.value_type == JAX_ARRAY and has_shape and entry.name not in self._structure.key_impls
+            unlisted = (
+                entry.value_type == layout.JAX_ARRAY and has_shape and entry.name not in self._structure.key_impls
+            )
             if unlisted and isinstance(leaf, LeafHandle) and _may_be_key(leaf):
                 leaf.possible_kinds |= {LeafKind.PRNG_KEY}
                 doubtful.append(leaf.name)
         if doubtful:
             _log.warning(
-                f"{os.path.join(self.path, ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it alone "
-                f"tells PRNG keys from arrays; if they were keys, wrap them with jax.random.wrap_key_data"
+                f"{os.path.join(self.path, layout.ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it "
+                f"alone tells PRNG keys from arrays; if they were keys, wrap them with jax.random.wrap_key_data"
             )
 
     def _warn_of_shared_names(self) -> None:
         """Warn of leaves with the same name, of which real Orbax kept one value (measured)."""
-        counts = collections.Counter(entry.name for entry in self._structure.entries if not entry.skipped)
-        shared = [name for name, count in counts.items() if count > 1]
-        if shared:
+        names = [entry.name for entry in self._structure.entries if not entry.skipped]
+        if len(set(names)) < len(names):
+            shared = [name for name, count in collections.Counter(names).items() if count > 1]
             _log.warning(
                 f"{self.path}: several leaves were stored under each of the names {shared[:8]}; only one value of each "
                 f"survived, and all of them restore as that one"
@@ -319,6 +320,13 @@ class OrbaxReader(Reader):
         )
 
 
+def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:
+    if isinstance(one, LeafHandle):
+        return ArrayRead(one.name, one.locator.info, one.path, None)
+    handle = one.handle
+    return ArrayRead(handle.name, handle.locator.info, handle.path, handle.locator.stored_box(one.index))
+
+
 def _check_depth(structure: Structure) -> None:
     """Raise RecursionError at once, because to build branches of so many levels takes quadratic time."""
     if max((len(entry.path) for entry in structure.entries), default=0) > sys.getrecursionlimit():
@@ -340,4 +348,4 @@ def open_checkpoint(path: str, open_msgpack: OpenMsgpack | None = None, *, verif
 
 
 def _may_be_key(handle: LeafHandle) -> bool:
-    return handle.dtype == np.uint32 and bool(handle.shape) and handle.shape[-1] in _KEY_WIDTHS
+    return handle.dtype == np.uint32 and bool(handle.shape) and handle.shape[-1] in KEY_WIDTHS.values()

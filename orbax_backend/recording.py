@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import checksums, grid, memory
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
-from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
+from flax_ckpt_compat._core.thread_pools import Once, in_parallel, start_thread
 from flax_ckpt_compat._core.tree import Shard
 
 from .checksum_file import Record
@@ -21,17 +21,12 @@ _PIECE_BYTES = 16 * checksums.BLOCK_BYTES
 
 
 class Recorder:
-    """Computes the checksums of what one process writes.
-
-    Attributes:
-        record: the result, whose chunks are complete once `finish` has returned.
-    """
+    """Computes the checksums of what one process writes."""
 
     def __init__(self) -> None:
-        self.record = Record()
+        self.record = Record()  # the result, whose chunks are complete once `finish` has returned
         self._pending: list[tuple[str, np.ndarray[Any, Any]]] = []
-        self._pool: Pool | None = None
-        self._computed: Any = None
+        self._computed: Once | None = None
 
     def add_bytes(self, key: str, data: bytes) -> None:
         """Add a small chunk."""
@@ -47,16 +42,14 @@ class Recorder:
         """Start to compute the checksums of the large chunks so far, on other threads; `finish` comes next."""
         pending, self._pending = self._pending, []
         if pending:
-            self._pool = Pool(1, thread_name_prefix="flax-ckpt-sums")
-            self._computed = self._pool.submit(self._compute, pending)
+            self._computed = Once(self._compute, pending)
+            start_thread(self._computed.run, "flax-ckpt-sums")
 
     def finish(self) -> None:
         """Wait until those that were started are computed, and drop their memory."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            with pool:
-                self._computed.result()
-        self._computed = None
+        computed, self._computed = self._computed, None
+        if computed is not None:
+            computed.result()
 
     def _compute(self, pending: list[tuple[str, np.ndarray[Any, Any]]]) -> None:
         pieces, found = [], dict[tuple[str, int], bytes]()

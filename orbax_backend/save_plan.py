@@ -19,43 +19,31 @@ from .type_annotations import TypeAnnotations
 EMPTY_MARKERS = {container: name for name, container in EMPTY_CONTAINERS.items()} | {Container.NAMEDTUPLE: NONE}
 Keys = tuple[tuple[str, bool], ...]  # a key path; each name with whether it is an index of a sequence
 
+# TensorStore's index takes names of 65,535 bytes, to which it adds those of chunks.
+_MAX_NAME = 65_000
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """One entry of the stored tree: a leaf or an empty node.
-
-    Attributes:
-        keys: key path.
-        name: stored name.
-        marker: Orbax's name of an empty node, or None for a leaf.
-        stored: encoding of a leaf.
-        writer: the process that writes a leaf which is not spread over processes.
-    """
+    """One entry of the stored tree: a leaf or an empty node."""
 
     keys: Keys
     name: str
-    marker: str | None = None
+    marker: str | None = None  # Orbax's name of an empty node, or None for a leaf
     stored: EncodedLeaf | None = None
-    writer: int = 0
+    writer: int = 0  # the process that writes a leaf which is not spread over processes
 
 
 @dataclasses.dataclass(slots=True)
 class SavePlan:
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Attributes:
-        entries: in stored order.
-        strings: content of ``_strings.json``.
-        annotations: types that Orbax's format does not keep.
-        started_ns: start of the save, in ns since 1970.
-        record: checksums of the JSON files that this process has written.
-    """
-
-    entries: list[Entry] = dataclasses.field(default_factory=list)
-    strings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    entries: list[Entry] = dataclasses.field(default_factory=list)  # in stored order
+    strings: dict[str, Any] = dataclasses.field(default_factory=dict)  # content of ``_strings.json``
+    # Types that Orbax's format does not keep.
     annotations: TypeAnnotations = dataclasses.field(default_factory=TypeAnnotations)
-    started_ns: int = dataclasses.field(default_factory=time.time_ns)
-    record: Record = dataclasses.field(default_factory=Record)
+    started_ns: int = dataclasses.field(default_factory=time.time_ns)  # start of the save, in ns since 1970
+    record: Record = dataclasses.field(default_factory=Record)  # of the JSON files that this process has written
 
 
 def make_plan(tree: Node, multiprocess: bool = False) -> SavePlan:
@@ -136,6 +124,12 @@ class _NameRegistry:
         name = leaf_name(path)
         if not name.isascii():
             self.check(path)
+        if len(name) > _MAX_NAME // 4 and (size := len(name.encode())) > _MAX_NAME:
+            raise UnsupportedLeafError(
+                f"the key path {name[:100]}… has {size} bytes, and Orbax's format takes {_MAX_NAME}; shorten the keys, "
+                "or save as msgpack",
+                leaf=show_path(path),
+            )
         other = self._paths.setdefault(key_prefix(name), path)
         if other is not path:
             raise NameCollisionError(

@@ -7,35 +7,11 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import errors, paths
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnrecognizedFormatError,
-)
 from flax_ckpt_compat._core.local.contained import stays_inside
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATAS,
-    CHECKSUMS,
-    DATA_DIRECTORY,
-    DATA_FILE_PATTERN,
-    DICT_KEY,
-    JAX_ARRAY,
-    MANIFEST,
-    MSGPACK_FILE,
-    SEQUENCE_KEY,
-    SHARDING,
-    SINGLE_ARRAY,
-    STEP_METADATA,
-    STRING,
-    STRINGS,
-    TREE_METADATA,
-    leaf_name,
-    pointer_tokens,
-)
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .aggregate import Aggregate, Kinds, OpenMsgpack, open_aggregate
@@ -47,61 +23,39 @@ from .type_annotations import TypeAnnotations, parse_annotations
 
 # Value type of a leaf with only a name: an array or a text.
 UNKNOWN = "unknown"
-_DATABASE_FILE = re.compile(DATA_FILE_PATTERN)
-_KINDS = frozenset([SEQUENCE_KEY, DICT_KEY])
+_DATABASE_FILE = re.compile(layout.DATA_FILE_PATTERN)
+_KINDS = frozenset([layout.SEQUENCE_KEY, layout.DICT_KEY])
 
 
 class LeafEntry(NamedTuple):
-    """One leaf or empty node of the stored tree, from ``_METADATA`` or, without one, from the msgpack file.
-
-    Attributes:
-        path: key path.
-        kinds: Orbax's key type of each name of the path.
-        name: stored name.
-        value_type: Orbax's name of its type.
-        skipped: whether it has no array: an empty node, or a value in the msgpack file of old releases.
-        write_shape: shape of what was written at once, unchecked; None of releases without ``array_metadatas``.
-    """
+    """One leaf or empty node of the stored tree, from ``_METADATA`` or, without one, from the msgpack file."""
 
     path: Path
-    kinds: Kinds
+    kinds: Kinds  # Orbax's key type of each name of the path
     name: str
-    value_type: str
-    skipped: bool
-    write_shape: Any
+    value_type: str  # Orbax's name of its type
+    skipped: bool  # whether it has no array: an empty node, or a value in the msgpack file of old releases
+    write_shape: Any  # shape of what was written at once, unchecked; None of releases without ``array_metadatas``
 
 
 @dataclasses.dataclass(slots=True)
 class Structure:
-    """The content of a checkpoint's JSON files.
+    """The content of a checkpoint's JSON files."""
 
-    Attributes:
-        path: directory of the checkpoint.
-        entries: entries of the tree, in stored order.
-        use_ocdbt, zarr3: storage format of arrays.
-        fills_missing: whether chunks of only the fill value were not stored.
-        annotations: our type annotations, or None in a checkpoint of another writer.
-        strings: content of ``_strings.json``, or None.
-        key_impls: name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not
-            read if there are annotations.
-        is_single_array: whether it is an item of one array, without a tree.
-        is_typed_key: whether that array is the data of a typed PRNG key.
-        aggregate: msgpack file of old releases, or None.
-        check: checks a file's content before it is decoded, or None.
-    """
-
-    path: str
-    entries: list[LeafEntry]
-    use_ocdbt: bool
+    path: str  # directory of the checkpoint
+    entries: list[LeafEntry]  # entries of the tree, in stored order
+    use_ocdbt: bool  # storage format of arrays, like the next
     zarr3: bool
-    fills_missing: bool
-    annotations: TypeAnnotations | None
-    strings: dict[str, Any] | None
+    fills_missing: bool  # whether chunks of only the fill value were not stored
+    annotations: TypeAnnotations | None  # our type annotations, or None in a checkpoint of another writer
+    strings: dict[str, Any] | None  # content of ``_strings.json``, or None
+    # Name → PRNG implementation, or None for plain arrays; of every array in ``array_metadatas``. Not read if there are
+    # annotations.
     key_impls: dict[str, str | None]
-    is_single_array: bool
-    is_typed_key: bool
-    aggregate: Aggregate | None
-    check: Check | None = None
+    is_single_array: bool  # whether it is an item of one array, without a tree
+    is_typed_key: bool  # whether that array is the data of a typed PRNG key
+    aggregate: Aggregate | None  # msgpack file of old releases, or None
+    check: Check | None = None  # checks a file's content before it is decoded, or None
     _shardings: dict[str, str] | None = None
 
     @property
@@ -114,14 +68,14 @@ class Structure:
     def text(self, entry: LeafEntry) -> str:
         """Return the text of a string leaf; raise if it is missing."""
         value: Any = self.strings
-        for token in pointer_tokens(entry.name) or ():
+        for token in layout.pointer_tokens(entry.name) or ():
             value = value.get(token) if isinstance(value, dict) else None
         if isinstance(value, str):
             return value
         keystr = show_path(entry.path)
         what = "the file is missing" if self.strings is None else "it has no such text"
-        raise CorruptCheckpointError(
-            f"{os.path.join(self.path, STRINGS)}: the leaf {keystr!r} is a str kept in this file, but {what}; "
+        raise errors.CorruptCheckpointError(
+            f"{os.path.join(self.path, layout.STRINGS)}: the leaf {keystr!r} is a str kept in this file, but {what}; "
             f"restore the file from a copy",
             path=self.path,
             leaf=keystr,
@@ -133,9 +87,11 @@ def read_structure(path: str, open_msgpack: OpenMsgpack | None, check: Check | N
 
     ``open_msgpack`` opens that file. In our own directories it holds nothing that ``_METADATA`` lacks, and is not read.
     """
-    read_ahead(path, (TREE_METADATA, STRINGS, MANIFEST, *([] if check is None else [CHECKSUMS])))
-    metadata = read_json(path, TREE_METADATA, check)
-    annotations = parse_annotations((metadata or {}).get("custom_metadata"), os.path.join(path, TREE_METADATA))
+    read_ahead(
+        path, (layout.TREE_METADATA, layout.STRINGS, layout.MANIFEST, *([] if check is None else [layout.CHECKSUMS]))
+    )
+    metadata = read_json(path, layout.TREE_METADATA, check)
+    annotations = parse_annotations((metadata or {}).get("custom_metadata"), os.path.join(path, layout.TREE_METADATA))
     aggregate = open_aggregate(path, open_msgpack) if annotations is None else None
     try:
         return _structure(path, metadata, annotations, aggregate, check)
@@ -152,13 +108,15 @@ def _structure(
     aggregate: Aggregate | None,
     check: Check | None,
 ) -> Structure:
-    file = os.path.join(path, TREE_METADATA)
+    file = os.path.join(path, layout.TREE_METADATA)
     use_ocdbt = (metadata or {}).get("use_ocdbt")
     if not isinstance(use_ocdbt, bool):
         # Releases before 0.11.31 did not record it (history of Orbax).
         use_ocdbt = _holds_database(path)
     entries = _parse_entries(file, metadata) if metadata is not None else _infer_entries(path, aggregate, use_ocdbt)
-    has_array = len(entries) == 1 and entries[0][:2] == ((SINGLE_ARRAY,), (DICT_KEY,)) and aggregate is None
+    has_array = (
+        len(entries) == 1 and entries[0][:2] == ((layout.SINGLE_ARRAY,), (layout.DICT_KEY,)) and aggregate is None
+    )
     return Structure(
         path=path,
         entries=entries,
@@ -177,9 +135,9 @@ def _structure(
 
 def _holds_database(path: str) -> bool:
     """Return whether arrays are in a database, by its manifest or, if that is lost, its other files."""
-    if paths.isfile(os.path.join(path, MANIFEST)):
+    if paths.isfile(os.path.join(path, layout.MANIFEST)):
         return True
-    nodes = os.path.join(path, DATA_DIRECTORY)
+    nodes = os.path.join(path, layout.DATA_DIRECTORY)
     names = paths.listdir(nodes) if paths.isdir(nodes) else []
     return any(_DATABASE_FILE.fullmatch(name) for name in names) or bool(process_databases(path))
 
@@ -194,7 +152,7 @@ def _parse_entries(file: str, metadata: dict[str, Any]) -> list[LeafEntry]:
         try:
             parts, value = entry["key_metadata"], entry["value_metadata"]
             path, kinds = tuple([part["key"] for part in parts]), tuple([part["key_type"] for part in parts])
-            name, value_type = leaf_name(path), value["value_type"]
+            name, value_type = layout.leaf_name(path), value["value_type"]
             if not name.isascii():
                 name.encode()
             known = checked[kinds] and type(value_type) is str
@@ -214,31 +172,31 @@ def _infer_entries(path: str, aggregate: Aggregate | None, use_ocdbt: bool) -> l
         return [_untyped_entry(*leaf) for leaf in aggregate.leaves]
     try:
         if holds_array_folder(path) or (use_ocdbt and holds_array(path)):
-            return [_untyped_entry((SINGLE_ARRAY,), (DICT_KEY,), None)]
-    except CorruptCheckpointError as error:
+            return [_untyped_entry((layout.SINGLE_ARRAY,), (layout.DICT_KEY,), None)]
+    except errors.CorruptCheckpointError as error:
         raise _missing_structure(path) from error
     raise _missing_structure(path)
 
 
 def _untyped_entry(path: Path, kinds: Kinds, leaf: LeafHandle | str | None) -> LeafEntry:
     value_type = leaf if isinstance(leaf, str) else UNKNOWN
-    return LeafEntry(path, kinds, leaf_name(path), value_type, leaf is not None, None)
+    return LeafEntry(path, kinds, layout.leaf_name(path), value_type, leaf is not None, None)
 
 
 def _missing_structure(path: str) -> Exception:
     if not paths.isdir(path):
-        return CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
+        return errors.CheckpointNotFoundError(f"{path}: there is no such directory; check the path", path=path)
     names = sorted(paths.listdir(path))
-    ours = {MANIFEST, STEP_METADATA, SHARDING, STRINGS, DATA_DIRECTORY} & set(names)
+    ours = {layout.MANIFEST, layout.STEP_METADATA, layout.SHARDING, layout.STRINGS, layout.DATA_DIRECTORY} & set(names)
     if not ours:
-        return UnrecognizedFormatError(
-            f"{path}: expected an Orbax checkpoint with a file {TREE_METADATA} or, of a release before 0.5, "
-            f"{MSGPACK_FILE}, found {names[:8]}; check the path",
+        return errors.UnrecognizedFormatError(
+            f"{path}: expected an Orbax checkpoint with a file {layout.TREE_METADATA} or, of a release before 0.5, "
+            f"{layout.MSGPACK_FILE}, found {names[:8]}; check the path",
             path=path,
         )
-    return IncompleteCheckpointError(
-        f"{path}: expected the structure of the tree in {TREE_METADATA} or, of a release before 0.5, in "
-        f"{MSGPACK_FILE}, found {names[:8]}; the save was not finished, or the file was lost: "
+    return errors.IncompleteCheckpointError(
+        f"{path}: expected the structure of the tree in {layout.TREE_METADATA} or, of a release before 0.5, in "
+        f"{layout.MSGPACK_FILE}, found {names[:8]}; the save was not finished, or the file was lost: "
         f"restore it from a copy",
         path=path,
     )
@@ -260,9 +218,9 @@ def arrays_listed(folder: str, file: str) -> list[tuple[str, Any, str | None]]:
 
 def _read_key_impls(path: str, entries: list[LeafEntry]) -> dict[str, str | None]:
     """Return `Structure.key_impls`; every process lists all arrays, so one complete file is enough."""
-    directory = os.path.join(path, ARRAY_METADATAS)
+    directory = os.path.join(path, layout.ARRAY_METADATAS)
     impls: dict[str, str | None] = {}
-    listed = {entry.name for entry in entries if entry.value_type == JAX_ARRAY and not entry.skipped}
+    listed = {entry.name for entry in entries if entry.value_type == layout.JAX_ARRAY and not entry.skipped}
     for file in sorted(paths.listdir(directory)) if paths.isdir(directory) else ():
         if listed and listed <= impls.keys():
             break
@@ -275,12 +233,12 @@ def _read_strings(path: str, entries: list[LeafEntry], check: Check | None) -> d
 
     Orbax 0.3.5 wrote the file to a directory with the name of the first text (measured).
     """
-    strings = read_json(path, STRINGS, check)
+    strings = read_json(path, layout.STRINGS, check)
     if strings is not None:
         return strings
     for entry in entries:
-        if entry.value_type in (STRING, UNKNOWN) and not entry.skipped and stays_inside(entry.name):
-            strings = read_json(os.path.join(path, entry.name), STRINGS)
+        if entry.value_type in (layout.STRING, UNKNOWN) and not entry.skipped and stays_inside(entry.name):
+            strings = read_json(os.path.join(path, entry.name), layout.STRINGS)
             if strings is not None:
                 return strings
     return None

@@ -25,17 +25,11 @@ _FORMAT = 1
 
 
 class LeafType(NamedTuple):  # which hashes quickly: readers look every leaf's up
-    """The type of a leaf; None where Orbax's format says enough.
-
-    Attributes:
-        kind: kind of the leaf.
-        dtype: name of its dtype; ``str`` and ``bytes`` for numpy text scalars.
-        impl: implementation of a PRNG key.
-    """
+    """The type of a leaf; None where Orbax's format says enough."""
 
     kind: LeafKind | None = None
-    dtype: str | None = None
-    impl: str | None = None
+    dtype: str | None = None  # name of its dtype; ``str`` and ``bytes`` for numpy text scalars
+    impl: str | None = None  # implementation of a PRNG key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
             )
         leaves = {str(name): _leaf_from_json(annotation) for name, annotation in value["leaves"].items()}
         containers = {
-            tuple(path): ContainerType(Container(container), frozenset(int_keys))
+            tuple(path): ContainerType(Container(container), _ints(int_keys))
             for path, container, int_keys in value["containers"]
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -94,6 +88,13 @@ def parse_annotations(custom_metadata: object, file: str) -> TypeAnnotations | N
             path=file,
         ) from error
     return TypeAnnotations(leaves, containers)
+
+
+def _ints(names: list[str]) -> frozenset[str]:
+    """Return names that were ints; raise ValueError if others are among them."""
+    if any(str(int(name)) != name for name in names):
+        raise ValueError(f"{names!r:.300} are not all ints")
+    return frozenset(names)
 
 
 def _leaf_to_json(annotation: LeafType) -> dict[str, str]:

@@ -15,17 +15,11 @@ from .key_index import StoredValue
 
 
 class _Expected(NamedTuple):
-    """The recorded checksums of one chunk.
+    """The recorded checksums of one chunk."""
 
-    Attributes:
-        read: a read that needs it, for errors.
-        key: its key.
-        sums: checksums of its blocks.
-    """
-
-    read: ArrayRead
+    read: ArrayRead  # a read that needs it, for errors
     key: str
-    sums: bytes
+    sums: bytes  # checksums of its blocks
 
 
 class _Segment(NamedTuple):
@@ -57,16 +51,7 @@ class Verifier:
         return chunk in self._expected
 
     def add(self, chunk: ByteRange, start: int, data: memoryview) -> None:
-        """Check or note stored bytes of a raw chunk that lie in one block.
-
-        Args:
-            chunk: range of the whole chunk.
-            start: offset of the bytes in it.
-            data: the bytes.
-
-        Raises:
-            ChecksumError: they are the whole block, and not what was saved.
-        """
+        """Check or note stored bytes of a raw chunk, from ``start`` in it, that lie in one block."""
         expected = self._expected.get(chunk)
         if expected is None:
             return
@@ -87,11 +72,7 @@ class Verifier:
             at += len(block)
 
     def finish(self) -> None:
-        """Check the blocks that were read in several parts, unless bytes were not read, or more than once.
-
-        Raises:
-            ChecksumError: likewise.
-        """
+        """Check the blocks that were read in several parts, unless bytes were not read, or more than once."""
         for (chunk, number), segments in self._segments.items():
             length, end, found = min(BLOCK_BYTES, chunk.length - number * BLOCK_BYTES), 0, 0
             for start, stop, part in sorted(segments):
@@ -102,7 +83,7 @@ class Verifier:
 
     def _check(self, expected: _Expected, number: int, found: int) -> None:
         at = SUM_BYTES * number
-        if expected.sums[at : at + SUM_BYTES] != found.to_bytes(SUM_BYTES, "little"):
-            sums = expected.sums[:at] + found.to_bytes(SUM_BYTES, "little") + expected.sums[at + SUM_BYTES :]
+        if expected.sums[at : at + SUM_BYTES] != checksums.encode(found):
+            sums = expected.sums[:at] + checksums.encode(found) + expected.sums[at + SUM_BYTES :]
             leaf = expected.read.keystr
             checksums.check(self._path, f"the chunk {expected.key!r} of the leaf {leaf!r}", expected.sums, sums, leaf)

@@ -18,23 +18,11 @@ import json
 import os
 import sys
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
-from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core.errors import SettingError, StorageError
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, sync_file, sync_tree
 from flax_ckpt_compat._core.memory import pause_gc
-from flax_ckpt_compat._core.orbax_layout import (
-    ARRAY_METADATA_PREFIX,
-    ARRAY_METADATAS,
-    COMMIT_FILE,
-    DATA_DIRECTORY,
-    JAX_ARRAY,
-    MANIFEST,
-    MSGPACK_FILE,
-    SHARDING,
-    STEP_METADATA,
-    STRINGS,
-    TREE_METADATA,
-)
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray
 
@@ -64,17 +52,15 @@ _ENCODINGS = {
 def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
     """Write the whole checkpoint to a new directory, synced to disk; see `Backend.write`.
 
-    Raises:
-        SettingError: the compression is unknown, or not for old releases of Orbax; nothing was written.
-        StorageError: the file system refused.
+    Raise SettingError, before anything is written, for a compression that is unknown, or not for old releases of Orbax.
     """
     encoding, lists_arrays = encoding_of(options), metadata.has_jax_arrays(plan)
-    make_directory(path)
+    begin(path)
     recorder = Recorder() if options.checksums else None
     database = start_arrays(path, metadata.arrays(plan), encoding, recorder)
     try:
         if lists_arrays:
-            make_directory(os.path.join(path, ARRAY_METADATAS))
+            make_directory(os.path.join(path, layout.ARRAY_METADATAS))
         with pause_gc():
             listed = array_metadatas(path, plan, encoding, 0) if lists_arrays else {}
             files = {**listed, **tree_files(path, plan, options)}
@@ -82,10 +68,26 @@ def write(path: str, plan: SavePlan, options: WriteOptions) -> None:
         if recorder is not None:
             recorder.record.add_files(path, files)
         if lists_arrays:
-            sync_directory(os.path.join(path, ARRAY_METADATAS))
+            sync_directory(os.path.join(path, layout.ARRAY_METADATAS))
     finally:
         finish_arrays(path, database)  # TensorStore has been writing in its own threads
     commit(path, plan, None if recorder is None else recorder.record)
+
+
+def begin(path: str) -> None:
+    """Create the checkpoint's directory, with a file that is there until the commit; see `_end`."""
+    make_directory(path)
+    with translated(path, "created"):
+        open(os.path.join(path, layout.BEGUN), "xb").close()
+
+
+def _end(path: str) -> None:
+    """Remove the file of `begin`. TensorStore creates directories anew that were renamed or removed meanwhile."""
+    try:
+        os.unlink(os.path.join(path, layout.BEGUN))
+    except OSError as error:
+        why = f"its directory was renamed or removed while it was written ({error.strerror})"
+        raise StorageError(f"{path}: {why}, so parts of it are lost; save it again", path=path) from error
 
 
 def encoding_of(options: WriteOptions) -> Encoding:
@@ -105,19 +107,19 @@ def encoding_of(options: WriteOptions) -> Encoding:
 def array_metadatas(path: str, plan: SavePlan, encoding: Encoding, process: int) -> dict[str, bytes]:
     """Return the file with a process's list of all jax arrays: its path and content."""
     content = metadata.array_metadatas(plan, encoding.splits)
-    return {os.path.join(path, ARRAY_METADATAS, f"{ARRAY_METADATA_PREFIX}{process}"): content.encode()}
+    return {os.path.join(path, layout.ARRAY_METADATAS, f"{layout.ARRAY_METADATA_PREFIX}{process}"): content.encode()}
 
 
 def tree_files(path: str, plan: SavePlan, options: WriteOptions) -> dict[str, bytes]:
     """Return path → content of the files of the primary process that describe the tree."""
     old = options.for_old_orbax
-    files = {TREE_METADATA: metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
+    files = {layout.TREE_METADATA: metadata.tree_metadata(plan, zarr3=encoding_of(options).checksums).encode()}
     if metadata.has_jax_arrays(plan):
-        files[SHARDING] = metadata.shardings(plan, for_old_orbax=old).encode()
+        files[layout.SHARDING] = metadata.shardings(plan, for_old_orbax=old).encode()
     if plan.strings:
-        files[STRINGS] = json.dumps(plan.strings).encode()
+        files[layout.STRINGS] = json.dumps(plan.strings).encode()
     if old:
-        files[MSGPACK_FILE] = encode_structure(plan)
+        files[layout.MSGPACK_FILE] = encode_structure(plan)
     return {os.path.join(path, name): content for name, content in files.items()}
 
 
@@ -158,34 +160,35 @@ def finish_arrays(path: str, database: Database | None) -> None:
 
 def sync_database(path: str) -> None:
     """Sync the directory of a database's data files, which exists if any value was written, and what is not synced."""
-    files = os.path.join(path, DATA_DIRECTORY)
+    files = os.path.join(path, layout.DATA_DIRECTORY)
     if not os.path.isdir(files):
         return
     if can_sync_directories(path):
         sync_directory(files)
         return
     with translated(path, "synced"):
-        sync_file(os.path.join(path, MANIFEST))
+        sync_file(os.path.join(path, layout.MANIFEST))
         sync_tree(files)
 
 
 def commit(path: str, plan: SavePlan, record: Record | None) -> None:
     """Write the step metadata, the checksums and the commit file."""
-    files = {os.path.join(path, STEP_METADATA): json.dumps(metadata.step_metadata(plan.started_ns)).encode()}
+    _end(path)
+    files = {os.path.join(path, layout.STEP_METADATA): json.dumps(metadata.step_metadata(plan.started_ns)).encode()}
     if record is not None:
-        record.add_files(path, {**files, os.path.join(path, COMMIT_FILE): _COMMITTED})
+        record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): _COMMITTED})
         files |= file_of_database(record, path, path)
     write_files(files)
     sync_directory(path)
     # Last: it marks the checkpoint as complete.
-    write_file(os.path.join(path, COMMIT_FILE), _COMMITTED)
+    write_file(os.path.join(path, layout.COMMIT_FILE), _COMMITTED)
     sync_directory(path)
 
 
 def start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
     """Start copies from accelerators to the host; on the CPU there are none, and the calls take time."""
     jax = sys.modules.get("jax")
-    sources = [stored.source for _, stored in arrays if stored.value_type == JAX_ARRAY]
+    sources = [stored.source for _, stored in arrays if stored.value_type == layout.JAX_ARRAY]
     # default_backend() initializes jax's backends, which numpy arrays do not need.
     if jax is None or not sources or jax.default_backend() == "cpu":
         return

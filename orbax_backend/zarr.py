@@ -35,15 +35,10 @@ CHECKSUM_NBYTES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoding:
-    """Codecs of the chunks of a checkpoint.
+    """Codecs of the chunks of a checkpoint."""
 
-    Attributes:
-        codec: zarr's spec of a compressor, or None.
-        checksums: whether chunks end with their CRC-32C, and arrays are zarr v3, which has a codec for that.
-    """
-
-    codec: Mapping[str, Any] | None = None
-    checksums: bool = False
+    codec: Mapping[str, Any] | None = None  # zarr's spec of a compressor, or None
+    checksums: bool = False  # whether chunks end with their CRC-32C, and arrays are zarr v3, which has a codec for that
 
     @property
     def metadata_file(self) -> str:
@@ -63,30 +58,19 @@ class Encoding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """The metadata of one array.
+    """The metadata of one array."""
 
-    Attributes:
-        shape, dtype: those of the whole array; the dtype has the stored byte order.
-        chunks: shape of one chunk.
-        driver: TensorStore's driver.
-        raw: whether chunks are stored in C order without a codec, but perhaps with a checksum behind.
-        has_fill_value: whether there is a value for missing chunks.
-        separator: separator of the indices in chunk keys.
-        prefix: prefix of chunk keys.
-        checksum_nbytes: bytes of the CRC-32C behind each raw chunk, or 0.
-        checked: whether a codec checks all bytes of each chunk.
-    """
-
+    # Shape and dtype of the whole array; the dtype has the stored byte order.
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    chunks: tuple[int, ...]
+    chunks: tuple[int, ...]  # shape of one chunk
     driver: str
-    raw: bool
-    has_fill_value: bool
-    separator: str
+    raw: bool  # whether chunks are stored in C order without a codec, but perhaps with a checksum behind
+    has_fill_value: bool  # whether there is a value for missing chunks
+    separator: str  # separator of the indices in chunk keys
     prefix: str
-    checksum_nbytes: int = 0
-    checked: bool = False
+    checksum_nbytes: int = 0  # bytes of the CRC-32C behind each raw chunk, or 0
+    checked: bool = False  # whether a codec checks all bytes of each chunk
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +166,8 @@ def _dump_v2(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: A
 
 def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: Any) -> dict[str, Any]:
     fill_values: dict[str, Any] = {"b": False, "c": [0.0, 0.0]}
-    order = {} if dtype.itemsize == 1 else {"configuration": {"endian": "little" if _is_little(dtype) else "big"}}
+    endian = "little" if dtype.newbyteorder("<") == dtype else "big"
+    order = {} if dtype.itemsize == 1 else {"configuration": {"endian": endian}}
     return {
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
         "chunk_key_encoding": {"name": "default"},
@@ -193,10 +178,6 @@ def _dump_v3(shape: list[int], chunks: list[int], dtype: np.dtype[Any], codec: A
         "shape": shape,
         "zarr_format": 3,
     }
-
-
-def _is_little(dtype: np.dtype[Any]) -> bool:
-    return dtype.newbyteorder("<") == dtype
 
 
 def parse_array_metadata(text: bytes, zarr3: bool) -> ArrayInfo:

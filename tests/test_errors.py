@@ -26,6 +26,7 @@ WHAT_CALLERS_CATCH: dict[str, tuple[type, ...]] = {
     "NameCollisionError": (ValueError,),
     "ConversionError": (ValueError,),
     "DepthError": (ValueError, RecursionError),
+    "ForkedProcessError": (),
     "OutOfMemoryError": (MemoryError,),
     "CheckpointerError": (ValueError,),
     "TransformError": (ValueError,),

@@ -231,6 +231,30 @@ def test_before_flax_is_imported() -> None:
     ]
 
 
+def test_other_finders_and_tools(tmp_path: Path) -> None:
+    """Finders of an old kind are skipped, as Python does; runpy and others find the source before the import."""
+    out = run_python(
+        """
+        import importlib.util, runpy, sys
+        import flax_ckpt_compat._patching as hook
+        class Old:
+            def find_module(self, name, path=None): ...
+        sys.meta_path.insert(0, Old())
+        for module in [m for m in sys.modules if m.startswith("flax.training")]:
+            del sys.modules[module]
+        hook.install_on_import()
+        spec = importlib.util.find_spec("flax.training.checkpoints")
+        print("def save_checkpoint" in spec.loader.get_source(spec.name), hasattr(spec.loader, "get_nothing"))
+        print(runpy.run_module("flax.training.checkpoints")["save_checkpoint"].__module__)
+        from flax.training.checkpoints import save_checkpoint
+        print(save_checkpoint.__module__)
+        """,
+        fresh=False,
+        PYTHONWARNINGS="ignore",
+    )
+    assert out.split() == ["True", "False", "flax.training.checkpoints", "flax_ckpt_compat.checkpoints"]
+
+
 FAKES = {
     "ModuleNotFoundError": {"flax/training/__init__.py": ""},
     "ModuleNotFoundError, package too": {},

@@ -24,19 +24,12 @@ ITEM = {"manager": "default", "v1": "state"}
 
 @dataclasses.dataclass(slots=True)
 class Contents:
-    """Trees and metadata of a result.
+    """Trees and metadata of a result."""
 
-    Attributes:
-        trees: item name → tree to write; the only item of a layout without items is ''.
-        json: item name → file of a JSON item, which is copied.
-        custom: Orbax's custom metadata of the checkpoint.
-        notes: what to know about the result.
-    """
-
-    trees: dict[str, Node]
-    json: dict[str, str] = dataclasses.field(default_factory=dict)
-    custom: dict[str, Any] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    trees: dict[str, Node]  # item name → tree to write; the only item of a layout without items is ''
+    json: dict[str, str] = dataclasses.field(default_factory=dict)  # item name → file of a JSON item, which is copied
+    custom: dict[str, Any] = dataclasses.field(default_factory=dict)  # Orbax's custom metadata of the checkpoint
+    notes: list[str] = dataclasses.field(default_factory=list)  # what to know about the result
 
     @property
     def leaves(self) -> dict[tuple[str, Path], Any]:
@@ -56,14 +49,14 @@ def array_nbytes(leaf: Any) -> int:
 
 
 def contents_of(opened: Opened, job: Job) -> Contents:
-    """Return what a job writes of an open checkpoint; large arrays are not read yet.
-
-    Raises:
-        MissingLeavesError: the target does not have the leaves of the checkpoint.
-        CheckpointError: a transform does not fit, or the checkpoint does not decode.
-    """
+    """Return what a job writes of an open checkpoint; MissingLeavesError if the target has other leaves."""
     notes: list[str] = []
-    trees = _transformed(opened, job, notes) if job.transforms is not None else _stored(opened, job, notes)
+    if job.transforms is None:
+        trees = _stored(opened, job, notes)
+    else:
+        from flax_ckpt_compat._convert import transformed  # it imports jax
+
+        trees = transformed.trees_of(opened, job.target, job.transforms, notes)
     if any(isinstance(leaf, KeyData) for tree in trees.values() for _, leaf in iter_leaves(tree)):
         import jax  # noqa: F401  (the Orbax format records a device for PRNG keys that have none)
     found = Contents(_arranged(trees, opened, job), notes=notes)
@@ -86,7 +79,7 @@ def contents_of(opened: Opened, job: Job) -> Contents:
 
 
 def _stored(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
-    """Return the trees as they are stored, in the containers of the target, or else in those that the format tells."""
+    """Return the trees as they are stored, in the containers of the target, or those that the format records."""
     trees = {name: opened.reader(name).tree for name in opened.parts}
     if job.target is not None:
         from flax_ckpt_compat._trees import state_dict  # it imports jax
@@ -136,13 +129,6 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
             missing=tuple(missing),
         )
     return stored_trees.with_containers_of(tree, target)
-
-
-def _transformed(opened: Opened, job: Job, notes: list[str]) -> dict[str, Node]:
-    """Return what `flax_ckpt_compat.restore` makes of the checkpoint with these transforms, one leaf at a time."""
-    from flax_ckpt_compat._convert import transformed  # it imports jax
-
-    return transformed.trees_of(opened, job.target, job.transforms, notes)
 
 
 def _name_of_only_item(opened: Opened, to: str) -> str:

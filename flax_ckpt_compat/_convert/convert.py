@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from typing import Any, Literal
 
-from flax_ckpt_compat._convert import find, managers
+from flax_ckpt_compat._convert import find, layouts
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._convert.one import Progress, convert_one, loaded
 from flax_ckpt_compat._core import paths
@@ -101,7 +101,7 @@ def plan(
     """Return the jobs of a conversion; arguments as for `convert`."""
     if to not in LAYOUTS:
         raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; found {to!r}")
-    source, destination = paths.absolute(os.fspath(src)), paths.absolute(os.fspath(dst))
+    source, destination = paths.absolute(paths.as_text(src)), paths.absolute(paths.as_text(dst))
     is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
     steps = None if step is None else [step] if is_one else list(step)
     if steps == []:
@@ -119,12 +119,7 @@ def plan(
 
 
 def run(
-    jobs: Sequence[Job],
-    executor: Executor | None,
-    *,
-    dry_run: bool,
-    resume: bool,
-    progress: Progress | None = None,
+    jobs: Sequence[Job], executor: Executor | None, *, dry_run: bool, resume: bool, progress: Progress | None = None
 ) -> Generator[Conversion]:
     """Yield the results of jobs as they end.
 
@@ -141,7 +136,7 @@ def run(
         target, transforms = loaded(jobs[0].target, jobs[0].transforms)
         jobs = [dataclasses.replace(job, target=target, transforms=transforms) for job in jobs]
     if not dry_run:
-        managers.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
+        layouts.copy_root_metadata([job for job in jobs if job.to in TO_STEPS and job.error is None])
     do: Callable[..., Conversion] = convert_one
     arguments = () if progress is None else (progress,)
     if executor is None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._convert.contents import Contents, array_nbytes
 from flax_ckpt_compat._core import checksums, memory
-from flax_ckpt_compat._core.thread_pools import Pool
+from flax_ckpt_compat._core.thread_pools import Once, Pool
 from flax_ckpt_compat._core.tree import KeyData, Path, StoredArray
 
 Name = tuple[str, Path]
@@ -20,16 +19,13 @@ _FROM = 256 << 10
 
 
 class Digests:
-    """CRC-32s of the arrays that are read in a ``with`` block, computed on another thread.
-
-    Attributes:
-        crcs: item and key path → CRC-32 of all bytes of an array in C order; without those of small arrays.
-    """
+    """CRC-32s of the arrays that are read in a ``with`` block, computed on another thread."""
 
     def __init__(self, contents: Contents, progress: Callable[[int], None]) -> None:
         """Watch the reads of all arrays, and report the size of each to ``progress``."""
+        # Item and key path → CRC-32 of all bytes of an array in C order; without those of small arrays.
         self.crcs: dict[Name, int] = {}
-        self._pool, self._pending = Pool(1, thread_name_prefix="flax-ckpt-digest"), list[tuple[Name, Future[Any]]]()
+        self._pool, self._pending = Pool(1, "flax-ckpt-digest"), list[tuple[Name, Once]]()
         for name, leaf in contents.leaves.items():
             array = leaf.data if isinstance(leaf, KeyData) else leaf
             if isinstance(array, StoredArray):
@@ -42,7 +38,6 @@ class Digests:
 
     def __exit__(self, *_: object) -> None:
         self._finish()
-        self._pool.shutdown()
 
     def _read(self, name: Name, read: Callable[[], Any], nbytes: int, progress: Callable[[int], None]) -> Any:
         self._finish()  # so that nothing holds the array before

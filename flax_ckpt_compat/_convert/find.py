@@ -24,18 +24,10 @@ _LAST_DIGITS = re.compile(r".*?(\d+)", re.DOTALL)
 
 
 def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | None) -> list[Job]:
-    """Return a job for every checkpoint to convert; one that cannot be converted says so in ``error``.
+    """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
 
-    Args:
-        source: absolute path of one checkpoint, or of a directory.
-        destination: absolute path of the result, or of the directory for the results.
-        to: name of the layout.
-        wanted: the steps to convert; None for all.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint, or not the step that was asked for.
-        StepError: a result would be in the source.
-    """
+    Paths are absolute; ``destination`` is that of the one result, or of the directory for all. Raise StepError if a
+    result would be in the source, and CheckpointNotFoundError if there is no checkpoint, or not the step."""
     with paths.listing_cache(source):
         found = [source] if _is_checkpoint(source) else list(checkpoints_below(source))
         missing = {path: detect.what_is_missing(path) for path in found}
@@ -44,9 +36,11 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
     if found == [source] and (to not in TO_STEPS or wanted):
         jobs = [_single(source, destination, to, wanted)]
     else:
-        _refuse_inside(source, destination)
+        if _is_inside(destination, source):
+            message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
+            raise StepError(message, path=destination)
         top = os.path.dirname(source) if found == [source] else source
-        jobs = [_job(path, _moved(os.path.dirname(path), top, destination), to) for path in found]
+        jobs = [_job(path, destination + os.path.dirname(path)[len(top) :], to) for path in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
     incomplete = "{path} is not a complete checkpoint: {why}"
     jobs = [
@@ -73,21 +67,10 @@ def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None
     return Job(source, destination, to)
 
 
-def _refuse_inside(source: str, destination: str) -> None:
-    if _is_inside(destination, source):
-        raise StepError(
-            f"{destination} is in {source}, which is never touched; pass a destination outside of it", path=destination
-        )
-
-
 def _is_inside(path: str, folder: str) -> bool:
     """Return whether a path is a folder or in it, also by symbolic links."""
     pairs = [(path, folder), (paths.storage_of(path).resolve(path), paths.storage_of(folder).resolve(folder))]
     return any(f"{one}/".startswith(f"{other}/") for one, other in pairs)
-
-
-def _moved(folder: str, top: str, destination: str) -> str:
-    return destination + folder[len(top) :]
 
 
 def _job(source: str, folder: str, to: str) -> Job:

@@ -11,28 +11,17 @@ LAYOUTS = ("orbax", "msgpack", *TO_STEPS, "safetensors")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One checkpoint to convert.
+    """One checkpoint to convert."""
 
-    Attributes:
-        source: path of the checkpoint.
-        destination: path of the result; of the directory for it, if there is an error.
-        to: name of the layout.
-        step: the number at the end of its name, or None.
-        error: why it cannot be converted, or None.
-        target, transforms: as in `convert`.
-        resume: a result that is there is compared with its source, instead of refused.
-        dry_run: plan only.
-    """
-
-    source: str
-    destination: str
-    to: str
-    step: float | None = None
-    error: str | None = None
-    target: Any = None
+    source: str  # path of the checkpoint
+    destination: str  # path of the result; of the directory for it, if there is an error
+    to: str  # name of the layout
+    step: float | None = None  # the number at the end of its name, or None
+    error: str | None = None  # why it cannot be converted, or None
+    target: Any = None  # as in `convert`, like the next
     transforms: Any = None
-    resume: bool = False
-    dry_run: bool = False
+    resume: bool = False  # a result that is there is compared with its source, instead of refused
+    dry_run: bool = False  # plan only
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

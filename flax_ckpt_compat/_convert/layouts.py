@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._convert import safetensors
 from flax_ckpt_compat._convert.contents import Contents
-from flax_ckpt_compat._convert.jobs import TO_STEPS
+from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
@@ -24,6 +24,7 @@ from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 
+_ROOT_METADATA = "metadata/_ROOT_METADATA"  # in a manager's directory, as Orbax 0.12.8 names it (measured)
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _V1 = "orbax.checkpoint.experimental.v1._src.handlers."
 # What Orbax 0.12.8 writes (measured): layout → handler of trees, handler of JSON.
@@ -37,11 +38,7 @@ _HANDLER_NAMES = {
 
 
 def check(contents: Contents, to: str) -> Any:
-    """Validate that a layout can hold the contents, and plan their storage; return the argument of `write`.
-
-    Raises:
-        UnsupportedLeafError, NameCollisionError: with the key path in the message.
-    """
+    """Validate that a layout can hold the contents, and plan their storage; return the argument of `write`."""
     if not contents.trees:
         raise UnsupportedLeafError("it holds only JSON, and no tree of arrays to convert; copy it instead")
     for item in contents.trees if to in TO_STEPS else ():
@@ -100,6 +97,19 @@ def has_other_metadata(path: str, to: str, contents: Contents) -> bool:
         return False
     found, expected = metadata.read_step_metadata(path).get("custom_metadata"), contents.custom
     return json.dumps(found or {}, sort_keys=True) != json.dumps(expected, sort_keys=True)
+
+
+def copy_root_metadata(jobs: Iterable[Job]) -> None:
+    """Copy the root metadata of the managers that these steps are of, where there is none yet."""
+    for source, folder in {(os.path.dirname(job.source), os.path.dirname(job.destination)) for job in jobs}:
+        found, final = (os.path.join(one, _ROOT_METADATA) for one in (source, folder))
+        if not paths.isfile(found) or paths.lexists(final):
+            continue
+        paths.prepare_directory(os.path.dirname(final))
+        temporary = paths.storage_of(final).temporary_path(final)
+        with translated(final, "written"):
+            write_file(temporary, paths.read(found))
+        paths.publish(temporary, final, new=True)
 
 
 def _edit_metadata(source: str, destination: str, **changed: Any) -> None:

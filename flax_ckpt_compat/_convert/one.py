@@ -30,10 +30,7 @@ Progress = Callable[[int], None]
 def convert_one(job: Job, progress: Progress = lambda _: None) -> Conversion:
     """Run a job; return its result, or its failure.
 
-    Args:
-        job: what to convert.
-        progress: takes numbers of bytes, which add up to twice the size of the arrays: written, and verified.
-    """
+    ``progress`` takes numbers of bytes, which add up to twice the size of the arrays: written, and verified."""
     start = time.monotonic()
     found: Contents | None = None
     status, error = "failed", job.error

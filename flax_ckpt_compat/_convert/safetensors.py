@@ -34,12 +34,7 @@ _ALIGNMENT = 8
 
 
 def check(tree: Node) -> None:
-    """Raise if the format cannot hold a tree.
-
-    Raises:
-        UnsupportedLeafError: names the leaves of other kinds and dtypes.
-        NameCollisionError: two leaves with one name.
-    """
+    """Raise UnsupportedLeafError or NameCollisionError if the format cannot hold a tree."""
     names: dict[str, str] = {}
     refused = []
     for path, leaf in iter_leaves(tree):

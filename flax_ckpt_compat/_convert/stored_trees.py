@@ -12,17 +12,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
-from flax_ckpt_compat._core.tree import (
-    Branch,
-    Container,
-    KeyData,
-    Node,
-    Path,
-    StoredArray,
-    iter_branches,
-    iter_leaves,
-    map_leaves,
-)
+from flax_ckpt_compat._core.tree import Branch, Container, KeyData, Node, Path, StoredArray, iter_leaves, map_leaves
 
 # Bytes. Neighbouring small arrays are read together; a few such batches are kept, because formats order dicts
 # differently.
@@ -112,19 +102,15 @@ def with_containers_of(node: Node, like: Node) -> Node:
 
 def with_guessed_lists(node: Node) -> tuple[Node, list[Path]]:
     """Return a tree with dicts of '0', '1', … as lists, and the key paths of these; empty ones stay dicts."""
-    if not isinstance(node, Branch):
-        return node, []
     guessed: list[Path] = []
-    for path, branch in iter_branches(node):
-        if is_numbered(branch):
-            guessed.append(path)
-    lists = set(guessed)
 
     def convert(branch: Node, path: Path) -> Node:
         if not isinstance(branch, Branch):
             return branch
+        if is_list := is_numbered(branch):
+            guessed.append(path)
         children = {name: convert(child, (*path, name)) for name, child in branch.children.items()}
-        return Branch(children, Container.LIST if path in lists else branch.container, branch.int_keys)
+        return Branch(children, Container.LIST if is_list else branch.container, branch.int_keys)
 
     return convert(node, ()), guessed
 

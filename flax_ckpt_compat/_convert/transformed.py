@@ -23,11 +23,7 @@ from flax_ckpt_compat._trees.leaf_sources import Derived
 
 
 def trees_of(opened: Opened, target: Any, transforms: Any, notes: list[str]) -> dict[str, Node]:
-    """Return item name → tree to write.
-
-    Raises:
-        CheckpointError: as `flax_ckpt_compat.restore` does.
-    """
+    """Return item name → tree to write; raise what `flax_ckpt_compat.restore` does."""
     options = RestoreOptions.strict(transforms, True)
     plans = plan_all(opened, target, options).items
     for plan in plans.values():

@@ -41,18 +41,10 @@ class DifferentError(CheckpointError):
 def verify(
     path: str, to: str, contents: Contents, progress: Callable[[int], None], crcs: Mapping[Name, int] = _NONE
 ) -> None:
-    """Raise unless a checkpoint holds exactly these leaves.
+    """Raise DifferentError unless a checkpoint holds exactly these leaves.
 
-    Args:
-        path: the checkpoint.
-        to: its layout.
-        contents: what it should hold.
-        progress: takes numbers of bytes of arrays that are compared in parts.
-        crcs: CRC-32s of arrays of the source; all others are read again.
-
-    Raises:
-        DifferentError: names the leaves that differ.
-    """
+    ``progress`` takes numbers of bytes of arrays that are compared in parts. Arrays of the source with a CRC-32 in
+    ``crcs`` are not read again."""
     expected = contents.leaves
     with layouts.reading(path, to, contents) as found:
         differences = {name: "is missing" for name in expected if name not in found}
@@ -75,7 +67,7 @@ def verify(
                 if name in crcs and (boxes := _consecutive_boxes(leaf)):
                     sums[name] = [_Sum(leaf, box) for box in boxes]
                     parts += [(name, one.compute) for one in sums[name]]
-                elif _is_in_parts(expected[name]):
+                elif expected[name].handle is not None and expected[name].nbytes > _PART:
                     parts += [(name, part) for part in _parts(*pair)]
                 elif not same_bits(np.asarray(expected[name]), np.asarray(leaf)):
                     differences[name] = _OTHER_VALUES
@@ -112,10 +104,6 @@ def _difference(expected: Any, found: Any) -> str | None:
     if isinstance(expected, Branch):
         return None  # without children, both
     return None if same_bits(expected, found) else f"is {found!r}, expected {expected!r}"
-
-
-def _is_in_parts(expected: StoredArray) -> bool:
-    return expected.handle is not None and expected.nbytes > _PART
 
 
 def _parts(expected: StoredArray, found: StoredArray | FileArray) -> Iterator[_Check]:

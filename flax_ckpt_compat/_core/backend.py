@@ -86,15 +86,10 @@ class LeafHandle:
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one
 class ArraySlice:
-    """A slice of a stored array, read without the rest of it.
-
-    Attributes:
-        handle: handle of an array.
-        index: start and stop on every axis, within the array and without steps.
-    """
+    """A slice of a stored array, read without the rest of it."""
 
     handle: LeafHandle
-    index: tuple[slice, ...]
+    index: tuple[slice, ...]  # start and stop on every axis, within the array and without steps
 
     def cut(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copy the slice out of the whole array."""
@@ -108,17 +103,12 @@ class ArraySlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inspection:
-    """Result of `Reader.inspect`.
+    """Result of `Reader.inspect`."""
 
-    Attributes:
-        unexpected: files and arrays that belong to no leaf: paths relative to the checkpoint, with notes.
-        contradictions: key path of a leaf → how files of the checkpoint contradict each other about it.
-        damaged: other damage, such as a file that does not decode.
-    """
-
-    unexpected: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()  # what belongs to no leaf: paths relative to the checkpoint, with notes
+    # Key path of a leaf → how files of the checkpoint contradict each other about it.
     contradictions: Mapping[Path, str] = dataclasses.field(default_factory=dict)
-    damaged: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()  # other damage, such as a file that does not decode
 
 
 class Reader(Protocol):
@@ -129,36 +119,22 @@ class Reader(Protocol):
     tree: Node
     # Arrays go to the devices of the target's; else only those of ``_gda`` folders do, as in Flax.
     places_on_device: bool
-    # Stored lists are the caller's own, and stay lists.
-    keeps_lists: bool
+    keeps_lists: bool  # stored lists are the caller's own, and stay lists
 
     def read(self, handles: Sequence[LeafHandle | ArraySlice], *, mapped: bool = False) -> list[Any]:
         """Read the values of leaves and slices, in the given order; large ones in parallel.
 
-        Pass all slices of one array in one call, so that no stored chunk is decoded twice.
-
-        Args:
-            handles: leaves and slices to read.
-            mapped: allow private mappings, at any address, of large arrays stored as plain bytes in a local file.
-
-        Returns:
-            ``np.ndarray`` (writable, C order, own memory, 64-byte aligned unless mapped), numpy or Python scalars, str,
-            bytes, or `KeyData` for a PRNG key.
-
-        Raises:
-            CorruptCheckpointError: bytes are missing, truncated or do not decode; names the leaf.
-            ChecksumError: likewise, if the checkpoint was opened with ``verify``.
-            StorageError: the file system refused.
-        """
+        Pass all slices of one array in one call, so that no stored chunk is decoded twice. If ``mapped``, large arrays
+        that are plain bytes in a local file may be private mappings, at any address; other arrays are writable memory
+        of the caller's own, C order, 64-byte aligned. Others are numpy or Python scalars, str, bytes, or `KeyData` for
+        a PRNG key. Raise CorruptCheckpointError, with the leaf, if bytes are missing or do not decode, and
+        ChecksumError if opened with ``verify``."""
         ...
 
     def boxes(self, handle: LeafHandle, nbytes: int) -> Iterator[tuple[slice, ...]]:
-        """Yield indices of slices that cover an array, to be read one after another.
+        """Yield indices of slices that cover an array, to be read one after another, of ``nbytes`` in memory each.
 
-        Args:
-            handle: handle of an array.
-            nbytes: size of a slice in memory, in bytes. Chunks that decode only as a whole may be larger.
-        """
+        Chunks that decode only as a whole may be larger."""
         assert handle.dtype is not None
         limit = max(1, nbytes // handle.dtype.itemsize)
         return grid.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
@@ -178,23 +154,12 @@ class Reader(Protocol):
     def verify_checksums(self, handle: LeafHandle | None = None) -> bool:  # noqa: ARG002  (some readers have none)
         """Check the stored bytes of a leaf, or all that belong to no leaf, against the checksums of the save.
 
-        Reads in bounded memory; inline leaves may be checked on opening only.
-
-        Returns:
-            Whether checksums of it are recorded.
-
-        Raises:
-            ChecksumError: the bytes are not those that were saved; names the leaf or the file.
-            CorruptCheckpointError, StorageError: as for `read`.
-        """
+        Return whether checksums of it are recorded; raise ChecksumError if it differs, with the leaf or the file, or as
+        `read`. Reads in bounded memory; inline leaves may be checked on opening only."""
         return False
 
-    def verify_rest(self, handle: LeafHandle) -> None:  # noqa: ARG002  (of most, reads of single leaves verify all)
-        """After a read of some leaves, verify what it left unverified of this one, if opened with ``verify``.
-
-        Raises:
-            ChecksumError: as for `read`.
-        """
+    def verify_rest(self, one: LeafHandle | ArraySlice) -> None:  # noqa: ARG002  (of most, reads verify all)
+        """After a read of some leaves or rows, verify what it left unverified of these, if opened with ``verify``."""
         return
 
     def close(self) -> None:
@@ -204,33 +169,23 @@ class Reader(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Settings of a backend's writer.
+    """Settings of a backend's writer."""
 
-    Attributes:
-        compression: name of a codec of the format (``zstd``, ``gzip``, …), or None. The msgpack format has no
-            compression and ignores it.
-        checksums: record checksums of what is written.
-        for_old_orbax: also write what Orbax 0.3 to 0.5 read; the msgpack format ignores it.
-        writers: key path → the process that writes the values of an array which several processes hold whole, where
-            that is not process 0; only for a backend that `splits_replicas`.
-    """
-
+    # Name of a codec of the format (``zstd``, ``gzip``, …), or None. The msgpack format has no compression and ignores
+    # it.
     compression: str | None = None
-    checksums: bool = True
-    for_old_orbax: bool = False
+    checksums: bool = True  # record checksums of what is written
+    for_old_orbax: bool = False  # also write what Orbax 0.3 to 0.5 read; the msgpack format ignores it
+    # Key path → the process that writes the values of an array which several processes hold whole, where that is not
+    # process 0; only for a backend that `splits_replicas`.
     writers: Mapping[Path, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """One process of a multi-process save.
+    """One process of a multi-process save."""
 
-    Attributes:
-        index: process index, from 0; process 0 also writes all that is not distributed.
-        count: number of processes.
-    """
-
-    index: int
+    index: int  # process index, from 0; process 0 also writes all that is not distributed
     count: int
 
 
@@ -242,49 +197,27 @@ class Backend(Protocol):
     process 0, which sends the temporary's path to the others; `write_process_part` in all; `finish_multiprocess`
     in process 0, which publishes.
     Restore: the caller detects the format and calls `open`, `Reader.read` any number of times, `Reader.close`.
-
-    Attributes:
-        format: the format.
-        compresses: `WriteOptions.compression` has an effect.
-        uses_gda_folder: arrays that span processes go into the ``_gda`` folder beside the file, as in Flax.
-        splits_replicas: `WriteOptions.writers` has an effect.
-        sorts_multiprocess: `save_checkpoint_multiprocess` sorts the maps, and stores lists as maps, as in Flax.
-        write_event: event that ``jax.monitoring`` records before a write, as in Flax, or None.
     """
 
     format: Format
-    compresses: bool
-    uses_gda_folder: bool
-    splits_replicas: bool
-    sorts_multiprocess: bool
-    write_event: str | None
+    compresses: bool  # `WriteOptions.compression` has an effect
+    uses_gda_folder: bool  # arrays that span processes go into the ``_gda`` folder beside the file, as in Flax
+    splits_replicas: bool  # `WriteOptions.writers` has an effect
+    sorts_multiprocess: bool  # `save_checkpoint_multiprocess` sorts the maps, and stores lists as maps, as in Flax
+    write_event: str | None  # event that ``jax.monitoring`` records before a write, as in Flax, or None
 
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
         """Validate a tree and plan its storage, before anything is written; copy no array data.
 
-        Args:
-            tree: leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float,
-                bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`,
-                whose data is one of the arrays.
-            process: this process of a multi-process save. A ``jax.Array`` or `HostCopy` may then be distributed:
-                each process writes its addressable shards of ``replica_id`` 0. All else is taken from process 0.
-
-        Returns:
-            The argument ``prepared`` of the other methods.
-
-        Raises:
-            UnsupportedLeafError, NameCollisionError: with the key path in the message.
-        """
+        Leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float, bool, complex, str,
+        bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`, whose data is one of the arrays. In
+        a multi-process save with this ``process``, a ``jax.Array`` or `HostCopy` may be distributed: each process
+        writes its addressable shards of ``replica_id`` 0. All else is taken from process 0. Return the argument
+        ``prepared`` of the other methods. Raise UnsupportedLeafError or NameCollisionError with the key path."""
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:
-        """Write the whole checkpoint to ``path`` and sync it to disk.
-
-        Args:
-            path: absolute path of the temporary file or directory to create; the parent exists.
-            prepared: result of `prepare`.
-            options: see `WriteOptions`.
-        """
+        """Write the whole checkpoint to a new file or directory, whose parent exists, and sync it to disk."""
         ...
 
     def begin_multiprocess(
@@ -298,14 +231,8 @@ class Backend(Protocol):
     ) -> None:
         """Create what the others need before they write, such as directories; called in process 0.
 
-        Args:
-            path: absolute path of the temporary to create; the parent exists and all processes see it.
-                For a save to a store it is local, and each process has its own.
-            prepared: result of `prepare`, called with ``process``.
-            options: see `WriteOptions`.
-            process: this process.
-            upload: upload of a save to a store, or None.
-        """
+        All processes see the parent of ``path``. For a save to a store, the ``upload``, it is local, and each has its
+        own."""
         ...
 
     def write_process_part(
@@ -338,13 +265,7 @@ class Backend(Protocol):
     def open(self, path: str, *, verify: bool = False) -> Reader:
         """Open a checkpoint of this format; read its structure, and perhaps small arrays with it.
 
-        Args:
-            path: absolute path of the checkpoint.
-            verify: check recorded checksums: of the structure now, of arrays when they are read as a whole and not
-                mapped.
-
-        Raises:
-            CorruptCheckpointError: it does not decode.
-            ChecksumError: its bytes are not those that were saved; here and in `Reader.read`.
-        """
+        With ``verify``, check recorded checksums: of the structure now, of arrays when they are read as a whole and not
+        mapped. Raise CorruptCheckpointError if it does not decode, and ChecksumError if its bytes are not those that
+        were saved."""
         ...

@@ -76,13 +76,18 @@ class BlockSums:
     def encoded(self) -> bytes:
         """Return the checksums of all blocks, 4 bytes each, little-endian; no bytes have no block."""
         sums = [*self._sums, self._current] if self._filled else self._sums
-        return b"".join([one.to_bytes(SUM_BYTES, "little") for one in sums])
+        return b"".join(map(encode, sums))
+
+
+def encode(checksum: int) -> bytes:
+    """Return a checksum as it is recorded."""
+    return checksum.to_bytes(SUM_BYTES, "little")
 
 
 def of_blocks(data: Any) -> bytes:
     """Return the `BlockSums` of a buffer of single bytes."""
     if len(data) <= BLOCK_BYTES:
-        return crc32(data).to_bytes(SUM_BYTES, "little") if len(data) else b""
+        return encode(crc32(data)) if len(data) else b""
     sums = BlockSums()
     sums.update(data)
     return sums.encoded()
@@ -96,13 +101,8 @@ def total(sums: bytes) -> int:
 def check(path: str, what: str, expected: bytes, found: bytes, leaf: str | None = None) -> None:
     """Raise ChecksumError unless the checksums of blocks are equal.
 
-    Args:
-        path: file or checkpoint, for the message.
-        what: the bytes that were summed, such as "the file" or "the chunk 'a/0' of the leaf 'a'".
-        expected: recorded checksums.
-        found: computed ones.
-        leaf: key path of the leaf, if they are of one.
-    """
+    ``what`` are the bytes that were summed, such as "the file" or "the chunk 'a/0' of the leaf 'a'", and ``leaf`` is
+    the key path if they are of one leaf."""
     if expected == found:
         return
     pairs = zip(_numbers(expected), _numbers(found), strict=False)
@@ -124,14 +124,7 @@ def _numbers(sums: bytes) -> list[int]:
 
 
 def combine(first: int, second: int, nbytes: int, polynomial: int = CRC32_POLYNOMIAL) -> int:
-    """Return the checksum of two byte strings, one after the other, from that of each and the length of the second.
-
-    Args:
-        first: checksum of the first.
-        second: checksum of the second.
-        nbytes: length of the second.
-        polynomial: `CRC32_POLYNOMIAL` or `CRC32C_POLYNOMIAL`.
-    """
+    """Return the checksum of two byte strings, one after the other; ``nbytes`` is the length of the second."""
     return _multiply(_power_of_x(8 * nbytes, polynomial), first, polynomial) ^ second
 
 

@@ -25,9 +25,7 @@ _PLAIN = re.compile(r"(?![<>|=]?a\d)[<>|=]?([A-Za-z]+|\?)\d*(\[\d*[A-Za-z]+\])?"
 def dtype_from_name(name: str) -> np.dtype[Any]:
     """Parse a dtype from ``np.dtype.name`` or, for foreign byte orders, ``np.dtype.str``.
 
-    Raises:
-        ValueError: no such dtype, or one that holds Python objects, fields or raw void.
-    """
+    Raise ValueError for no dtype, or one that holds Python objects, fields or raw void."""
     ml_dtype = _ML_DTYPES.get(name)
     if ml_dtype is not None:
         return ml_dtype

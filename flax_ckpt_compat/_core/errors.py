@@ -16,12 +16,13 @@ CheckpointError
 ├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
 ├── CheckpointerError(ValueError)            the given ``orbax_checkpointer`` cannot save or restore this
 ├── NameCollisionError(ValueError)           two key paths with one stored name
-├── StepError(ValueError)                    an invalid step, ``keep`` or prefix
+├── StepError(TypeError, ValueError)         an invalid step, ``keep``, prefix or path
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
 ├── ConversionError(ValueError)              some checkpoints could not be converted
 ├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed
 │   └── ProcessTimeoutError(TimeoutError)   processes did not reach a barrier in time
 ├── MultiprocessRestoreError(RuntimeError)   processes that restore together could not exchange what they read
+├── ForkedProcessError                       this process was forked after TensorStore was used, which allows none
 ├── OutOfMemoryError(MemoryError)           there is too little memory for what is asked
 └── StorageError(OSError)                    the file system or object store refused
     ├── CleanupError                         the checkpoint was saved; an older one could not be removed
@@ -143,6 +144,10 @@ class UnsupportedLeafError(CheckpointError, TypeError, ValueError):
     """A leaf of the tree to save has a type or dtype that no checkpoint format can hold."""
 
 
+class ForkedProcessError(CheckpointError):
+    """This process was forked from one that had used TensorStore, which would abort it."""
+
+
 class OutOfMemoryError(CheckpointError, MemoryError):
     """This process has too little memory for what is to be restored or saved."""
 
@@ -162,8 +167,8 @@ class NameCollisionError(CheckpointError, ValueError):
     """Two key paths of the tree to save would be stored under one name, so one would be lost."""
 
 
-class StepError(CheckpointError, ValueError):
-    """A step, ``keep`` or prefix is invalid."""
+class StepError(CheckpointError, TypeError, ValueError):
+    """A step, ``keep``, prefix or path is invalid."""
 
 
 class SettingError(CheckpointError, ValueError):

@@ -24,17 +24,11 @@ _MAX_RUNS = 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a list.
+    """One line of a list."""
 
-    Attributes:
-        names: key paths, such as those of a leaf and its source; the numbers in them may be folded.
-        detail: text that must be equal for rows to be folded into one.
-        count: number of rows folded into this one.
-    """
-
-    names: tuple[str, ...]
-    detail: tuple[str, ...] = ()
-    count: int = 1
+    names: tuple[str, ...]  # key paths, such as those of a leaf and its source; the numbers in them may be folded
+    detail: tuple[str, ...] = ()  # text that must be equal for rows to be folded into one
+    count: int = 1  # number of rows folded into this one
 
     @property
     def note(self) -> str:
@@ -42,12 +36,12 @@ class Row:
         return f"   ({self.count} leaves)" if self.count > 1 else ""
 
 
-def shown(rows: Sequence[Row], limit: int = MAX_SHOWN) -> tuple[list[Row], int]:
-    """Return the rows to show and the number of rows left out; fold only if there are more than ``limit``."""
-    if len(rows) <= limit:
+def shown(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """Return the rows to show and the number of rows left out; fold only if there are more than `MAX_SHOWN`."""
+    if len(rows) <= MAX_SHOWN:
         return list(rows), 0
     folded = fold(rows)
-    return folded[:limit], sum(row.count for row in folded[limit:])
+    return folded[:MAX_SHOWN], sum(row.count for row in folded[MAX_SHOWN:])
 
 
 def listed(rows: Sequence[Row], more_is: str = "") -> list[str]:

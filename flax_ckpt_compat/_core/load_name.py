@@ -12,11 +12,7 @@ from flax_ckpt_compat._core.errors import SettingError
 
 
 def load_name(name: str) -> Any:
-    """Return what ``module:name`` names; modules in the working directory are found, as by ``python -m``.
-
-    Raises:
-        SettingError: there is no such module or name, or importing the module failed.
-    """
+    """Return what ``module:name`` names; modules in the working directory are found, as by ``python -m``."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise SettingError(f"{name!r} names nothing: expected module:name, such as train:create_state")
@@ -38,11 +34,7 @@ def load_name(name: str) -> Any:
 
 
 def load_value(name: str) -> Any:
-    """Return what ``module:name`` names, or the result of calling it if it is a function.
-
-    Raises:
-        SettingError: see `load_name`; or the function raises.
-    """
+    """Return what ``module:name`` names, or the result of calling it if it is a function."""
     found = load_name(name)
     if not callable(found):
         return found

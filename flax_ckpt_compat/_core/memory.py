@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,11 @@ from flax_ckpt_compat._core.escaping import format_size
 
 # Bytes. jax on the CPU takes over host memory without a copy only if it is aligned like this.
 ALIGNMENT = 64
-_BLOCK = 256 * 2**10  # bytes of small arrays that share memory
-# Address space of TensorStore's library and of each of its threads: it aborts at 60 MiB on two cores (measured).
-_TENSORSTORE_BYTES, _THREAD_BYTES = 80 << 20, 16 << 20
+# Small arrays share blocks of so many bytes and arrays at most, which are freed with the last array in them.
+_BLOCK, _ARRAYS_PER_BLOCK = 256 * 2**10, 64
+_BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
+_pauses: list[None] = []  # one for each `pause_gc` of this process
 
 
 @contextmanager
@@ -31,21 +31,30 @@ def pause_gc(*, enabled: bool = True) -> Iterator[None]:
     saving 5,000 leaves. Use only around short computations that read at most metadata from a local disk: with
     ``enabled`` false, when waiting for a store, nothing is paused."""
     was_on = enabled and gc.isenabled()
-    if was_on:
-        gc.disable()
     try:
+        if was_on:
+            _pauses.append(None)
+            gc.disable()
         yield
     finally:
         if was_on:
             gc.enable()
+            del _pauses[-1:]
+
+
+def _resume_after_fork() -> None:
+    # The thread that paused it is in the parent only, and would never resume it here.
+    if _pauses:
+        _pauses.clear()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_resume_after_fork)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return an uninitialised, writable, C-order array on a 64-byte boundary.
-
-    Raises:
-        OutOfMemoryError: there is not so much memory.
-    """
+    """Return an uninitialised, writable, C-order array on a 64-byte boundary."""
     size = math.prod(shape) * dtype.itemsize
     try:
         raw = np.empty(size + ALIGNMENT, np.uint8)
@@ -56,45 +65,27 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def check_address_space() -> None:
-    """Check, where it is limited, that enough is left to load TensorStore, which else aborts the process.
+def pack(arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
+    """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary.
 
-    Raises:
-        OutOfMemoryError: it is not.
-    """
-    with suppress(ImportError, OSError, ValueError):  # other systems than Linux
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY or "tensorstore" in sys.modules:
-            return
-        with open("/proc/self/statm", "rb") as file:
-            left = limit - int(file.read().split()[0]) * resource.getpagesize()
-        needed = _TENSORSTORE_BYTES + (os.cpu_count() or 1) * _THREAD_BYTES
-        if left < needed:
-            raise OutOfMemoryError(
-                f"{format_size(max(0, left))} of address space are left to this process, but TensorStore, which reads "
-                f"and writes Orbax's format, needs {format_size(needed)}; {_REMEDY}"
-            )
-
-
-def pack(
-    arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]],
-) -> list[np.ndarray[Any, Any]]:
-    """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary."""
-    left = sum([len(data) for _, _, data in arrays]) + ALIGNMENT * len(arrays)
-    packed = []
-    offset = end = 0
-    for shape, dtype, data in arrays:
-        size = len(data)
-        if offset + size >= end:
-            end = max(min(left, _BLOCK), size)
-            block = empty((end,), np.dtype(np.uint8))
-            view, offset = block.data, 0
-        view[offset : offset + size] = data
-        packed.append(np.ndarray(shape, dtype, block, offset))
-        offset += size + -size % ALIGNMENT
-        left -= size + ALIGNMENT
+    A block is of arrays that are alike: numpy then copies and creates them without Python code for each."""
+    alike: dict[tuple[tuple[int, ...], np.dtype[Any]], list[int]] = {}
+    for at, (shape, dtype, _) in enumerate(arrays):
+        alike.setdefault((shape, dtype), []).append(at)
+    packed: list[Any] = [None] * len(arrays)
+    for (shape, dtype), places in alike.items():
+        size = len(arrays[places[0]][2])
+        stride = max(size + -size % ALIGNMENT, ALIGNMENT)
+        count = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))
+        for start in range(0, len(places), count):
+            some = places[start : start + count]
+            block = empty((len(some), stride), _BYTE)
+            data = b"".join([arrays[at][2] for at in some])
+            block[:, :size] = np.frombuffer(data, np.uint8).reshape(len(some), size)
+            found = (len(some), *(shape or (1,)))
+            rows = block[:, :size].view(dtype).reshape(found) if size else np.empty(found, dtype)
+            for at, array in zip(some, rows, strict=True):
+                packed[at] = array if shape else array.reshape(shape)
     return packed
 
 

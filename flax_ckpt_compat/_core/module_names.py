@@ -28,14 +28,9 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
 
 
 def linen_names(names: Iterable[str]) -> dict[str, str]:
-    """Map pre-linen module names, with one count for all classes (``Conv_0, Dense_1``), to linen's, one count a class.
+    """Return old → new names of modules: pre-linen's have one count for all classes, linen's one count a class.
 
-    Args:
-        names: all children of one module. Names without a number, and linen's own, stay as they are.
-
-    Returns:
-        Old name → new name, in natural order.
-    """
+    Names without a number, and linen's own, stay as they are. Pass all children of one module."""
     counts: dict[str, int] = {}
     renamed = {}
     for name in natural_sort(names):

@@ -45,7 +45,7 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # Orbax treats every name that contains thi
 CHECKSUMS = "flax_ckpt_compat.checksums"  # ours, beside each database; real Orbax ignores it
 # Ours, while a save runs; removed at its end.
 PROCESS_DONE = "ended"  # in the database folder of a process: it has written all; holds the digest of its plan
-BEGUN, NEXT = "_begun", "_next"  # in a store: a running save, and what it publishes at once; see `visible_objects`
+BEGUN, NEXT = "_begun", "_next"  # a running save, and, in a store, what it publishes at once; see `visible_objects`
 NEXT_DATA_LIST = "_data.txt"  # in NEXT, written first: the names of the data objects, to clean up after a dead writer
 DESCRIPTOR = "descriptor"  # of internal releases of Orbax; holds nothing of the user's
 STEP_FILES = (STEP_METADATA, V1_MARKER, COMMIT_FILE, DESCRIPTOR)  # beside the items

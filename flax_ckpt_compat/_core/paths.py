@@ -10,7 +10,7 @@ import os
 import re
 from contextlib import AbstractContextManager
 
-from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.errors import StepError, StorageError
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._core.object_store import retrying
 from flax_ckpt_compat._core.object_store.storage import ObjectStorage
@@ -26,7 +26,9 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
 
     ``content_root``: the folder with a checkpoint's files; in a store it may be a subfolder of the path.
     ``files_below``: the paths of all files below a directory, relative to it.
+    ``why_too_long``: why no file can have a path of that length, or None if one can; stores say it themselves.
     ``resolve``: the path without symbolic links. ``identity``: device and inode of a local path, or None.
+    ``version``: bytes that change when a file is replaced; equal for all machines that share it.
     ``is_empty``: whether a file is empty; one request in a store, where its size may take many.
     ``total_size``: bytes in a file, or in all files below a directory; 0 if it does not exist.
     ``prefetch_sizes``, ``prefetch_emptiness``, ``prefetch_contents``: request many in parallel, in `listing_cache`.
@@ -38,6 +40,18 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
     ``kvstore``, ``context``: TensorStore's spec of a directory, and the context to open it with.
     """
     return _STORES if is_url(path) else _LOCAL
+
+
+def as_text(path: object, what: str = "path") -> str:
+    """Return a caller's path, or prefix, as text; raise StepError if it is neither text nor a path object."""
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if isinstance(text, str):
+        return text
+    remedy = "decode it with os.fsdecode" if isinstance(text, bytes) else "pass a str or a pathlib.Path"
+    raise StepError(f"a {what} is text or a path object, found {type(path).__name__}: {path!r:.100}; {remedy}")
 
 
 def is_url(path: str) -> bool:
@@ -67,11 +81,7 @@ def normal(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Return the local path of a ``file://`` URL; return any other path unchanged.
-
-    Raises:
-        StorageError: the URL names another machine.
-    """
+    """Return the local path of a ``file://`` URL, of this machine alone; return any other path unchanged."""
     if not (match := _FILE_URL.match(path)):
         return path
     plain = path[match.end() :]
@@ -92,17 +102,19 @@ def is_valid_destination(path: str) -> bool:
     return not is_url(path) or path.count("/") > _SLASHES_OF_BUCKET
 
 
+def check_destination(path: str) -> None:
+    """Raise StorageError if a store takes no checkpoint with this URL; local file systems say so themselves."""
+    if is_url(path):
+        retrying.check_destination(path)
+
+
 def listing_cache(path: str) -> AbstractContextManager[None]:
     """List a folder of a store once, and answer this thread's look-ups below it from that list within the context."""
     return storage_of(path).listing_cache(path)
 
 
 def listdir(path: str) -> list[str]:
-    """List the names in a directory.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: no such directory. Other OSErrors pass through.
-    """
+    """List the names in a directory; OSErrors pass through."""
     return storage_of(path).listdir(path)
 
 

@@ -42,11 +42,6 @@ class Names:
         return len(own & pairs) / (len(own) + len(pairs) + 1)
 
 
-def nearest(wanted: str, names: Sequence[str]) -> list[str]:
-    """Return at most two similar names; see `Names.nearest`."""
-    return Names(names).nearest(wanted)
-
-
 def _are_akin(one: str, other: str) -> bool:
     """Return whether two key paths, or their ends, differ in the first name or else little: misspelt, a level more."""
     ours, theirs = one.split("/"), other.split("/")

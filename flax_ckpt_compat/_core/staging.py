@@ -13,16 +13,11 @@ from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 
 @dataclasses.dataclass(slots=True)
 class Staging:
-    """The temporary of one save, as one of its processes sees it; for a save to a store it is local.
-
-    Attributes:
-        upload: the upload of a save to a store, or None.
-        publishing: process 0 has begun to publish.
-    """
+    """The temporary of one save, as one of its processes sees it; for a save to a store it is local."""
 
     path: str
-    upload: MultiprocessUpload | None = None
-    publishing: bool = False
+    upload: MultiprocessUpload | None = None  # the upload of a save to a store, or None
+    publishing: bool = False  # process 0 has begun to publish
 
     def to_json(self) -> str:
         """Encode for the other processes' `from_json`."""

@@ -92,7 +92,10 @@ def step_text(step: Any) -> str:
         raise StepError(
             f"step must be an int, a float or a 0-d array of them, found {type(step).__name__}: {step!r:.100}"
         )
-    text = f"{step}"
+    try:
+        text = f"{step}"
+    except ValueError as error:  # an int of thousands of digits
+        raise StepError(f"step must be a number that a name can hold: {error}") from error
     if parse_step(text) is None:  # also a Fraction, or an int beyond every float
         raise StepError(f"step must be finite and print as one number, found {step!r:.100}")
     return text

@@ -65,7 +65,11 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         number = int(found[1] or found[2])
     message = f"{path} could not be {doing}: " if doing else f"{path}: "
     message += str(getattr(error, "strerror", None) or error)
-    if doing:
+    if number in (errno.EMFILE, errno.ENFILE):
+        message += f"; {_REMEDIES[number]}"
+    elif number == errno.ENAMETOOLONG:
+        message += "; shorten the path, to which up to 255 bytes are added while it is written"
+    elif doing:
         message += "; check the disk's space and permissions"
         if "://" in path:
             message = message.rpartition(";")[0] + "; nothing else may change what is there meanwhile; try again"
@@ -131,7 +135,7 @@ def _size_of(leaf: Any) -> int:
 
 
 class OutOfRangeError(Exception):
-    """A range ends beyond the end of its object, of ``size`` bytes; -1 if the store does not tell."""
+    """A range ends beyond the end of its object, of ``size`` bytes; -1 if the store does not report it."""
 
     def __init__(self, size: int):
         super().__init__(size)
@@ -209,6 +213,8 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
     if "bucket name" in codes or "InvalidBucketName" in codes:
         rule = "3 to 63 lower-case letters, digits, dots and hyphens" + ("" if scheme == "s3" else ", and underscores")
         return f"{bucket!r} cannot be the name of a bucket ({rule}): correct the URL, {scheme}://bucket/folder"
+    if re.search("Invalid (S3|GCS) object name", codes):
+        return "no object can have this name: change the directory, prefix or step"
     if "NoSuchBucket" in codes or last == "404":
         return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
     if _EXPIRED.search(codes) or (scheme == "gs" and last == "401"):

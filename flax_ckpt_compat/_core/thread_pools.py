@@ -1,52 +1,150 @@
-"""Run tasks on thread pools that also work at the interpreter's exit, when async saves finish."""
+"""Run tasks on threads, also at the interpreter's exit, in signal handlers, and where Ctrl-C interrupts a wait.
+
+Python's own pools take no tasks once the interpreter exits, and while one starts a thread it holds a lock, on which a
+signal handler that saves would wait for ever. An interrupt while one of its futures is looked at may leave that locked,
+and the thread that runs the task then never ends.
+"""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import math
 import re
 import threading
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
 
 # Messages of Python when a pool was shut down, when the interpreter exits, and when no thread can be started.
 _REFUSALS = re.compile("new futures|new thread")
+_UNLOCKED = re.compile("un-?(locked|acquired) lock")
+_POLL_SECONDS = 0.5
 
 
 class Once:
-    """A task that runs once, on a thread of a pool or on the caller's if the pool refuses it."""
+    """A task that runs once: on the first thread that calls it, or that wants its result."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any):
-        self.future: Future[Any] = Future()
-        self._call, self._claim = (function, args, kwargs), threading.Lock()
+    def __init__(self, function: Callable[..., Any], *args: Any):
+        self.done = False  # whether it has ended
+        self._call, self._claim, self._running = (function, args), threading.Lock(), threading.Lock()
+        self._running.acquire()
+        self._value: Any = None
+        self._error: BaseException | None = None
 
-    def __call__(self) -> Any:
-        """Run the task unless another thread does; return or raise its outcome."""
+    def run(self) -> None:
+        """Run the task unless a thread does, or did."""
         if self._claim.acquire(blocking=False):
-            function, args, kwargs = self._call
             try:
-                self.future.set_result(function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  (raised by the future)
-                self.future.set_exception(error)
-        return self.future.result()
+                function, args = self._call
+                del self._call
+                self._value = function(*args)
+            except BaseException as error:  # noqa: BLE001  (raised by `result`)
+                self._error = error
+            finally:
+                self.done = True
+                self._running.release()
+
+    def withdraw(self) -> None:
+        """Cancel the task unless a thread runs it, or did."""
+        if self._claim.acquire(blocking=False):
+            self._error, self.done = CancelledError(), True
+            self._running.release()
+
+    def wait(self, timeout: float = math.inf) -> bool:
+        """Wait until the task has ended, at most so many seconds; return whether it has."""
+        end = time.monotonic() + timeout
+        while not self.done and (left := end - time.monotonic()) > 0:
+            # Not for ever: one who was interrupted here may hold the lock.
+            if self._running.acquire(timeout=min(left, _POLL_SECONDS)):
+                self._running.release()
+        return self.done
+
+    def result(self) -> Any:
+        """Run the task or wait for it; return or raise its outcome."""
+        self.run()
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    __call__ = result
 
 
-class Pool(ThreadPoolExecutor):
-    """A thread pool that runs tasks on the caller's thread when no new thread can start, as at interpreter exit."""
+def wait(future: Future[Any], timeout: float = math.inf) -> bool:
+    """Wait until a future is done or cancelled, at most so many seconds; return whether it is."""
+    ended = Once(bool)
+    future.add_done_callback(lambda _: ended.run())
+    return ended.wait(timeout)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """See `concurrent.futures.Executor.submit`."""
-        task = Once(fn, *args, **kwargs)  # a pool that cannot start a thread may still have queued the task
-        try:
-            return super().submit(task)
-        except RuntimeError:
-            with suppress(BaseException):  # raised by the future
-                task()
-            return task.future
+
+def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> bool:
+    """Start a thread; return False if none can be started, as at the interpreter's exit."""
+    try:
+        with raising_interrupts():
+            threading.Thread(target=run, name=name, daemon=daemon).start()
+    except RuntimeError as error:
+        if not is_refusal(error):
+            raise
+        return False
+    return True
+
+
+def run_apart(function: Callable[[], Any], name: str) -> Any:
+    """Call a function on a thread of its own, or here if none can be started; return its result."""
+    task = Once(function)
+    if start_thread(task.run, name):
+        task.wait()
+    return task.result()
+
+
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Raise what a signal handler raised where Python's locks, which it interrupted, make another error of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _UNLOCKED.search(str(error)) and error.__context__ is not None:
+            raise error.__context__ from None
+        raise
+
+
+class Pool:
+    """Threads for tasks; a task that none of them has begun runs on the thread that wants its result.
+
+    A ``with`` block waits at its end for the tasks that run, and drops those that nobody has begun."""
+
+    def __init__(self, n_threads: int, name: str):
+        self._n_threads, self._name = n_threads, name
+        self._tasks, self._workers = collections.deque[Once](), list[Once]()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Once:
+        """Return a task to call ``function``, which begins as soon as a thread is free."""
+        task = Once(function, *args)
+        self._tasks.append(task)
+        self._workers = [worker for worker in self._workers if not worker.done]
+        if len(self._workers) < self._n_threads:
+            worker = Once(self._work)
+            self._workers.append(worker)
+            start_thread(worker.run, self._name)
+        return task
+
+    def _work(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._tasks.popleft().run()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tasks.clear()
+        for worker in self._workers:
+            worker.result()
 
 
 def in_parallel(
@@ -63,11 +161,11 @@ def in_parallel(
     n_threads, ordered = min(at_once, len(items)), list(items)
     bounds = [len(ordered) * number // n_threads for number in range(n_threads + 1)] if in_runs else [0, len(ordered)]
     queues = [collections.deque(ordered[start:stop]) for start, stop in itertools.pairwise(bounds)]
-    with Pool(n_threads - 1, thread_name_prefix="flax-ckpt") as pool:
-        futures = [pool.submit(_drain, work, queues, number) for number in range(1, n_threads)]
+    with Pool(n_threads - 1, "flax-ckpt") as pool:
+        tasks = [pool.submit(_drain, work, queues, number) for number in range(1, n_threads)]
         _drain(work, queues, 0)
-        for future in futures:
-            future.result()
+        for task in tasks:
+            task.result()
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
@@ -83,25 +181,25 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
 
 def _drain(work: Callable[[_Item], Any], queues: list[collections.deque[_Item]], number: int) -> None:
     own = queues[number % len(queues)]
-    while True:
-        try:
-            item = own.popleft()
-        except IndexError:
-            longest = max(queues, key=len)
-            if not longest:
-                return
-            with suppress(IndexError):  # its owner took the last ones
-                for _ in range((len(longest) + 1) // 2):
-                    own.appendleft(longest.pop())
-            continue
-        try:
+    try:
+        while True:
+            try:
+                item = own.popleft()
+            except IndexError:
+                longest = max(queues, key=len)
+                if not longest:
+                    return
+                with suppress(IndexError):  # its owner took the last ones
+                    for _ in range((len(longest) + 1) // 2):
+                        own.appendleft(longest.pop())
+                continue
             work(item)
-        except BaseException:
-            for queue in queues:
-                queue.clear()
-            raise
+    except BaseException:
+        for queue in queues:
+            queue.clear()
+        raise
 
 
-def is_refusal(error: RuntimeError) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Return whether an error means that a pool refused a task."""
-    return _REFUSALS.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _REFUSALS.search(str(error)) is not None

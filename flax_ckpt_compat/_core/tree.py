@@ -58,60 +58,37 @@ class Container(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Branch:
-    """An inner node.
+    """An inner node."""
 
-    Attributes:
-        children: name → node, in the order of the user's tree (not sorted).
-        container: its type in the user's tree.
-        int_keys: names that were Python ints in the user's dict.
-    """
-
-    children: dict[str, Node]
-    container: Container = Container.DICT
-    int_keys: frozenset[str] = frozenset()
+    children: dict[str, Node]  # name → node, in the order of the user's tree (not sorted)
+    container: Container = Container.DICT  # its type in the user's tree
+    int_keys: frozenset[str] = frozenset()  # names that were Python ints in the user's dict
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeyData:
-    """Implementation and key data of a typed PRNG key array.
+    """Implementation and key data of a typed PRNG key array."""
 
-    Attributes:
-        impl: jax's name of the implementation (``threefry2x32``, ``rbg``, ``unsafe_rbg``, …).
-        data: uint32 array, the key array's shape followed by the implementation's key shape.
-    """
-
-    impl: str
-    data: Any
+    impl: str  # jax's name of the implementation (``threefry2x32``, ``rbg``, ``unsafe_rbg``, …)
+    data: Any  # uint32 array, the key array's shape followed by the implementation's key shape
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one
 class Shard:
-    """A shard of an array, in host memory.
+    """A shard of an array, in host memory."""
 
-    Attributes:
-        index: its slice of the whole array: start and stop on every axis, without steps.
-        data: its values, C order.
-    """
-
-    index: tuple[slice, ...]
-    data: np.ndarray[Any, Any]
+    index: tuple[slice, ...]  # its slice of the whole array: start and stop on every axis, without steps
+    data: np.ndarray[Any, Any]  # its values, C order
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HostCopy:
-    """A ``jax.Array`` copied to the host for an async save, so that the original may be donated.
+    """A ``jax.Array`` copied to the host for an async save, so that the original may be donated."""
 
-    Attributes:
-        shape: shape of the whole array.
-        dtype: its dtype.
-        shards: each distinct shard once; together they cover the array.
-        sharding: the original's ``jax.sharding.Sharding``.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # shape of the whole array
     dtype: np.dtype[Any]
-    shards: tuple[Shard, ...]
-    sharding: Any
+    shards: tuple[Shard, ...]  # each distinct shard once; together they cover the array
+    sharding: Any  # the original's ``jax.sharding.Sharding``
 
     @classmethod
     def whole(cls, data: np.ndarray[Any, Any], sharding: Any) -> HostCopy:
@@ -139,24 +116,15 @@ class HostCopy:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StoredArray:
-    """An array of an open checkpoint, to be written to another one: read each time that it is needed.
-
-    Attributes:
-        shape: shape of the array.
-        dtype: its dtype.
-        sharding: its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array.
-        read: reads it into host memory.
-        handle: its `flax_ckpt_compat._core.backend.LeafHandle`, if it is stored as it is to be written.
-        chunks: shape of the chunks to write it in, where the format has any; it divides `shape`. None for one chunk.
-        read_part: reads a slice of it; there is one if there are ``chunks``.
-    """
+    """An array of an open checkpoint, to be written to another one: read each time that it is needed."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    sharding: str | None
-    read: Callable[[], np.ndarray[Any, Any]]
-    handle: Any = None
-    chunks: tuple[int, ...] | None = None
+    sharding: str | None  # its saved sharding, as Orbax's JSON text, or None for an array that was a numpy array
+    read: Callable[[], np.ndarray[Any, Any]]  # reads it into host memory
+    handle: Any = None  # its `flax_ckpt_compat._core.backend.LeafHandle`, if it is stored as it is to be written
+    chunks: tuple[int, ...] | None = None  # shape of the chunks to write it in, a divisor of `shape`; None for one
+    # Reads a slice of it; there is one if there are ``chunks``.
     read_part: Callable[[tuple[slice, ...]], np.ndarray[Any, Any]] | None = None
 
     @property
@@ -250,15 +218,10 @@ def map_leaves(function: Callable[[Path, Any], Any], node: Node, path: Path = ()
 
 
 def from_leaves(leaves: Mapping[Path, Any], like: Node = None) -> Node:
-    """Build a tree from its leaves; the inverse of `iter_leaves`.
+    """Build a tree from leaves, or branches without children, in this order; the inverse of `iter_leaves`.
 
-    Args:
-        leaves: key path → leaf, or branch without children; children come in this order.
-        like: tree to copy container types from, for branches whose children have the same names.
-
-    Raises:
-        NameCollisionError: a key path is both a leaf and a subtree.
-    """
+    Branches get the containers of those of ``like`` with the same names. Raise NameCollisionError if a key path is both
+    a leaf and a subtree."""
     if () in leaves and len(leaves) == 1:
         return leaves[()]
     root = Branch({})

@@ -26,17 +26,11 @@ _LIKE_A_TYPO = 0.85
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Absence:
-    """Reason why a look-up found nothing.
-
-    Attributes:
-        why: the reason.
-        is_start: there is nothing at all, as in a program's first run.
-        remedy: what to do next, or empty.
-    """
+    """Reason why a look-up found nothing."""
 
     why: str
-    is_start: bool
-    remedy: str = ""
+    is_start: bool  # there is nothing at all, as in a program's first run
+    remedy: str = ""  # what to do next, or empty
 
     def __str__(self) -> str:
         return f"{self.why}: {self.remedy}" if self.remedy else self.why
@@ -47,13 +41,15 @@ class Absence:
         return logging.INFO if self.is_start else logging.WARNING
 
     def error(self, path: str, before: str = "") -> CheckpointNotFoundError:
-        """Return the error that says this, after other words."""
+        """Return this as an error, after other words."""
         return CheckpointNotFoundError(f"{before}{self}", path=path, has_remedy=bool(self.remedy))
 
 
 def of_directory(path: str) -> Absence:
     """Explain that a path does not exist."""
-    near = near_directory(path, _LIKE_A_TYPO)
+    if why := paths.storage_of(path).why_too_long(path):
+        return Absence(f"{path} does not exist, as {why}", False, "shorten it")
+    near = _near_directory(path)
     # Sibling runs often differ in a number.
     if near is None or _without_numbers(near) == _without_numbers(path):
         return Absence(f"{path} does not exist", True)
@@ -62,8 +58,12 @@ def of_directory(path: str) -> Absence:
 
 def no_directory(path: str) -> Absence:
     """Explain that a path is no directory of checkpoints: it does not exist, or is a file."""
+    if (dangling := atomic.dangling_link(path)) is not None:
+        return Absence(dangling, False)
     if paths.lexists(path):
-        return Absence(f"{path} is a file", False, "pass the directory of the checkpoints")
+        return Absence(
+            f"{path} is a file", False, f"pass the directory of the checkpoints, perhaps {os.path.dirname(path)}"
+        )
     return of_directory(path)
 
 
@@ -71,9 +71,12 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     """Explain that a directory holds no checkpoint of a prefix, as the caller wrote it; name other prefixes."""
     if not paths.isdir(checkpoint_dir.directory):
         if paths.lexists(checkpoint_dir.directory):
-            return Absence(f"{checkpoint_dir.directory} is no directory", False)
+            dangling = atomic.dangling_link(checkpoint_dir.directory)
+            return Absence(dangling or f"{checkpoint_dir.directory} is no directory", False)
         return dataclasses.replace(found := of_directory(checkpoint_dir.directory), why=f"the directory {found.why}")
     none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
+    if why := paths.storage_of(checkpoint_dir.directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):
+        return Absence(f"{none}, as {why}", False, "shorten the prefix")
     names = listing.names_in(checkpoint_dir)
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:
@@ -88,8 +91,8 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     return Absence(none, all(map(_is_unrelated, names)))
 
 
-def near_directory(path: str, cutoff: float = 0.6) -> str | None:
-    """Return a sibling directory with a name similar to a local path that does not exist, or None."""
+def _near_directory(path: str) -> str | None:
+    """Return a sibling directory whose name differs from that of a local path like a typo, or None."""
     if paths.is_url(path):
         return None
     parent, name = os.path.split(path)
@@ -98,7 +101,7 @@ def near_directory(path: str, cutoff: float = 0.6) -> str | None:
             names = [entry.name for entry in entries if entry.is_dir()]
     except OSError:
         return None
-    return next((os.path.join(parent, near) for near in difflib.get_close_matches(name, names, 1, cutoff)), None)
+    return next((os.path.join(parent, near) for near in difflib.get_close_matches(name, names, 1, _LIKE_A_TYPO)), None)
 
 
 def _without_numbers(path: str) -> str:

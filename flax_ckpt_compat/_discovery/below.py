@@ -19,12 +19,7 @@ def checkpoints_below(root: str) -> list[str]:
     """Return the path of every checkpoint below a path, or the path itself if it is one; unfinished ones too.
 
     Files count if they are named ``checkpoint_…`` or ``….msgpack``, or ``prefix + step`` if one of that prefix in the
-    directory begins like Flax's.
-
-    Raises:
-        CheckpointNotFoundError: it does not exist.
-        StorageError: the file system refused.
-    """
+    directory begins like Flax's."""
     with paths.listing_cache(root):
         if not paths.lexists(root):
             raise absence.of_directory(root).error(root)
@@ -37,11 +32,7 @@ def checkpoints_below(root: str) -> list[str]:
 def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
     """Yield a directory and all below it that are no checkpoints, each with the checkpoints directly in it.
 
-    Each is visited once, whatever links lead to it.
-
-    Raises:
-        StorageError: the file system refused.
-    """
+    Each is visited once, whatever links lead to it."""
     seen, pending = {paths.storage_of(root).resolve(root)}, [root]
     while pending:
         folder = pending.pop()
@@ -59,8 +50,9 @@ def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
                     found.append(path)
             elif (resolved := paths.storage_of(path).resolve(path)) not in seen:
                 seen.add(resolved)
-                is_empty_step = _is_named_checkpoint(name) and not paths.listdir(path)
-                (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
+                with translated(path):
+                    is_empty_step = _is_named_checkpoint(name) and not paths.listdir(path)
+                    (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
         yield folder, [] if os.path.basename(folder) == steps.SHADOW_FOLDER else found
         pending += reversed(inside)
 

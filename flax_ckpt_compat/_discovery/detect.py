@@ -6,23 +6,19 @@ import dataclasses
 import errno
 import os
 import re
+from contextlib import suppress
 
+from flax_ckpt_compat._core import errors, paths, steps
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import (
-    CheckpointNotFoundError,
-    IncompleteCheckpointError,
-    StorageError,
-    UnrecognizedFormatError,
-)
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery.foreign import folder_looks_like, foreign_remedy
+from flax_ckpt_compat._discovery.foreign import folder_looks_like, foreign_remedy, may_be_msgpack_tree
 
 # Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
 _TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
 _ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
+MARKERS = (*_TREE_MARKERS, *_ITEMS_MARKERS)  # that only Orbax writes
 _FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # custom handlers leave these too
 _PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
@@ -37,30 +33,19 @@ ABSENT = "it does not exist"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One tree of a checkpoint.
+    """One tree of a checkpoint."""
 
-    Attributes:
-        format: on-disk format; None for a plain JSON item.
-        path: the file or directory of this tree.
-    """
-
-    format: Format | None
-    path: str
+    format: Format | None  # on-disk format; None for a plain JSON item
+    path: str  # the file or directory of this tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DetectedItems:
-    """Contents of a path.
+    """Contents of a path."""
 
-    Attributes:
-        path: the checkpoint.
-        items: name → tree; a checkpoint that is one tree has the single item ''.
-        unknown: names of directories beside the items that are not items.
-    """
-
-    path: str
-    items: dict[str, Item]
-    unknown: tuple[str, ...] = ()
+    path: str  # the checkpoint
+    items: dict[str, Item]  # name → tree; a checkpoint that is one tree has the single item ''
+    unknown: tuple[str, ...] = ()  # names of directories beside the items that are not items
 
     @property
     def trees(self) -> dict[str, Item]:
@@ -69,18 +54,14 @@ class DetectedItems:
 
 
 def what_is_missing(path: str) -> str | None:
-    """Return why the checkpoint is incomplete, judged by names and sizes, or None; one removed meanwhile is `ABSENT`.
-
-    Raises:
-        StorageError: it cannot be accessed.
-    """
+    """Return why the checkpoint is incomplete, judged by names and sizes, or None; `ABSENT` if it was removed."""
     try:
         with translated(path):
             if not paths.isdir(path):
                 return "the file is empty" if paths.storage_of(path).is_empty(path) else None
             names = set(paths.listdir(path))
             return _what_is_missing_in(path, names) if names else "the directory is empty"
-    except StorageError as error:
+    except errors.StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
             return ABSENT
         raise
@@ -131,7 +112,7 @@ def _only_orbax_has(items: dict[str, Item]) -> bool:
 
 def has_no_orbax_marker(path: str) -> bool:
     """Return whether a directory has no marker that only Orbax writes, just a common name."""
-    return not _names_in(path).intersection((*_TREE_MARKERS, *_ITEMS_MARKERS))
+    return not _names_in(path).intersection(MARKERS)
 
 
 def is_only_arrays(path: str) -> bool:
@@ -173,24 +154,20 @@ def foreign_look(path: str) -> str | None:
 
 
 def detect(path: str) -> DetectedItems:
-    """Detect the format and items of a checkpoint.
+    """Detect the format and items of a checkpoint; any file may be msgpack (see `foreign.file_looks_like`).
 
-    Raises:
-        CheckpointNotFoundError: the path does not exist.
-        IncompleteCheckpointError: the save was not finished; the message names the missing part.
-        UnrecognizedFormatError: a directory of another kind. Any file may be msgpack; `foreign.file_looks_like`
-            identifies files that do not decode.
+    Raise CheckpointNotFoundError, IncompleteCheckpointError, or UnrecognizedFormatError for another kind of directory.
     """
     missing = what_is_missing(path)
     if missing == ABSENT:
-        raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+        raise errors.CheckpointNotFoundError(f"{path} does not exist", path=path)
     look = foreign_look(path) if missing else None
     if look:
-        raise UnrecognizedFormatError(
+        raise errors.UnrecognizedFormatError(
             f"{path} is not a checkpoint of Flax or Orbax: it looks like {look}. {foreign_remedy(path)}", path=path
         )
     if missing:
-        raise IncompleteCheckpointError(
+        raise errors.IncompleteCheckpointError(
             f"{path} is not a complete checkpoint: {missing}. It was never finished, or files were lost in copying; "
             "restore another step, or delete it.",
             path=path,
@@ -202,7 +179,7 @@ def detect(path: str) -> DetectedItems:
         note = _json_file(path, names)
         items = {"": Item(None, note)} if note else _items(path, names)
         if not items:
-            raise UnrecognizedFormatError(
+            raise errors.UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; "
                 "restore it with the orbax_checkpointer that wrote it.",
                 path=path,
@@ -213,24 +190,42 @@ def detect(path: str) -> DetectedItems:
 
 
 def _looks_begun(path: str) -> bool:
-    """Return whether a directory is empty, or has a marker of Orbax or ours, there or one level down."""
+    """Return whether a directory is empty or a checkpoint that was begun: it, or an item, has a marker."""
     names = set(paths.listdir(path))
-    children = [os.path.join(path, name) for name in names]
-    return not names or _has_marker(path, names) or any(_has_marker(child, _names_in(child)) for child in children)
+    if not names or names.intersection(MARKERS) or _lost_structure(path, names):
+        return True
+    inside = {os.path.join(path, name): _names_in(os.path.join(path, name)) for name in names}
+    if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
+        return False  # a directory of checkpoints, which would be lost with it
+    return _has_marker(path, names) or any(_has_marker(child, found) for child, found in inside.items())
+
+
+def _is_whole_checkpoint(path: str, inside: set[str]) -> bool:
+    """Return whether a path in a directory without markers is a checkpoint of its own; ``inside`` has its names."""
+    name = os.path.basename(path)
+    if steps.is_foreign(name) or commit.is_marker(name):
+        return False
+    if inside:
+        return _is_checkpoint_itself(name, inside, is_marked=False) and _has_marker(path, inside)
+    try:
+        return steps.ends_in_step(name) and paths.isfile(path) and may_be_msgpack_tree(path)
+    except errors.StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # removed meanwhile
+            return False
+        raise
 
 
 def _has_marker(path: str, names: set[str]) -> bool:
     # A checkpoint that is being removed from a store may have only commit_success.txt left.
-    if names.intersection((*_TREE_MARKERS, *_ITEMS_MARKERS, *_FINISHED)) or _lost_structure(path, names):
+    if names.intersection((*MARKERS, *_FINISHED)) or _lost_structure(path, names):
         return True
     return any(layout.TEMPORARY in name or commit.is_marker(name) for name in names)
 
 
 def _names_in(path: str) -> set[str]:
-    try:
+    with translated(path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
         return set(paths.listdir(path)) if paths.isdir(path) else set()
-    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-        return set()
+    return set()
 
 
 def _is_tree(path: str, names: set[str]) -> bool:

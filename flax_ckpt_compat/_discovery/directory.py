@@ -37,36 +37,22 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A listed name that may be a checkpoint.
+    """A listed name that may be a checkpoint."""
 
-    Attributes:
-        name: in its directory.
-        path: absolute path, or URL.
-        step: its number; None for ``prefix + text``.
-        text: the step as the name spells it.
-        managed: a CheckpointManager's name, not one of the caller's prefix.
-    """
-
-    name: str
-    path: str
-    step: float | None
-    text: str
-    managed: bool = False
+    name: str  # in its directory
+    path: str  # absolute path, or URL
+    step: float | None  # its number; None for ``prefix + text``
+    text: str  # the step as the name spells it
+    managed: bool = False  # a CheckpointManager's name, not one of the caller's prefix
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Classified:
-    """An entry with its classification.
-
-    Attributes:
-        entry: the name.
-        state: its classification.
-        why: the missing part, or what a foreign directory looks like.
-    """
+    """An entry with its classification."""
 
     entry: Entry
     state: State
-    why: str | None = None
+    why: str | None = None  # the missing part, or what a foreign directory looks like
 
     @property
     def counts(self) -> bool:
@@ -144,11 +130,7 @@ class Directory:
         yield self.longer
 
     def classify(self, entry: Entry) -> Classified:
-        """Classify an entry.
-
-        Raises:
-            ChangedError: it has vanished since it was listed.
-        """
+        """Classify an entry; raise `ChangedError` if it has vanished since it was listed."""
         if entry.name not in self._classified:
             self._classified[entry.name] = self._classify(entry)
         classified = self._classified[entry.name]
@@ -213,11 +195,7 @@ def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
 
 
 def latest_of(directory: Directory) -> Entry | None:
-    """Return the latest checkpoint of one listing, classifying entries newest first and as few as possible.
-
-    Raises:
-        ChangedError: list again.
-    """
+    """Return the latest checkpoint of one listing; classify entries newest first, as few as possible."""
     skipped: list[Classified] = []
     checkpoint_dir = directory.checkpoint_dir
     for tier in directory.tiers():
@@ -258,11 +236,7 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
 
 
 def everything_of(directory: Directory) -> list[Classified]:
-    """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``.
-
-    Raises:
-        ChangedError: list again.
-    """
+    """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``."""
     found = _classified_steps(directory) + [directory.classify(entry) for entry in directory.texts]
     ours = [classified for classified in found if _is_listed(directory, classified)]
     if not ours:

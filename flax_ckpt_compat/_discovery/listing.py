@@ -20,17 +20,11 @@ _log = logging.getLogger("flax_ckpt_compat")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointDir:
-    """Directory and prefix of checkpoints.
+    """Directory and prefix of checkpoints."""
 
-    Attributes:
-        directory: absolute path.
-        prefix: beginning of their names: the part of the caller's prefix after its last ``/``.
-        shown: the directory as the caller wrote it, for returned paths.
-    """
-
-    directory: str
-    prefix: str
-    shown: str
+    directory: str  # absolute path
+    prefix: str  # beginning of their names: the part of the caller's prefix after its last ``/``
+    shown: str  # the directory as the caller wrote it, for returned paths
 
     def path(self, name: str) -> str:
         """Return the absolute path of a name in this directory."""
@@ -38,16 +32,14 @@ class CheckpointDir:
 
 
 def checkpoint_dir(ckpt_dir: str, prefix: str) -> CheckpointDir:
-    """Resolve a caller's directory and prefix.
-
-    Raises:
-        StorageError: a URL of an unsupported scheme, or a path that was made from one.
-    """
+    """Resolve a caller's directory and prefix; raise StorageError for a URL of an unsupported scheme."""
     head, tail = os.path.split(prefix)
     shown = os.path.join(ckpt_dir, head) if head else ckpt_dir
     # ".." out of a symlinked directory can only be resolved by the file system.
     climbs = os.pardir in head.split(os.sep) and not paths.is_url(shown)
     absolute = os.path.realpath(paths.local(shown)) if climbs else paths.absolute(shown)
+    if tail and paths.is_url(absolute):
+        paths.normal(os.path.join(absolute, tail))  # raises for characters that stores do not take
     return CheckpointDir(absolute, tail, shown)
 
 
@@ -83,10 +75,12 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
     return complete
 
 
-def newest_step(checkpoint_dir: CheckpointDir, *, but: Container[str] = ()) -> str | None:
-    """Return the newest complete numeric checkpoint's name that is not in ``but``, without checking older ones."""
+def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
+    """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``."""
     with paths.listing_cache(checkpoint_dir.directory):
         for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
+            if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
+                return None
             if name not in but and detect.what_is_missing(checkpoint_dir.path(name)) is None:
                 return name
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -38,25 +39,16 @@ _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocatedCheckpoint:
-    """The located checkpoint.
+    """The located checkpoint."""
 
-    Attributes:
-        path: absolute path, or URL.
-        named: the caller named it, by its step or its own path; else it is the latest.
-        listing: of a store, to open it without another one; see `paths.storage_of`.
-    """
-
-    path: str
-    named: bool
+    path: str  # absolute path, or URL
+    named: bool  # the caller named it, by its step or its own path; else it is the latest
+    # Of a store, to open it without another one; see `paths.storage_of`.
     listing: Any = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
-    """Return the checkpoint that a caller means, or why there is none.
-
-    Raises:
-        CheckpointNotFoundError: an explicit step that does not exist.
-    """
+    """Return the checkpoint that a caller means, or why there is none; raise for an explicit step that is absent."""
     checkpoint_dir = listing.checkpoint_dir(ckpt_dir, prefix)
     root = paths.absolute(ckpt_dir)
     if step is not None:
@@ -108,7 +100,9 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     if found is not None:
         return found.path
     available = [entry.text for entry in directory.available(checkpoint_dir)]
-    if available:
+    if why := paths.storage_of(path).why_too_long(path):
+        known, has_remedy = f"{why}; shorten the step or the prefix", True
+    elif available:
         known, has_remedy = f"available steps: {', '.join(available)}", True
     elif paths.isfile(root) or detect.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
@@ -128,17 +122,9 @@ def read_found(
 ) -> _Result:
     """Locate a checkpoint and read it; again if it was removed or replaced meanwhile.
 
-    Args:
-        ckpt_dir: a directory of checkpoints, or one checkpoint.
-        step: the step in the directory; None is the latest, and the new latest if that was removed.
-        prefix: as the caller wrote it.
-        read: reads the checkpoint at a path, inside `unchanged` if it reads several files.
-        otherwise: returns the result if there is no checkpoint; None raises.
-        doing: completes "nothing to …".
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint, or the named one was removed during the read.
-    """
+    Step None is the latest, and the new latest if that was removed. ``read`` reads the checkpoint at a path, inside
+    `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
+    ``doing`` completes "nothing to …"."""
     removed: tuple[str, Exception] | None = None
     rounds, end = 0, time.monotonic() + _SECONDS
     while rounds < _ROUNDS or time.monotonic() < end:
@@ -191,7 +177,7 @@ def _has_changed(
     found: LocatedCheckpoint, before: Any, error: Exception, find_now: Callable[[], LocatedCheckpoint | Absence]
 ) -> bool:
     """Return whether an error may be due to another program removing or replacing the checkpoint."""
-    if not is_there(found.path) or _identity(found.path) != before:
+    if not is_there(found.path) or _identity(found.path) != before or _is_rewritten(found, error):
         return True
     if found.named:
         # Directories are removed file by file: one that was opened as complete and now is not is being removed.
@@ -205,6 +191,18 @@ def _has_changed(
     return isinstance(now, Absence) or now.path != found.path
 
 
+def _is_rewritten(found: LocatedCheckpoint, error: Exception) -> bool:
+    """Return whether a store has another version of an object, or other objects, than when it was listed."""
+    if not paths.is_url(found.path):
+        return False
+    if getattr(error, "errno", None) == errno.ESTALE:
+        return True
+    storage = paths.storage_of(found.path)
+    with storage.offering(found.listing), storage.listing_cache(found.path):
+        before = storage.files_below(found.path)
+    return found.listing is not None and sorted(before) != sorted(storage.files_below(found.path))
+
+
 def _identity(path: str) -> tuple[int, int, int] | None:
     """Return device, inode and time of change of a local path; None in stores, or if it does not exist."""
     return paths.storage_of(path).identity(path)
@@ -212,11 +210,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 @contextmanager
 def unchanged(path: str) -> Iterator[None]:
-    """Raise after the block if the directory was replaced during it, which may have mixed the two or made it fail.
-
-    Raises:
-        ReplacedError: it was replaced.
-    """
+    """Raise `ReplacedError` after the block if the directory was replaced during it, which may mix the two."""
     before = _identity(path)
 
     def check(cause: Exception | None = None) -> None:
@@ -243,19 +237,15 @@ def is_there(path: str) -> bool:
 
 
 def removed_error(path: str) -> CheckpointNotFoundError:
-    """Return the error for a named checkpoint that was removed."""
-    return CheckpointNotFoundError(
-        f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)", path=path
-    )
+    """Return the error for a named checkpoint that was removed, or is a link to nothing."""
+    removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
+    dangling = atomic.dangling_link(path)
+    return CheckpointNotFoundError(dangling or removed, path=path, has_remedy=dangling is not None)
 
 
 @contextmanager
 def reporting_removal(path: str) -> Iterator[None]:
-    """Translate errors of reading a checkpoint that was removed meanwhile.
-
-    Raises:
-        CheckpointNotFoundError: it was removed.
-    """
+    """Raise CheckpointNotFoundError for an error of reading a checkpoint that was removed meanwhile."""
     try:
         yield
     except _POLICY_ERRORS:

@@ -21,13 +21,7 @@ _JSON_KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, st
 
 
 class Opened:
-    """An open checkpoint of one tree or several; each item is opened on first use.
-
-    Attributes:
-        path: of the checkpoint.
-        items: name → format and path; a checkpoint that is one tree has the single item ''.
-        trees: the items that are not JSON.
-    """
+    """An open checkpoint of one tree or several; each item is opened on first use."""
 
     def __init__(self, path: str, *, verify: bool):
         """Detect what is there; with ``verify``, items are opened with `Backend.open`'s option of that name."""
@@ -36,9 +30,10 @@ class Opened:
         self._open = ExitStack()
         with paths.listing_cache(path):
             found = detect.detect(path)
-            self.path: str = path
+            self.path: str = path  # of the checkpoint
+            # Name → format and path; a checkpoint that is one tree has the single item ''.
             self.items: dict[str, detect.Item] = found.items
-            self.trees: dict[str, detect.Item] = found.trees
+            self.trees: dict[str, detect.Item] = found.trees  # the items that are not JSON
             if paths.is_url(path) and len(found.items) == 1:
                 self.reader(*found.items)  # now, while the listing is cached
         if found.unknown:
@@ -60,11 +55,7 @@ class Opened:
         return (next(iter(self.items.values())).format or Format.ORBAX).value
 
     def reader(self, item: str) -> Reader:
-        """Return the reader of an item.
-
-        Raises:
-            UnrecognizedFormatError, CorruptCheckpointError: it does not decode.
-        """
+        """Return the reader of an item, opened on first use."""
         if item not in self._readers:
             self._readers[item] = self._open.enter_context(closing(open_item(self.items[item], verify=self._verify)))
         return self._readers[item]
@@ -81,12 +72,7 @@ class Opened:
 
 
 def open_item(item: detect.Item, *, verify: bool = False) -> Reader:
-    """Open one tree or JSON item; see `Backend.open`.
-
-    Raises:
-        UnrecognizedFormatError: a file of another kind.
-        CorruptCheckpointError: it does not decode.
-    """
+    """Open one tree or JSON item; see `Backend.open`. Raise UnrecognizedFormatError for a file of another kind."""
     if item.format is None:
         return JsonReader(item.path)
     try:

@@ -22,17 +22,11 @@ Readable = LeafHandle | ArraySlice
 
 @dataclasses.dataclass(slots=True)
 class Cast:
-    """A cast of one array, or of its shards.
+    """A cast of one array, or of its shards."""
 
-    Attributes:
-        dtype: the new one.
-        is_checked: check for lost values.
-        is_lossy: values were lost.
-    """
-
-    dtype: np.dtype[Any]
-    is_checked: bool = False
-    is_lossy: bool = False
+    dtype: np.dtype[Any]  # the new one
+    is_checked: bool = False  # check for lost values
+    is_lossy: bool = False  # values were lost
 
     def __call__(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the array in the new dtype; the array itself if it has that dtype."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_ckpt_compat._core import memory
+from flax_ckpt_compat._core import checksums, memory
 from flax_ckpt_compat._core.errors import MultiprocessRestoreError
 from flax_ckpt_compat._restore import placement
 
@@ -33,20 +33,15 @@ class _Progress:
     error: BaseException | None = None
 
 
-def exchange(path: str, groups: Mapping[Group, Arrays], timeout: float) -> None:
+def exchange(path: str, groups: Mapping[Group, Arrays], timeout: float, name: str) -> None:
     """Fill the arrays of the other processes with their values; all processes of a group call this at once.
 
-    Args:
-        path: of the checkpoint, for messages.
-        groups: the groups of this process; every member gives the same shapes and dtypes. Its own arrays are sent.
-        timeout: seconds that one step may take.
-
-    Raises:
-        MultiprocessRestoreError: a step failed, or took longer.
-    """
+    Every member of a group gives the same shapes and dtypes, and sends its own arrays. ``name`` is unique within the
+    job: bytes of another exchange are an error. Raise MultiprocessRestoreError if a step fails, or takes more than
+    ``timeout`` seconds."""
     progress = _Progress()
     # In a thread: a step waits for processes that may have died, and nothing interrupts it.
-    worker = threading.Thread(target=_run, args=(groups, progress), name="flax-ckpt-exchange", daemon=True)
+    worker = threading.Thread(target=_run, args=(groups, progress, name), name="flax-ckpt-exchange", daemon=True)
     worker.start()
     while worker.is_alive() and (left := progress.moved + timeout - time.monotonic()) > 0:
         worker.join(min(left, 1.0))
@@ -59,30 +54,40 @@ def exchange(path: str, groups: Mapping[Group, Arrays], timeout: float) -> None:
         ) from progress.error
 
 
-def _run(groups: Mapping[Group, Arrays], progress: _Progress) -> None:
+def _run(groups: Mapping[Group, Arrays], progress: _Progress, name: str) -> None:
     try:
-        with placement.all_transfers_allowed():
+        # Without jit, nothing would be gathered.
+        with placement.all_transfers_allowed(), jax.disable_jit(False):
             for group in sorted(groups):  # in one order everywhere, so that overlapping groups do not block each other
-                _exchange_in(group, groups[group], progress)
+                _exchange_in(group, groups[group], progress, name)
     except BaseException as error:  # noqa: BLE001  (raised by the thread that waits)
         progress.error = error
 
 
-def _exchange_in(group: Group, arrays: Arrays, progress: _Progress) -> None:
+def _exchange_in(group: Group, arrays: Arrays, progress: _Progress, name: str) -> None:
     sizes = {process: sum(array.nbytes for array in arrays[process]) for process in group}
     most, longest = max(_LEAST_BYTES, _STEP_BYTES // len(group)), max(sizes.values())
     for start in range(0, longest, most):
         # Of few distinct sizes, each of which compiles a program.
         size = min(most, 1 << (longest - start - 1).bit_length())
-        own = memory.empty((1, size), np.dtype(np.uint8))
+        seed = checksums.crc32(f"{name} {group} {start}".encode())
+        own = memory.empty((1, size + checksums.SUM_BYTES), np.dtype(np.uint8))
         for part, at in _parts(arrays[jax.process_index()], start, size):
             own[0, at : at + part.size] = part
+        own[0, size:] = _checksum(own[0, :size], seed)
         gathered = _all_gather(group, own)
+        # Collectives of one group that run at the same time mix their bytes, and debugging modes of jax gather none.
+        if len(gathered) != len(group) or any((_checksum(row[:size], seed) != row[size:]).any() for row in gathered):
+            raise RuntimeError("other bytes came than those that were sent")
         for row, process in enumerate(group):
             if process != jax.process_index():
                 for part, at in _parts(arrays[process], start, size):
                     part[:] = gathered[row, at : at + part.size]
         progress.moved = time.monotonic()
+
+
+def _checksum(data: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(checksums.encode(checksums.crc32(data, seed)), np.uint8)
 
 
 def _parts(

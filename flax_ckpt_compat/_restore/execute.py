@@ -24,49 +24,36 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, sh
 _log = logging.getLogger("flax_ckpt_compat")
 
 
-def read_and_place(plan: TreePlan, *, together: bool = False) -> tuple[list[Any], list[ShapeDifference]]:
-    """Read, compute and place the values of a plan's leaves.
+def read_and_place(plan: TreePlan, *, together: str = "") -> tuple[list[Any], list[ShapeDifference]]:
+    """Read, compute and place the values of a plan's leaves; all processes of the job may read each array once.
 
-    Nothing but the result holds a value once it is placed, so that no memory is held twice.
-
-    Args:
-        plan: the plan.
-        together: all processes of the job call this, and read each array once.
-
-    Returns:
-        The values in the order of the leaves, and the shapes that differ from the target's and were known only once
-        functions had computed them.
-    """
+    ``together`` is then the path of the checkpoint. Nothing but the result holds a value once it is placed, so that no
+    memory is held twice. Return the values in the order of the leaves, and the shapes that differ from the target's and
+    were known only once functions had computed them."""
     run = _Run(plan)
     if together and jax.process_count() > 1:
         from flax_ckpt_compat._restore import read_once  # few restores need it
 
-        run.values = read_once.read(plan, run.reads, run.casts_at_read, run.mapped)
+        run.values = read_once.read(plan, run.reads, run.casts_at_read, run.mapped, together)
     elif run.casts_at_read or run.mapped:
         run.values = casting.read(plan.reader, run.reads, run.casts_at_read, run.mapped)
     elif run.reads:
         run.values = dict(zip(run.reads, plan.reader.read(run.reads), strict=True))
-    take: Callable[[Any], Any] = run.take if run.has_shared else run.values.pop
-    results = [take(leaf.source) if leaf.is_plain else run.finish(leaf) for leaf in plan.leaves]
+    take: Callable[[Any], Any] = run.take_shared if run.has_shared else run.values.pop
+    run.take = take
+    results = [take(leaf.source) if leaf.is_plain else run.unplaced(leaf) for leaf in plan.leaves]
     with placement.transfers_allowed(), memory.pause_gc():
         for at, leaf in enumerate(plan.leaves):
-            if leaf.is_plain and leaf.sharding is not None:
+            if leaf.slices:
+                results[at] = placement.assembled(leaf, results[at])
+            elif leaf.is_plain and leaf.sharding is not None:
                 results[at] = placement.on_one_device(results[at], leaf.sharding)
     run.log_warnings()
     return results, run.shapes
 
 
 class _Run:
-    """State of one execution.
-
-    Attributes:
-        reads: what to read, each once.
-        casts_at_read: the casts of what is cast as soon as it is read.
-        mapped: what may be memory-mapped.
-        has_shared: some of it is read for several leaves.
-        values: what was read and not used yet.
-        shapes: shapes of function results that are not the target's.
-    """
+    """State of one execution."""
 
     def __init__(self, plan: TreePlan):
         self._plan = plan
@@ -74,15 +61,17 @@ class _Run:
         # Casts by leaf; each notes whether it lost values.
         self._casts: dict[LeafPlan, casting.Cast] = {}
         self._lost: list[str] = []
-        self.values: dict[LeafHandle | ArraySlice, Any] = {}
-        self.shapes: list[ShapeDifference] = []
+        self.values: dict[LeafHandle | ArraySlice, Any] = {}  # what was read and not used yet
+        self.take: Callable[[Any], Any] = self.take_shared  # returns a value that was read, which nothing else holds
+        self.shapes: list[ShapeDifference] = []  # shapes of function results that are not the target's
         # Inputs of derived leaves: several leaves may share one, and each is read or computed once.
         self._uses: Counter[Any] = Counter()
         self._ready: dict[Any, Any] = {}
         # Where results of users' functions lie in memory: a function may return one array for several leaves.
         self._addresses: set[int] = set()
+        # The casts of what is cast as soon as it is read.
         self.casts_at_read: dict[LeafHandle | ArraySlice, casting.Cast] = {}
-        self.mapped: set[LeafHandle | ArraySlice] = set()
+        self.mapped: set[LeafHandle | ArraySlice] = set()  # what may be memory-mapped
         reads: list[LeafHandle | ArraySlice] = []
         is_mapped = plan.options.settings.mapped
         for leaf in plan.leaves:
@@ -92,8 +81,8 @@ class _Run:
                 self._add_reads(leaf, reads)
             if is_mapped and leaf.sharding is None and isinstance(leaf.source, LeafHandle):
                 self.mapped.add(leaf.source)
-        self.reads = list(dict.fromkeys(reads))
-        self.has_shared = len(self.reads) < len(reads)
+        self.reads = list(dict.fromkeys(reads))  # what to read, each once
+        self.has_shared = len(self.reads) < len(reads)  # some of it is read for several leaves
         self._left = Counter(reads if self.has_shared else ())
         if self.has_shared:
             self.casts_at_read.clear()  # each user of a shared leaf casts it
@@ -125,15 +114,21 @@ class _Run:
             else:
                 reads.append(one)
 
-    def take(self, one: Any) -> Any:
-        """Return a value that was read, which nothing else holds any longer; repeated reads get copies."""
-        if not self.has_shared:
-            return self.values.pop(one)
+    def take_shared(self, one: Any) -> Any:
+        """Return a value that several leaves may use: each but the last gets a copy."""
         self._left[one] -= 1
         return copy.deepcopy(self.values[one]) if self._left[one] > 0 else self.values.pop(one)
 
     def finish(self, leaf: LeafPlan) -> Any:
         """Return the final value of a leaf."""
+        value = self.unplaced(leaf)
+        if not leaf.slices:
+            return value
+        with placement.transfers_allowed():
+            return placement.assembled(leaf, value)
+
+    def unplaced(self, leaf: LeafPlan) -> Any:
+        """Return the final value of a leaf; of one that is read in slices, these, cast, for `placement.assembled`."""
         source = leaf.source
         if isinstance(source, Derived):
             return self._finish_derived(leaf, source)
@@ -143,7 +138,9 @@ class _Run:
         if leaf.slices is None:
             value = placement.finish(leaf, source, self.take(source), cast)
         elif leaf.slices:
-            value = placement.sharded(leaf, source, [self.take(one) for one in leaf.slices], cast)
+            value = list(map(self.take, leaf.slices))
+            if cast is not None:
+                value = list(map(cast, value))
         else:
             dtype = source.dtype if leaf.cast is None else leaf.cast
             value = state_dict.without_shards(source.shape, dtype, leaf.sharding)

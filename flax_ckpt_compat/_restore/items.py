@@ -19,12 +19,7 @@ from flax_ckpt_compat._trees.state_dict import TargetTree
 
 
 def plan_all(opened: opening.Opened, target: Any, options: RestoreOptions) -> RestorePlan:
-    """Plan a restore of a checkpoint of one tree or several.
-
-    Raises:
-        CheckpointError: several trees, and a target that does not say which.
-        TransformError, NameCollisionError: a rule or transform that does not fit.
-    """
+    """Plan a restore of a checkpoint of one tree or several; raise if the target does not say which."""
     if target is None and not opened.is_mapping:
         _log_omitted_json(opened)
         return RestorePlan({name: _plan_item(opened, name, None, options) for name in opened.parts}, False)
@@ -179,11 +174,7 @@ class _ReaderOfSeveral(Reader):
 
 
 def main_item(opened: opening.Opened) -> str:
-    """Return the item that a target stands for which is not a mapping of items.
-
-    Raises:
-        CheckpointError: several trees, none of which has a usual name.
-    """
+    """Return the item for a target that is no mapping of items; raise if none of several has a usual name."""
     if (usual := _usual_item(opened)) is not None:
         return usual
     if not opened.trees:

@@ -15,6 +15,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
 from flax_ckpt_compat._core.folding import Row, listed
+from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
@@ -24,6 +25,7 @@ _PYTHON = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, comple
 _DTYPES = {kind: np.dtype(python) for python, kind in _PYTHON.items()}
 PYTHON_NUMBERS = frozenset(_DTYPES)
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
+_MAX_NAMED = 4
 _NNX_HINT = "Pass nnx.state(module), and put the result back with nnx.update(module, state)."
 
 
@@ -49,21 +51,13 @@ _FITTING = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KindDifference:
-    """A leaf or sequence of the target whose stored counterpart is of another kind.
+    """A leaf or sequence of the target whose stored counterpart is of another kind."""
 
-    Attributes:
-        path: key path in the target.
-        stored: the stored kind, in a few words.
-        wanted: the target's kind, in a few words.
-        hint: a remedy, or empty.
-        is_leaf: the target has an array, a number, text or bytes there.
-    """
-
-    path: Path
-    stored: str
-    wanted: str
-    hint: str = ""
-    is_leaf: bool = True
+    path: Path  # key path in the target
+    stored: str  # the stored kind, in a few words
+    wanted: str  # the target's kind, in a few words
+    hint: str = ""  # a remedy, or empty
+    is_leaf: bool = True  # the target has an array, a number, text or bytes there
 
     @property
     def what(self) -> str:
@@ -81,7 +75,7 @@ def target_kind(leaf: Any) -> TargetKind:
         return TargetKind.KEY if state_dict.is_prng_key(leaf) else TargetKind.ARRAY
     if isinstance(leaf, str):
         return TargetKind.TEXT
-    if isinstance(leaf, bytes):
+    if isinstance(leaf, bytes | bytearray | memoryview):
         return TargetKind.BYTES
     # Descriptions of arrays by other libraries, such as Orbax's metadata.
     is_described = isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype")
@@ -112,7 +106,7 @@ def find(path: Path, stored: Any, target: Any, cast: bool) -> KindDifference | N
 def longer_sequence(path: Path, stored: int, target: int) -> KindDifference:
     """Return the difference for a stored sequence with more entries than the target's."""
     hint = "Entries that the target lacks would be dropped; extend the sequence, or drop them with rules.drop."
-    return KindDifference(path, f"a sequence of {stored} entries", f"a sequence of {target}", hint)
+    return KindDifference(path, f"a sequence of {stored} entries", f"a sequence of {target}", hint, is_leaf=False)
 
 
 def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
@@ -121,6 +115,8 @@ def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
     if not isinstance(stored, LeafHandle):
         return False
     kinds = {stored.kind, *stored.possible_kinds}
+    if (text := _text_of_numpy(stored)) is not None:
+        return wanted in (text, TargetKind.ARRAY)
     if kinds & _FITTING[wanted]:
         return True
     if wanted is TargetKind.ARRAY and stored.kind is LeafKind.PRNG_KEY:
@@ -128,6 +124,12 @@ def _fits(stored: Any, target: Any, wanted: TargetKind, cast: bool) -> bool:
     if wanted is TargetKind.NUMBER:
         return stored.kind is LeafKind.ARRAY and stored.shape == ()
     return wanted is TargetKind.ARRAY and stored.kind in PYTHON_NUMBERS and becomes_array(target, cast)
+
+
+def _text_of_numpy(stored: LeafHandle) -> TargetKind | None:
+    """Return the kind of a stored numpy text or bytes, which numpy calls scalars like its numbers; else None."""
+    is_text = stored.kind is LeafKind.NUMPY_SCALAR and stored.dtype is not None
+    return {"U": TargetKind.TEXT, "S": TargetKind.BYTES}.get(stored.dtype.kind) if is_text else None  # type: ignore[union-attr]
 
 
 def _show_stored(stored: Any) -> str:
@@ -140,6 +142,8 @@ def _show_stored(stored: Any) -> str:
         return "a typed PRNG key" if is_key(stored) else f"an array {stored.shape} {stored.dtype}"
     if stored.kind is LeafKind.ARRAY:
         return f"an array {stored.shape} {stored.dtype}"
+    if (text := _text_of_numpy(stored)) is not None:
+        return text.value
     names = {LeafKind.STR: "text", LeafKind.BYTES: "bytes", LeafKind.PRNG_KEY: "a typed PRNG key"}
     return names.get(stored.kind, f"a number ({stored.kind.value})")
 
@@ -175,6 +179,8 @@ def _key_hint(stored: Any, target: Any) -> str:
             return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."
         if stored.kind is LeafKind.ARRAY and state_dict.is_prng_key(target):
             return "Add rules.wrap_key_data(pattern) to the transforms, or give the target jax.random.key_data(key)."
+        if stored.kind in PYTHON_NUMBERS and target.shape == () and not state_dict.is_prng_key(target):
+            return "Stored numbers become arrays with dtype='target', or where the target has a jax.ShapeDtypeStruct."
     return ""
 
 
@@ -200,6 +206,10 @@ def explain(differences: Sequence[KindDifference], source: str, *, refused: bool
     lines += listed([Row((show_path(one.path),), (one.what,)) for one in differences])
     lines += dict.fromkeys(difference.hint for difference in differences if difference.hint)
     if refused:
+        leaves = [difference.path for difference in differences if difference.is_leaf and difference.path]
+        if leaves and len(leaves) <= _MAX_NAMED:
+            named = ", ".join(repr(literal(show_path(path))) for path in leaves)
+            lines.append(f"Where the target is right, rules.from_target({named}) keeps its own values.")
         lines.append("To get what is stored all the same, set kind_mismatch='warn', or restore without a target.")
     return "\n".join(lines)
 
@@ -220,11 +230,7 @@ def converted(value: Any, handle: LeafHandle, target: Any) -> Any:
 
 
 def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.ndarray[Any, Any]:
-    """Return the raw data of a typed PRNG key whose implementation this jax lacks, with a warning.
-
-    Raises:
-        UnsupportedLeafError: the target asks for a typed key.
-    """
+    """Return the data of a typed key whose implementation this jax lacks; raise if the target wants a typed key."""
     leaf, path = show_path(handle.path), handle.reader.path
     reason = f"{path}: the leaf {leaf!r} is a PRNG key of the implementation {key.impl!r}, which this jax does not have"
     remedy = "install or register what defines it, and wrap the data with jax.random.wrap_key_data"

@@ -19,12 +19,7 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, shape_a
 
 
 class LeafPlanner:
-    """Planner of single leaves; adds what is impossible, or may lose values, to the tree's plan.
-
-    Attributes:
-        host_types: types of the target's leaves whose arrays stay in host memory as they are read, except those of
-            ``_gda`` folders and of several possible kinds.
-    """
+    """Planner of single leaves; adds what is impossible, or may lose values, to the tree's plan."""
 
     def __init__(self, plan: TreePlan):
         self._plan = plan
@@ -36,10 +31,12 @@ class LeafPlanner:
         self._held = Memo(shardings.is_held)
         self._fits = Memo(lambda pair: shardings.fits(*pair))
         self._device_count = 0
+        # Types of the target's leaves whose arrays stay in host memory as they are read, except those of ``_gda``
+        # folders and of several possible kinds.
         self.host_types: set[type] = set()
 
     def array(self, path: Path, handle: LeafHandle, target: Any) -> LeafPlan:
-        """Plan a stored array for a target's leaf, or for None; quick for those that are neither cast nor split."""
+        """Plan a stored array for a target's leaf, or for None; quick for those that are not cast."""
         if not self._casts and not handle.possible_kinds:
             is_array = self._types[type(target)]
             on_device = self._on_device or handle.in_gda_folder
@@ -54,6 +51,8 @@ class LeafPlanner:
                 is_held = self._held[handle.dtype] and isinstance(target.dtype, np.dtype)
                 if is_single and is_held and len(handle.shape) >= least:
                     return LeafPlan(path, handle, target, True, sharding)
+                if is_held and not is_single and self._fits[sharding, handle.shape]:
+                    return LeafPlan(path, handle, target, False, sharding, None, shardings.slices(handle, sharding))
         return self.stored(path, handle, target)
 
     def _is_one_device(self) -> bool:

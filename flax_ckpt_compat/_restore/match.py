@@ -35,11 +35,7 @@ def plan_tree(
 ) -> TreePlan:
     """Plan a restore of one tree, or of a part of it, after the rules.
 
-    With ``leaf_by_leaf``, match leaves below nodes with custom serialization, too, which take any stored structure.
-
-    Raises:
-        TransformError: a transform that does not fit.
-    """
+    With ``leaf_by_leaf``, match leaves below nodes with custom serialization, too, which take any stored structure."""
     plan = TreePlan(path, reader, options, target, tree)
     with memory.pause_gc():
         planner = _Planner(plan, frozenset() if target is None or leaf_by_leaf else target.custom_paths)
@@ -179,7 +175,7 @@ class _Planner:
         """Record a shape, or else a kind, that is not the target's. Return the target, or None if it is not a leaf."""
         shape = getattr(target, "shape", None)
         is_leaf = isinstance(stored, LeafHandle | Derived)
-        if is_leaf and isinstance(shape, tuple) and self.differ(stored, target, shape):
+        if is_leaf and isinstance(shape, tuple) and hasattr(target, "dtype") and self.differ(stored, target, shape):
             self._plan.shapes.append((path, _shape_of(stored, target), shape))
             return target
         difference = kinds.find(path, stored, target, self._casts)
@@ -209,7 +205,7 @@ class _Planner:
         for path, fields, target in self._longer:
             left = [child for name, child in fields.items() if name not in target.children and name.isdecimal()]
             leaves = [leaf for child in left for _, leaf in iter_leaves(child)]
-            if left and not (leaves and all(isinstance(leaf, LeafHandle) and leaf in chosen for leaf in leaves)):
+            if left and not all(isinstance(leaf, LeafHandle) and leaf in chosen for leaf in leaves):
                 plan.kinds.append(kinds.longer_sequence(path, len(fields), len(target.children)))
         if chosen:
             used = {path for path, leaf in iter_leaves(plan.tree) if isinstance(leaf, LeafHandle) and leaf in chosen}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, fold, listed, one_line, shown
 from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
+from flax_ckpt_compat._restore import layer_counts
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 from flax_ckpt_compat._trees import state_dict
 
@@ -67,6 +71,32 @@ def missing_remedies(missing: Sequence[Path], target: Node, suggestion: str) -> 
     )
 
 
+def changed_optimizer(guess: Any) -> str:
+    """Return what a `Suggestion` that is no more than a guess says if it is about optimizers' states alone; or empty.
+
+    Their states are matched by the names of their fields, so that no value gets into another one's place."""
+    sources = [rule.source for rule in guess.rules]
+    if guess.remaining or not all(source.startswith("rules.optimizer_state(") for source in sources):
+        return ""
+    return (
+        f"The optimizer is another one. {', '.join(sources)} carries over the state that both have, and keeps the "
+        f"target's for the rest; but {guess.doubts[0]}."
+    )
+
+
+def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:
+    """Return the rule for a missing collection with the leaves of a stored one, as averaged parameters; or empty."""
+    tops = [path[0] for path in topmost(target, set(missing)) if len(path) == 1]
+    leaves = {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(target)}
+    for top in tops if len(tops) == 1 and isinstance(stored, Branch) else ():
+        wanted = {path[1:]: shape for path, shape in leaves.items() if path[0] == top}
+        for name, node in stored.children.items():
+            if len(wanted) > 1 and wanted == {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node)}:
+                rule = f"rules.copy({literal(name)!r}, {top!r})"
+                return f"{top} has the same leaves as the stored {name}: if it is to begin as a copy, {rule}."
+    return ""
+
+
 def _from_target(target: Node, paths: Iterable[Path]) -> str:
     """Return the rule that keeps some of the target's leaves; empty if it would name many paths."""
     tops = [literal(show_path(path)) for path in topmost(target, set(paths))]
@@ -85,8 +115,8 @@ def other_shapes(
     lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
-    known = _replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else "")
-    lines.append(known or _changed(shapes, target, arrays))
+    known = _replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else _other_keys(shapes, target))
+    lines.append(known or layer_counts.stacked(shapes, target) or _changed(shapes, target, arrays))
     lines += [suggestion] if suggestion else []
     if refused:
         lines.append(
@@ -110,10 +140,33 @@ def _is_raw(was: tuple[int, ...], want: tuple[int, ...]) -> bool:
     return len(was) == len(want) + 1 and was[-1] in (2, 4)
 
 
+def _other_keys(shapes: Sequence[ShapeDifference], target: Node) -> str:
+    """Return the remedy if all that differs are raw PRNG keys of another implementation, by shape and dtype."""
+    for path, was, want in shapes:
+        is_data = getattr(node_at(target, path), "dtype", None) == np.uint32 and was[:-1] == want[:-1]
+        if not is_data or sorted((*was[-1:], *want[-1:])) != [2, 4]:
+            return ""
+    rule = _from_target(target, [path for path, _, _ in shapes]) or "rules.from_target"
+    return (
+        "They look like raw PRNG keys of another implementation: 2 numbers are one of threefry2x32, 4 of rbg. Make the "
+        f"target's with the one that was saved (jax_default_prng_impl), or begin with new keys: {rule}."
+    )
+
+
 def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
     """Return the remedy if all arrays on one side have one more leading axis of the same length, as for pmap."""
     if len(shapes) < arrays:
         return ""
+    both = {(*was[:1], *want[:1]) if was[1:] == want[1:] else () for _, was, want in shapes}
+    # Without the axis, a replicated state has numbers such as its step; else this may be the number of layers.
+    ranks = {len(was) for _, was, _ in shapes}
+    if len(both) == 1 and () not in both and 1 in ranks and len(ranks) > 1:
+        had, has = both.pop()
+        return (
+            f"Every stored array has a leading axis of {had}, the target's of {has}, as from "
+            "flax.jax_utils.replicate on another number of devices: add rules.unreplicate() to the transforms, restore "
+            "into flax.jax_utils.unreplicate(target), and replicate afterwards."
+        )
     axes = {want[:1] for _, was, want in shapes if want[1:] == was}
     if len(axes) == 1 and all(len(want) == len(was) + 1 and want[1:] == was for _, was, want in shapes):
         return (

@@ -11,24 +11,14 @@ from flax_ckpt_compat._restore.transform_spec import TransformSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestoreOptions:
-    """Options of one restore.
+    """Options of one restore."""
 
-    Attributes:
-        settings: the policies, ``dtype``, ``structure`` and ``mapped`` in force.
-        transforms: the caller's rules or transforms.
-    """
-
-    settings: config.Settings
-    transforms: TransformSpec = dataclasses.field(default_factory=TransformSpec)
+    settings: config.Settings  # the policies, ``dtype``, ``structure`` and ``mapped`` in force
+    transforms: TransformSpec = dataclasses.field(default_factory=TransformSpec)  # the caller's rules or transforms
 
     @classmethod
     def strict(cls, transforms: Any, default_to_original: bool, **policies: Any) -> RestoreOptions:
-        """Return the options of `flax_ckpt_compat.restore`: a policy that is None takes the setting or its default.
-
-        Raises:
-            SettingError: a policy has no such value.
-            TransformError: neither rules nor transforms.
-        """
+        """Return the options of `flax_ckpt_compat.restore`: a policy of None takes the setting or its default."""
         given = {name: value for name, value in policies.items() if value is not None}
         with config.defaults(config.STRICT), config.override(**given) as settings:
             return cls(settings, TransformSpec(transforms, default_to_original=default_to_original, strict=True))

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import jax
 from jax import monitoring
 
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import memory, paths
-from flax_ckpt_compat._core.errors import CheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError, UnrecognizedFormatError
 from flax_ckpt_compat._core.timing import Stopwatch
 from flax_ckpt_compat._core.tree import Node
 from flax_ckpt_compat._discovery import locating, opening
@@ -40,33 +41,59 @@ def restore(
     async_saves.wait_for_pending_saves(ckpt_dir, prefix, orbax_checkpointer)
     options.transforms.wait_for_pending_saves()
 
+    # A second attempt, after the checkpoint was replaced, is one of this process only.
+    attempts = iter([options.settings.read_once and orbax_checkpointer is None])
+
     def restore_at(path: str) -> Any:
         # The pause ends when all but the result is gone, so that the garbage collector finds few objects.
         with locating.unchanged(path), options.transforms.opening(), ExitStack() as pause:
             pause.enter_context(memory.pause_gc(enabled=not paths.is_url(path)))
-            values = _restore_at(path, target, options, orbax_checkpointer, pause)
+            together = next(attempts, False)
+            values = _restore_at(path, target, options, orbax_checkpointer, pause, together=together)
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values
 
     with depth.limited("restored"):
         otherwise = None if options.settings.must_exist else lambda: target
-        return locating.read_found(ckpt_dir, step, prefix, restore_at, otherwise)
+        try:
+            return locating.read_found(ckpt_dir, step, prefix, restore_at, otherwise)
+        except KeyboardInterrupt:
+            attempts = iter(())
+            raise
+        finally:
+            if next(attempts, False):  # nothing was opened
+                path = paths.absolute(ckpt_dir)
+                error = CheckpointNotFoundError(f"process {jax.process_index()} finds no such checkpoint in {path}")
+                _give_up(path, options, error)
 
 
-def _restore_at(path: str, target: Any, options: RestoreOptions, checkpointer: Any, pause: ExitStack) -> Any:
+def _give_up(path: str, options: RestoreOptions, error: Exception) -> None:
+    from flax_ckpt_compat._restore import read_once  # few restores need it
+
+    read_once.give_up(path, options.settings.coordination_timeout, error)
+
+
+def _restore_at(
+    path: str, target: Any, options: RestoreOptions, checkpointer: Any, pause: ExitStack, *, together: bool
+) -> Any:
     watch = Stopwatch()
     with ExitStack() as files:
-        plans = _plan(path, target, options, files, checkpointer)
+        try:
+            plans = _plan(path, target, options, files, checkpointer)
+            # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
+            # a user's function computes, and structures that custom serialization refuses.
+            for plan in plans.items.values():
+                policies.enforce(plan)
+        except Exception as error:
+            if together:
+                pause.close()
+                _give_up(path, options, error)
+            raise
         watch.lap("open and plan")
-        together = options.settings.read_once and checkpointer is None
         # Long reads do not pause the garbage collector, nor do waits for other processes.
         if together or not all(plan.is_short for plan in plans.items.values()):
             pause.close()
-        # Policies raise before any leaf is read. `rebuild` enforces them for what only the values show: shapes that
-        # a user's function computes, and structures that custom serialization refuses.
-        for plan in plans.items.values():
-            policies.enforce(plan)
-        values, read = {}, functools.partial(read_and_place, together=together)
+        values, read = {}, functools.partial(read_and_place, together=path if together else "")
         for name, plan in plans.items.items():
             values[name] = rebuild(plan, *watch.timed("read and place", read, plan))
             watch.lap("rebuild")

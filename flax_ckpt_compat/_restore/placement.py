@@ -54,6 +54,8 @@ def put(value: np.ndarray[Any, Any], sharding: Any, cast: Cast | None) -> Any:
 def put_jax_array(value: jax.Array, sharding: Any, cast: Cast | None) -> Any:
     """Cast and place a ``jax.Array``; without a sharding it stays where it is."""
     if cast is not None and value.dtype != cast.dtype:
+        if value.is_fully_addressable and not is_held(cast.dtype):  # jax would narrow it
+            return put(np.asarray(value), sharding, cast)
         is_checked = cast.is_checked and value.is_fully_addressable
         cast.is_lossy = is_checked and cast_losses.is_lossy(np.asarray(value), cast.dtype)
         value = value.astype(cast.dtype)
@@ -63,13 +65,11 @@ def put_jax_array(value: jax.Array, sharding: Any, cast: Cast | None) -> Any:
         return jax.device_put(value, sharding)
 
 
-def sharded(leaf: LeafPlan, handle: LeafHandle, values: list[Any], cast: Cast | None) -> Any:
+def assembled(leaf: LeafPlan, values: list[Any]) -> Any:
     """Assemble a sharded array; the value of each slice goes to all devices that hold its shard."""
-    if cast is not None:
-        values = list(map(cast, values))
-    parts = dict(zip(local_starts(leaf.sharding, handle.shape), values, strict=True))
-    with transfers_allowed():
-        return jax.make_array_from_callback(handle.shape, leaf.sharding, lambda index: parts[starts(index or ())])
+    source: Any = leaf.source
+    parts = dict(zip(local_starts(leaf.sharding, source.shape), values, strict=True))
+    return jax.make_array_from_callback(source.shape, leaf.sharding, lambda index: parts[starts(index or ())])
 
 
 def transfers_allowed() -> Any:

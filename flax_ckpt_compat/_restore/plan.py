@@ -18,6 +18,7 @@ from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 
 _log = logging.getLogger("flax_ckpt_compat")
 _SHORT_BYTES = 64 * 2**20
+_WITH_SHAPES = (LeafKind.ARRAY, LeafKind.NUMPY_SCALAR, LeafKind.PRNG_KEY)
 
 # Key path, stored shape, the target's shape.
 ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
@@ -25,69 +26,45 @@ ShapeDifference = tuple[Path, tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen=True would triple the time to create one
 class LeafPlan:
-    """One leaf of the result.
+    """One leaf of the result."""
 
-    Attributes:
-        path: key path in the target, or in the checkpoint without one; of all leaves of a subtree that is restored as
-            stored, the key path of that subtree.
-        source: a stored or derived leaf, a stored None, or `Own.KEEP_TARGET` for the target's own value.
-        target: the target's leaf, or None.
-        is_plain: a stored array whose value as read is final, or only has to be put on ``sharding``, a single device.
-        sharding: sharding to place an array with; None for host memory.
-        cast: dtype to cast an array or number to, or None.
-        slices: the slices to read of a stored array, one per distinct shard of this process; None to read it whole.
-        why: why the target's value is kept, in a few words.
-    """
-
+    # Key path in the target, or in the checkpoint without one; of all leaves of a subtree that is restored as stored,
+    # the key path of that subtree.
     path: Path
-    source: LeafHandle | Derived | Own | None
-    target: Any
-    is_plain: bool = False
-    sharding: Any = None
-    cast: Any = None
-    slices: list[ArraySlice] | None = None
-    why: str = ""
+    source: LeafHandle | Derived | Own | None  # stored, derived, or `Own.KEEP_TARGET`; None for a stored None
+    target: Any  # the target's leaf, or None
+    is_plain: bool = False  # a stored array, final as read, or to be put on ``sharding``, a single device
+    sharding: Any = None  # sharding to place an array with; None for host memory
+    cast: Any = None  # dtype to cast an array or number to, or None
+    slices: list[ArraySlice] | None = None  # to read, one per distinct shard of this process; None for all
+    why: str = ""  # why the target's value is kept, in a few words
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TreePlan:
-    """Plan of a restore of one tree.
+    """Plan of a restore of one tree."""
 
-    Attributes:
-        path: file or directory, for messages.
-        reader: reader of the leaf handles.
-        options: the restore's.
-        target: the user's tree, or None.
-        tree: the checkpoint's tree after the rules.
-        leaves: every leaf of the result, in its order.
-        stored_subtrees: key paths in the target whose nodes are restored as stored → what is stored there. Without a
-            target, the whole tree at the root.
-        inputs: inputs of users' functions → how they are read.
-        missing: key paths of target leaves that the checkpoint lacks and no transform gives or keeps.
-        empty: the missing key paths that are containers without children, such as optax.EmptyState.
-        unused: key paths of stored leaves that are not in the target.
-        shapes: (key path, stored shape, target shape) where they differ.
-        kinds: nodes that differ in kind.
-        problems: errors that no policy allows: impossible casts and shardings.
-        narrowed: leaves and dtypes of an abstract target's casts that may lose values.
-        unsharded: leaves whose dtype jax cannot hold, which stay in host memory without the target's sharding.
-    """
-
-    path: str
+    path: str  # file or directory, for messages
     reader: Reader
     options: RestoreOptions
-    target: state_dict.TargetTree | None
-    tree: Node
-    leaves: list[LeafPlan] = dataclasses.field(default_factory=list)
+    target: state_dict.TargetTree | None  # the user's tree, or None
+    tree: Node  # the checkpoint's tree after the rules
+    leaves: list[LeafPlan] = dataclasses.field(default_factory=list)  # every leaf of the result, in its order
+    # Key paths in the target whose nodes are restored as stored → what is stored there. Without a target, the whole
+    # tree at the root.
     stored_subtrees: dict[Path, Node] = dataclasses.field(default_factory=dict)
-    inputs: dict[FunctionInput, LeafPlan] = dataclasses.field(default_factory=dict)
+    inputs: dict[FunctionInput, LeafPlan] = dataclasses.field(default_factory=dict)  # of users' functions
+    # Key paths of target leaves that the checkpoint lacks and no transform gives or keeps.
     missing: list[Path] = dataclasses.field(default_factory=list)
+    # The missing key paths that are containers without children, such as optax.EmptyState.
     empty: set[Path] = dataclasses.field(default_factory=set)
-    unused: list[Path] = dataclasses.field(default_factory=list)
-    shapes: list[ShapeDifference] = dataclasses.field(default_factory=list)
+    unused: list[Path] = dataclasses.field(default_factory=list)  # stored leaves that are not in the target
+    shapes: list[ShapeDifference] = dataclasses.field(default_factory=list)  # those that differ
     kinds: list[KindDifference] = dataclasses.field(default_factory=list)
-    problems: list[CheckpointError] = dataclasses.field(default_factory=list)
+    problems: list[CheckpointError] = dataclasses.field(default_factory=list)  # allowed by no policy
+    # Leaves and dtypes of an abstract target's casts that may lose values.
     narrowed: list[str] = dataclasses.field(default_factory=list)
+    # Leaves whose dtype jax cannot hold, which stay in host memory without the target's sharding.
     unsharded: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -101,7 +78,7 @@ class TreePlan:
     def arrays(self) -> int:
         """Return the number of target arrays that come from stored ones."""
         return sum(
-            isinstance(leaf.source, LeafHandle) and leaf.source.kind is LeafKind.ARRAY and hasattr(leaf.target, "shape")
+            isinstance(leaf.source, LeafHandle) and leaf.source.kind in _WITH_SHAPES and hasattr(leaf.target, "shape")
             for leaf in self.leaves
         )
 
@@ -120,15 +97,10 @@ class TreePlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """Plan of a restore of a checkpoint.
+    """Plan of a restore of a checkpoint."""
 
-    Attributes:
-        items: item name → its plan; '' for a checkpoint, or a target, that is one tree.
-        is_mapping: the result is a mapping of item name → tree.
-    """
-
-    items: Mapping[str, TreePlan]
-    is_mapping: bool
+    items: Mapping[str, TreePlan]  # item name → its plan; '' for a checkpoint, or a target, that is one tree
+    is_mapping: bool  # the result is a mapping of item name → tree
 
 
 def _nbytes(node: Node) -> int:

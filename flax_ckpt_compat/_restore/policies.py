@@ -5,15 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from flax_ckpt_compat._core.errors import (
-    CheckpointError,
-    KindMismatchError,
-    MissingLeavesError,
-    ShapeMismatchError,
-)
+from flax_ckpt_compat._core import errors
 from flax_ckpt_compat._core.folding import MAX_SHOWN, one_line
 from flax_ckpt_compat._core.tree import iter_leaves, show_path
-from flax_ckpt_compat._restore import kinds, messages
+from flax_ckpt_compat._restore import kinds, layer_counts, messages
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -21,7 +16,7 @@ _log = logging.getLogger("flax_ckpt_compat")
 _MANY = 1500
 
 # An error's class and its factory: messages with suggestions take long, and a plan needs none.
-Refusal = tuple[type[CheckpointError], Callable[[], CheckpointError]]
+Refusal = tuple[type[errors.CheckpointError], Callable[[], errors.CheckpointError]]
 
 
 def refusals(plan: TreePlan) -> Iterator[Refusal]:
@@ -29,23 +24,19 @@ def refusals(plan: TreePlan) -> Iterator[Refusal]:
     settings = plan.options.settings
     module = None if plan.target is None else kinds.module_difference(plan.target.tree)
     if module is not None and settings.kind_mismatch == "error":
-        yield KindMismatchError, lambda: _kinds_error(plan, [module])
+        yield errors.KindMismatchError, lambda: _kinds_error(plan, [module])
     if plan.missing and not plan.options.transforms.lenient and settings.missing_leaves == "error":
-        yield MissingLeavesError, lambda: _missing_error(plan)
+        yield errors.MissingLeavesError, lambda: _missing_error(plan)
     if plan.kinds and settings.kind_mismatch == "error":
-        yield KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
+        yield errors.KindMismatchError, lambda: _kinds_error(plan, plan.kinds)
     if plan.shapes and settings.shape_mismatch == "error":
-        yield ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
+        yield errors.ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
     for problem in plan.problems:
         yield type(problem), lambda problem=problem: problem  # type: ignore[misc]
 
 
 def enforce(plan: TreePlan) -> None:
-    """Apply all policies: raise, or log the differences.
-
-    Raises:
-        CheckpointError: the first of `refusals`.
-    """
+    """Apply all policies: raise the first of `refusals`, or log the differences."""
     settings, lenient = plan.options.settings, plan.options.transforms.lenient
     missing = tuple(map(show_path, plan.missing))
     _warn_of_unmatched(plan, missing)
@@ -59,7 +50,9 @@ def enforce(plan: TreePlan) -> None:
         _log.warning(kinds.explain(plan.kinds, plan.path, refused=False))
     enforce_shapes(plan, plan.shapes)
     if plan.unused and plan.target is not None:
-        _log.info("%s: not in the target, dropped: %s", plan.path, one_line(map(show_path, plan.unused)))
+        # Layers that are cut off are no other part of the state, which a program may not want.
+        level = logging.WARNING if layer_counts.longer_rows(plan.unused, plan.tree, plan.target.node) else logging.INFO
+        _log.log(level, "%s: not in the target, dropped: %s", plan.path, one_line(map(show_path, plan.unused)))
 
 
 def _warn_of_unmatched(plan: TreePlan, missing: tuple[str, ...]) -> None:
@@ -81,22 +74,25 @@ def enforce_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> None:
     _log.warning(_explain_shapes(plan, shapes, refused=False))
 
 
-def _missing_error(plan: TreePlan) -> MissingLeavesError:
+def _missing_error(plan: TreePlan) -> errors.MissingLeavesError:
     assert plan.target is not None
     message = messages.missing_leaves(plan)
-    remedies = messages.missing_remedies(plan.missing, plan.target.node, _suggestion(plan))
+    likely = (
+        _suggestion(plan) or layer_counts.explain(plan) or messages.copies(plan.missing, plan.target.node, plan.tree)
+    )
+    remedies = messages.missing_remedies(plan.missing, plan.target.node, likely)
     missing = tuple(map(show_path, plan.missing))
-    return MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)
+    return errors.MissingLeavesError(f"{message}\n{remedies}", path=plan.path, missing=missing)
 
 
-def _kinds_error(plan: TreePlan, differences: Sequence[kinds.KindDifference]) -> KindMismatchError:
+def _kinds_error(plan: TreePlan, differences: Sequence[kinds.KindDifference]) -> errors.KindMismatchError:
     message = kinds.explain(differences, plan.path, refused=True)
-    return KindMismatchError(message, path=plan.path, leaf=show_path(differences[0].path))
+    return errors.KindMismatchError(message, path=plan.path, leaf=show_path(differences[0].path))
 
 
-def _shapes_error(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> ShapeMismatchError:
+def _shapes_error(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> errors.ShapeMismatchError:
     message = _explain_shapes(plan, shapes, refused=True)
-    return ShapeMismatchError(message, path=plan.path, leaf=show_path(shapes[0][0]))
+    return errors.ShapeMismatchError(message, path=plan.path, leaf=show_path(shapes[0][0]))
 
 
 def _explain_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: bool) -> str:
@@ -113,7 +109,7 @@ def _suggestion(plan: TreePlan) -> str:
         return "flax_ckpt_compat.plan_restore looks for rules that map it, which takes seconds for so many leaves."
     suggestion = plan.suggest()
     if suggestion is None or not suggestion.confident:
-        return ""
+        return messages.changed_optimizer(suggestion) if suggestion is not None else ""
     if len(suggestion.steps) > MAX_SHOWN:
         return f"{len(suggestion.steps)} rules would map it: the attribute suggestion of flax_ckpt_compat.plan_restore."
     after = ", after those that were given" if plan.options.transforms.rules else ""

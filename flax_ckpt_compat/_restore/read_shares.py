@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import memory, paths
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
+from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.grid import Shape, shape_of
+from flax_ckpt_compat._core.grid import Box, Shape, shape_of
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.orbax_layout import MANIFEST, STEP_METADATA, TREE_METADATA
+from flax_ckpt_compat._core.orbax_layout import MANIFEST, MSGPACK_FILE, STEP_METADATA, TREE_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import normalize_index
 from flax_ckpt_compat._restore import casting, shardings
@@ -25,6 +26,8 @@ from flax_ckpt_compat._restore.device_exchange import Group
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
 
 _EXCHANGED = frozenset("biufcV")  # kinds of dtypes; V: those of ml_dtypes
+# Arrays are cut into so many parts for each process if they are all that is read.
+_CUTS = 4
 
 _Array = np.ndarray[Any, Any]
 # The distinct parts of an array, by start and shape, and the processes that want each.
@@ -32,11 +35,12 @@ _Holders = tuple[tuple[Shape, Shape, Group], ...]
 
 
 class _Part(NamedTuple):
-    """A part of a stored array that several processes want: what this one reads for it, and what that gives."""
+    """A part of a stored array that several processes want."""
 
-    one: casting.Readable
+    one: casting.Readable  # what one of them reads for it, of this dtype and shape
     dtype: np.dtype[Any]
     shape: Shape
+    whole: LeafHandle | None = None  # the array that it is some rows of, and of which all want all
 
     @property
     def nbytes(self) -> int:
@@ -44,13 +48,7 @@ class _Part(NamedTuple):
 
 
 class Shares:
-    """The arrays of a restore, shared out among the processes: alike in all whose signatures are equal.
-
-    Attributes:
-        signature: digest of the checkpoint and of what all processes want of it, as text.
-        own: what this process reads: its share, and what it alone wants.
-        others: what it gets from other processes.
-    """
+    """The arrays of a restore, shared out among the processes: alike in all whose signatures are equal."""
 
     def __init__(
         self,
@@ -79,34 +77,54 @@ class Shares:
                     dtype = casts[one].dtype if one in casts else np.dtype(handle.dtype)
                     parts[group].append(_Part(one, dtype, shape))
         digest.update(repr((list(self._numbers), [_identity(path) for path in files])).encode())
+        # Digest of the checkpoint and of what all processes want of it, as text.
         self.signature = f"arrays with the digest {digest.hexdigest()[:16]}"
-        self._readers = {group: dict(_readers(parts[group], group)) for group in parts}
-        not_read = {part.one for of in self._readers.values() for part, reads in of.items() if reads != self._here}
-        self.others = [one for one in wanted if one in not_read]
-        self.own = [one for one in wanted if one not in not_read]
+        self._readers = {group: list(_readers(list(_cut(parts[group], group)), group)) for group in parts}
+        self._divide(wanted, casts)
+
+    def _divide(self, wanted: Sequence[casting.Readable], casts: Mapping[casting.Readable, casting.Cast]) -> None:
+        """Set what this process reads and what it does not."""
+        rows: list[casting.Readable] = []
+        self.casts, not_read = dict(casts), set[casting.Readable]()
+        for part, reads in (pair for readers in self._readers.values() for pair in readers):
+            if part.whole is not None:
+                not_read.add(part.whole)
+                if reads == self._here:
+                    rows.append(part.one)
+                    self.casts |= {part.one: casts[part.whole]} if part.whole in casts else {}
+            elif reads != self._here:
+                not_read.add(part.one)
+        self.others = [one for one in wanted if one in not_read]  # what it gets from other processes, in part or whole
+        # What this process reads: its share, and what it alone wants.
+        self.own = [*(one for one in wanted if one not in not_read), *rows]
 
     def arrays(self, values: dict[casting.Readable, Any]) -> dict[Group, dict[int, list[_Array]]]:
-        """Return the arrays to exchange, by group and reading process; add those of other processes to the values.
-
-        Raises:
-            ChecksumError: a value that was read is not what was saved.
-            CheckpointError: it is not what the other processes expect.
-        """
+        """Return the arrays to exchange, by group and reading process; add those of other processes to the values."""
         groups = {}
         for group, readers in self._readers.items():
-            for part, reads in readers.items():
-                if reads == self._here and isinstance(part.one, LeafHandle):
-                    part.one.reader.verify_rest(part.one)
+            for part, reads in readers:
+                if reads == self._here and (part.whole is not None or isinstance(part.one, LeafHandle)):
+                    (part.whole or part.one).reader.verify_rest(part.one)  # type: ignore[union-attr]
             arrays: dict[int, list[_Array]] = {process: [] for process in group}
-            for part, reads in readers.items():
-                if reads != self._here:
-                    values[part.one] = memory.empty(part.shape, part.dtype)
-                found = values[part.one]
-                if (found.shape, found.dtype) != (part.shape, part.dtype) or not found.flags.c_contiguous:
-                    raise CheckpointError(f"{self._path}: {part.one} was read as {found.dtype}{list(found.shape)}")
-                arrays[reads].append(found)
+            for part, reads in readers:
+                arrays[reads].append(self._memory_of(part, values, is_read=reads == self._here))
             groups[group] = arrays
         return groups
+
+    def _memory_of(self, part: _Part, values: dict[casting.Readable, Any], *, is_read: bool) -> _Array:
+        """Return the memory of a part in the values, with its content if this process has read it."""
+        found: _Array | None = values.pop(part.one) if is_read else None
+        if found is not None and (found.shape, found.dtype) != (part.shape, part.dtype):
+            raise CheckpointError(f"{self._path}: {part.one} was read as {found.dtype}{list(found.shape)}")
+        if part.whole is None:
+            values[part.one] = memory.empty(part.shape, part.dtype) if found is None else np.asarray(found, order="C")
+            return values[part.one]  # type: ignore[no-any-return]
+        if part.whole not in values:
+            values[part.whole] = memory.empty(part.whole.shape, part.dtype)
+        rows: _Array = values[part.whole][part.one.index]  # type: ignore[union-attr]
+        if found is not None:
+            rows[...] = found
+        return rows
 
     def _holders(self, sharding: Any, shape: Shape, is_whole: bool) -> _Holders:
         if sharding is None or sharding.is_fully_addressable:  # each process has its own, alike
@@ -140,6 +158,31 @@ def _exchangeable(plan: TreePlan, mapped: Set[casting.Readable]) -> Iterator[tup
             yield leaf, handle
 
 
+def _cut(parts: Sequence[_Part], group: Group) -> Iterator[_Part]:
+    """Yield the parts, large arrays cut into rows, so that processes can share one."""
+    limit = max(BLOCK_BYTES, sum(part.nbytes for part in parts) // (_CUTS * len(group)))
+    for part in parts:
+        whole = part.one
+        boxes = list(_rows(whole, limit)) if isinstance(whole, LeafHandle) and part.nbytes > limit else []
+        if len(boxes) < 2:
+            yield part
+            continue
+        assert isinstance(whole, LeafHandle)
+        for box in boxes:
+            yield _Part(ArraySlice(whole, box), part.dtype, shape_of(box), whole)
+
+
+def _rows(handle: LeafHandle, limit: int) -> Sequence[Box]:
+    """Return boxes of rows that cover an array, each of whole blocks that have a checksum; none if it has no such."""
+    shape, reader = handle.shape, handle.reader
+    if not shape or reader.chunks_of(handle)[1:] != shape[1:]:
+        return ()
+    row = handle.nbytes // shape[0]
+    in_blocks = BLOCK_BYTES // math.gcd(row, BLOCK_BYTES)
+    boxes = list(reader.boxes(handle, max(1, limit // row // in_blocks) * in_blocks * row))
+    return boxes if all(shape_of(box)[1:] == shape[1:] for box in boxes) else ()
+
+
 def _readers(parts: Sequence[_Part], group: Group) -> Iterator[tuple[_Part, int]]:
     """Yield which process of a group reads each part: neighbours, of about as many bytes for each process."""
     total, end = sum(part.nbytes for part in parts), 0
@@ -149,10 +192,14 @@ def _readers(parts: Sequence[_Part], group: Group) -> Iterator[tuple[_Part, int]
 
 
 def _identity(path: str) -> bytes:
-    """Return bytes that tell two checkpoints with one path apart, such as on local disks of two machines."""
+    """Return bytes that differ for two checkpoints with one path, such as on local disks of two machines."""
+    storage = paths.storage_of(path)
     with translated(path, "read"):
         if not paths.isdir(path):
-            changed = b"" if paths.is_url(path) else str(os.stat(path).st_mtime_ns).encode()
-            return b"%d %b" % (paths.getsize(path), changed)
-        files = [os.path.join(path, name) for name in (MANIFEST, TREE_METADATA, STEP_METADATA)]
-        return b"".join(hashlib.sha256(paths.read(file)).digest() for file in files if paths.isfile(file))
+            return storage.version(path)
+        names = (MANIFEST, TREE_METADATA, STEP_METADATA, MSGPACK_FILE)
+        files = {name: os.path.join(path, name) for name in names if paths.isfile(os.path.join(path, name))}
+        found = b"".join(hashlib.sha256(paths.read(file)).digest() for file in files.values())
+        if MANIFEST not in files:  # nothing else differs in any two saves of one tree
+            found += b"".join(map(storage.version, files.values())) or os.urandom(16)
+        return found

@@ -18,8 +18,7 @@ def of(target: Any) -> Any:
     """Return the sharding of a target's leaf, or None.
 
     ``jax.eval_shape`` under an explicit mesh (``jax.set_mesh``) gives shardings of an abstract mesh, without devices.
-    They are resolved through the mesh in context, and ignored if that mesh is missing or has other axes.
-    """
+    They are resolved through the mesh in context, and ignored if that mesh is missing or has other axes."""
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return None
     sharding = getattr(target, "sharding", None)
@@ -105,7 +104,7 @@ def _local_indices(sharding: Any, shape: tuple[int, ...]) -> dict[tuple[int, ...
 
 
 def starts(index: tuple[slice, ...]) -> tuple[int, ...]:
-    """Return where a shard begins, which tells the shards of an array apart."""
+    """Return where a shard begins, which identifies it among those of an array."""
     return tuple([side.start or 0 for side in index])
 
 

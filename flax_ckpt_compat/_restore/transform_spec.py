@@ -42,36 +42,22 @@ Choose = Callable[[Path, Any], LeafHandle | Derived | Own | None]
 
 
 class TransformSpec:
-    """The ``transforms`` of one call.
-
-    Attributes:
-        rules: ready-made rules, in order.
-        orbax_semantics: transforms were given, ``{}`` included: None in the target stays None, and a stored None
-            counts as missing.
-        other_readers: readers of the other checkpoints that rules opened.
-        lenient: leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are
-            strict.
-    """
+    """The ``transforms`` of one call."""
 
     def __init__(self, given: Any = None, *, default_to_original: bool = True, strict: bool = False):
-        """Parse the argument.
+        """Parse rules, a mapping of names, a pytree of transforms (ours or Orbax's), or a list of these.
 
-        Args:
-            given: None, a rule, a mapping of names, a list or tuple of these and of pytrees of transforms, or a pytree
-                of transforms (ours or Orbax's).
-            default_to_original: leaves that no transform matches come from the checkpoint; else from the target.
-            strict: a leaf that the checkpoint lacks is an error, whatever was given.
-
-        Raises:
-            TransformError: neither rules nor transforms.
-        """
-        self.rules = _rules(given)
-        self.other_readers: list[Reader] = []
+        By ``default_to_original``, leaves that no transform matches come from the checkpoint, else from the target. If
+        ``strict``, a leaf that the checkpoint lacks is an error, whatever was given."""
+        self.rules = _rules(given)  # ready-made rules, in order
+        self.other_readers: list[Reader] = []  # readers of the other checkpoints that rules opened
         self._others = contextlib.ExitStack()  # of `opening`
         # An empty list, as of a program that found nothing to change, is as strict as no transforms.
+        # Transforms were given, ``{}`` included: None in the target stays None, and a stored None counts as missing.
         self.orbax_semantics = (
             given is not None and not self.rules and not (isinstance(given, list | tuple) and not given)
         )
+        # Leaves that the checkpoint lacks keep the target's value, as in Orbax. Rules and no transforms are strict.
         self.lenient = self.orbax_semantics and not strict
         self._transforms = Transforms(given if self.orbax_semantics else None)
         self._default_to_original = default_to_original
@@ -84,11 +70,7 @@ class TransformSpec:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Close the other checkpoints that rules open in the block.
-
-        Raises:
-            ReplacedError: one of them was replaced during the block.
-        """
+        """Close the other checkpoints that rules open in the block; raise `ReplacedError` if one was replaced."""
         with contextlib.ExitStack() as self._others:
             self._others.callback(self.other_readers.clear)
             yield
@@ -105,11 +87,7 @@ class TransformSpec:
         return found.path, next(iter(trees.values())) if len(trees) == 1 else Branch(trees)
 
     def apply_rules(self, tree: Node, target: Node, path: str) -> Node:
-        """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None.
-
-        Raises:
-            TransformError, NameCollisionError: a rule that does not fit.
-        """
+        """Apply all rules to a checkpoint's tree of leaf handles; the target is a neutral tree, or None."""
         if self.rules:
             tree = modernize(tree, target)
         for rule in self.rules:
@@ -189,10 +167,13 @@ def _step(given: Any) -> Rule:
 
     def apply(tree: Node, target: Node) -> Node:
         if target is None:
-            raise TransformError("transforms say what becomes of a target's leaves, and there is no target")
+            raise TransformError("transforms say what becomes of a target's leaves; pass a target, or use rules")
         wanted = {path: leaf for path, leaf in iter_leaves(target) if leaf is not None and not isinstance(leaf, Branch)}
         if unmatched := transforms.unmatched(["/".join(path) for path in wanted]):
-            raise TransformError(f"transforms whose keys match no leaf of the target: {one_line(unmatched)}")
+            raise TransformError(
+                f"transforms whose keys match no leaf of the target: {one_line(unmatched)}; keys are its names, and "
+                "original_key is the stored one"
+            )
         choose = _Chooser(tree, transforms, True)
         leaves = dict(iter_leaves(tree))
         for path, leaf in wanted.items():
@@ -227,7 +208,7 @@ class _Chooser:
         stored: LeafHandle | Derived = self._leaves.of(outcome.source)
         if outcome.transform is None or outcome.transform.value_fn is None:
             return stored
-        function = functools.partial(_call_value_fn, outcome.transform, key, restore_args(leaf))
+        function = _note_leaf(key)(functools.partial(call_value_fn, outcome.transform, args=restore_args(leaf)))
         one = stored if isinstance(stored, Derived) else FunctionInput(stored, _input_target(leaf, stored))
         return Derived((one,), function, None, None, "value_fn")
 
@@ -249,10 +230,10 @@ class _Chooser:
             self._inputs[outcome.key] = self._inputs_of(key, transform)
         inputs = self._inputs[outcome.key]
 
+        @_note_leaf(key)
         def function(*values: Any) -> Any:
             tree = _with_values(self._tree, dict(zip(inputs, values, strict=True)))
-            with _note_leaf(key):
-                return call_multi_value_fn(transform, key, tree, args)
+            return call_multi_value_fn(transform, key, tree, args)
 
         return Derived(tuple(inputs.values()), function, None, None, "multi_value_fn")
 
@@ -275,14 +256,11 @@ class _Chooser:
                 found[path] = leaf if isinstance(leaf, Derived) else FunctionInput(leaf, _example(leaf, args))
         for pattern in unmatched:
             raise TransformError(
-                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}", leaf=key
+                f"{key}: multi_value_fn_input_args: {pattern!r} matches no stored leaf{self._like(pattern)}; give "
+                "names that are stored",
+                leaf=key,
             )
         return found
-
-
-def _call_value_fn(transform: Any, key: str, args: Any, value: Any) -> Any:
-    with _note_leaf(key):
-        return call_value_fn(transform, value, args)
 
 
 @contextlib.contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,11 @@ if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and
     from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
-_lock = threading.Lock()
+# Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
 _saves: list[_BackgroundSave] = []
 _QUEUED_SECONDS = 60.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
+_raised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()  # their failures, without their managers
 
 
 class AsyncManager:
@@ -53,38 +54,45 @@ class AsyncManager:
         Raises:
             Exception: the failure of that save, once, however long ago it ended.
         """
-        future, self.save_future = self.save_future, None
-        if future is not None:
-            _mark_seen(future)
-            future.result()
+        if self.save_future is not None:
+            _raise_failure(self, self.save_future)
 
-    def save_async(self, task: Callable[[], Any]) -> None:
+    def save_async(self, task: Callable[[], Any]) -> Future[Any]:
         """Run a task in the background, after the previous one, as ``save_future``.
+
+        Returns:
+            The task's future; threads that share a manager replace each other's ``save_future``.
 
         Raises:
             RuntimeError: the executor was shut down, or the interpreter exits; `save_checkpoint` then saves at once.
         """
         self.wait_previous_save()
-        self.save_future = self.executor.submit(task)
+        self.save_future = future = self.executor.submit(task)
+        return future
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _BackgroundSave:
-    """One background save that is running, or that failed and whose failure was not raised yet.
+    """One background save that is running, or that failed and whose failure was not raised yet."""
 
-    Attributes:
-        directory: real path of the checkpoint's directory.
-        lookup_timeout: maximum seconds that look-ups wait for a multi-process save; None if they do not wait.
-        future: outcome of the save.
-        raises: later calls raise its failure. False if the manager has no future: then only the manager can raise it.
-        thread: identifier of the running thread.
-    """
+    directory: str  # real path of the checkpoint's directory
+    lookup_timeout: float | None  # seconds that look-ups wait for a multi-process save; None if they do not
+    task: thread_pools.Once
+    # Its outcome, which later calls raise; None if the manager has none: then only the manager can raise it.
+    future: Future[Any] | None = None
+    thread: int | None = None  # identifier of the running thread
 
-    directory: str
-    lookup_timeout: float | None
-    future: Future[Any]
-    raises: bool = False
-    thread: int | None = None
+    @property
+    def done(self) -> bool:
+        """Return whether the save has ended, or was cancelled."""
+        return self.task.done if self.future is None else self.future.done()
+
+    def wait(self, timeout: float = math.inf) -> None:
+        """Wait until it has ended or was cancelled, at most so many seconds; run nothing."""
+        if self.future is None:
+            self.task.wait(timeout)
+        else:
+            thread_pools.wait(self.future, timeout)
 
 
 def start(
@@ -99,25 +107,23 @@ def start(
         except CleanupError as error:  # raised, it would prevent the next save
             _log.error("%s", error)
 
-    once = thread_pools.Once(run)
-    save = _BackgroundSave(_key(directory), lookup_timeout, once.future)
+    save = _BackgroundSave(_key(directory), lookup_timeout, thread_pools.Once(run))
     try:
-        manager.save_async(once)
-    except RuntimeError as error:
+        with thread_pools.raising_interrupts():
+            future = manager.save_async(save.task)
+    except BaseException as error:
         if not thread_pools.is_refusal(error):
+            save.task.withdraw()  # it may be queued all the same
             raise
         # The pool was shut down, or an exit handler or a late thread calls this.
         _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, error)
-        once()
+        save.task()
         return
-    future = getattr(manager, "save_future", None)
-    if isinstance(future, Future):
-        save.future, save.raises = future, True
-    if save.raises or lookup_timeout is not None:
-        with _lock:
-            _saves.append(save)
-    if not save.raises:
-        save.future.add_done_callback(_mark_seen)
+    if not isinstance(future, Future):
+        future = getattr(manager, "save_future", None)
+    save.future = future if isinstance(future, Future) else None
+    if save.future is not None or lookup_timeout is not None:
+        _saves.append(save)
 
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
@@ -142,7 +148,7 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
-    running = [save for one in directories for save in _saves_into(one) if save.raises and not save.future.done()]
+    running = [save for one in directories for save in _saves_into(one) if save.future is not None and not save.done]
     if running and isinstance(locating.find(ckpt_dir, None, prefix), absence.Absence):
         for save in running:
             _wait_for(save)
@@ -153,55 +159,65 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
 def _wait_for(save: _BackgroundSave) -> None:
     """Wait until a save has ended, unless this thread runs it; for one that has not begun, a limited time."""
     if save.thread != threading.get_ident():
-        with suppress(CancelledError, futures.TimeoutError):
-            save.future.exception(_QUEUED_SECONDS)  # it may be queued behind this very restore
+        save.wait(_QUEUED_SECONDS)  # it may be queued behind this very restore
         if save.thread is not None:
-            with suppress(CancelledError):
-                save.future.exception()
+            save.wait()
 
 
 def wait_for_multiprocess_saves(directory: str) -> None:
-    """Wait until this process's multi-process background saves into a directory were published or failed.
+    """Wait for this process's multi-process background saves into a directory, before every look-up in it.
 
-    Call this before every look-up in the directory, so that processes that called the same saves find the same
-    checkpoints. It waits for no other process, and raises no failure.
-    """
+    Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
     for save in _saves_into(directory):
         if save.lookup_timeout is not None and save.thread != threading.get_ident():
-            with suppress(CancelledError, futures.TimeoutError):
-                save.future.exception(save.lookup_timeout)
+            save.wait(save.lookup_timeout)
 
 
 def wait(manager: Any) -> None:
     """Wait for a manager's previous save and raise its failure, even if the manager itself would not."""
     future = getattr(manager, "save_future", None)
     try:
-        manager.wait_previous_save()
-    finally:
-        if isinstance(future, Future):
-            _mark_seen(future)
-            if manager.save_future is future:
-                manager.save_future = None
+        with thread_pools.raising_interrupts():
+            manager.wait_previous_save()
+    except Exception:  # not Ctrl-C, after which the save still runs, and may fail
+        if isinstance(future, Future) and future.done():
+            _forget(manager, future)
+        raise
     # Flax's own manager drops the failure of a save that has already ended.
     if isinstance(future, Future):
+        _raise_failure(manager, future)
+
+
+def _raise_failure(manager: Any, future: Future[Any]) -> None:
+    """Wait for a manager's save and raise its failure, once: not if another thread did meanwhile."""
+    thread_pools.wait(future)
+    if _forget(manager, future) and future not in _raised:
         future.result()
+
+
+def _forget(manager: Any, future: Future[Any]) -> bool:
+    """Forget a save whose failure is raised now; return False if it was already."""
+    _mark_seen(future)
+    if manager.save_future is not future:
+        return False
+    manager.save_future = None
+    return True
 
 
 def wait_for_async_saves(directory: str) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
     for save in _saves_into(directory):
-        if save.raises:  # a manager without a future may never run its task
-            # futures.wait() would never return for a future that its pool's shutdown cancelled.
-            with suppress(CancelledError):
-                save.future.exception()
+        if save.future is not None:  # a manager without a future may never run its task
+            save.wait()
     raise_failures(directory)
 
 
 def raise_failures(directory: str) -> None:
     """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
     for save in _saves_into(directory):
-        if save.raises and save.future.done():
-            _mark_seen(save.future)
+        if save.future is not None and save.future.done():
+            _drop(save)
+            _raised.add(save.future)
             save.future.result()
 
 
@@ -216,20 +232,26 @@ def _saves_into(directory: str) -> list[_BackgroundSave]:
         key = _key(directory)
     except ValueError:  # no directory can have this name
         return []
-    with _lock:
-        return [save for save in _saves if save.directory == key]
+    for save in list(_saves):
+        if save.future is None and save.done:
+            _drop(save)
+    return [save for save in list(_saves) if save.directory == key]
 
 
 def _mark_seen(future: Future[Any]) -> None:
-    with _lock:
-        _saves[:] = [save for save in _saves if save.future is not future]
+    for save in list(_saves):
+        if save.future is future:
+            _drop(save)
+
+
+def _drop(save: _BackgroundSave) -> None:
+    with suppress(ValueError):  # another thread did
+        _saves.remove(save)
 
 
 def _clear_after_fork() -> None:
     # The threads of these saves exist in the parent only: waiting for them here would never end, nor would tasks that
     # a pool queues for them.
-    global _lock
-    _lock = threading.Lock()
     _saves.clear()
     for manager in list(_managers):
         manager._start()
@@ -239,10 +261,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_clear_after_fork)
 
 
+def _end_threads() -> None:
+    # An executor does not end a thread whose start Ctrl-C interrupted, and the interpreter would wait for it for ever.
+    for manager in list(_managers):
+        manager.executor.shutdown(wait=False)
+
+
+with suppress(AttributeError, RuntimeError):  # it is called before threads are waited for; too late at the exit
+    threading._register_atexit(_end_threads)  # type: ignore[attr-defined]
+
+
 @atexit.register
 def _log_failures() -> None:
-    # By now, the interpreter has joined all pools.
-    for save in _saves:
-        error = save.future.exception() if save.future.done() and not save.future.cancelled() else None
+    # By now, the interpreter has joined all pools, unless Ctrl-C interrupted it.
+    for save in list(_saves):
+        error: BaseException | None = None
+        if save.future is not None and save.done:
+            error = CancelledError("cancelled") if save.future.cancelled() else save.future.exception()
+        elif save.future is not None:
+            error = RuntimeError("it has not ended before the interpreter does")
         if error is not None:
             _log.error("A background save of a checkpoint into %s failed: %r", save.directory, error, exc_info=error)

@@ -11,10 +11,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
@@ -121,49 +121,39 @@ class _FollowedSave:
 
     Until its outcome was seen, the checkpointer's ``wait_until_finished`` waits for that thread, whose failure its
     ``check_for_errors`` raises.
-
-    Attributes:
-        path: the final path.
     """
 
     def __init__(self, checkpointer: Any, path: str, follow: Callable[[], None]):
+        # path: the final path.
         self.path, self._checkpointer, self._follow = path, checkpointer, follow
         methods = {"wait_until_finished": self.wait, "check_for_errors": self.check}
         self._methods = {name: method for name, method in methods.items() if hasattr(checkpointer, name)}
         self._own_check = getattr(checkpointer, "check_for_errors", None)
         self._own = {name: vars(checkpointer)[name] for name in methods if name in vars(checkpointer)}
-        self._outcome = Future[None]()
+        self._published = thread_pools.Once(self._run)
 
     def start(self) -> None:
         """Follow the save in a thread; at once if none can be started."""
         _wait_at_exit()
         _pending.append(self)
         vars(self._checkpointer).update(self._methods)
-        try:
-            threading.Thread(target=self._run, name="flax_ckpt_compat-commit", daemon=True).start()
-        except RuntimeError:  # the interpreter ends, and has no more threads
-            self._run()
+        if not thread_pools.start_thread(self._published.run, "flax_ckpt_compat-commit", daemon=True):
+            self._published.run()
 
     def _run(self) -> None:
-        try:
-            self._follow()
-        except BaseException as error:  # noqa: BLE001  (raised by the next wait)
-            self._outcome.set_exception(error)
-        else:
-            self.forget()
-            self._outcome.set_result(None)
+        self._follow()
+        self.forget()
 
     def wait(self) -> None:
         """Wait until the save was published and cleaned up; raise its failure once."""
-        try:
-            self._outcome.result()
-        finally:
-            if self._outcome.done():
-                self.forget()
+        self._published.run()
+        self._published.wait()  # after Ctrl-C, the next one raises it
+        self.forget()
+        self._published.result()
 
     def check(self) -> None:
         """Raise the failure of a save that has ended; do not wait."""
-        if self._outcome.done():
+        if self._published.done:
             self.wait()
         elif self._own_check is not None:  # a checkpointer's wait may itself call it
             self._own_check()

@@ -27,7 +27,8 @@ _FIRST_WAIT_SECONDS = 1.0
 # Keys of so many earlier saves are kept for late processes.
 _KEPT_SAVES = 8
 _Registrations = dict[int, tuple[str, Any]]  # process → registration id, content
-_registration_ids = itertools.count(1)
+# By the clock, so that a process which was started anew takes no answer to the one before for its own.
+_registration_ids = itertools.count(time.time_ns())
 _old_keys: collections.deque[str] = collections.deque()
 
 
@@ -36,26 +37,20 @@ class Coordinator:
 
     `join` comes first: the other processes register, and process 0 looks for those that save its path. It counts
     nothing, so a process that skipped a save is not one behind for ever. All later keys have a prefix of this save.
-
-    Attributes:
-        process: this process.
-        timeout: seconds to wait at each barrier.
-        is_aborted: process 0 has reported that the save failed.
-        agrees: all processes came to the first barrier with the same proposal.
-        root: prefix of all keys.
-        verb, outcome, call: words of its errors.
     """
 
-    root = "flax_ckpt_compat"
+    root = "flax_ckpt_compat"  # prefix of all keys
+    # Words of its errors.
     verb, outcome, call = "saves", "nothing was saved", "call save_checkpoint_multiprocess"
 
     def __init__(self, path: str, timeout: float):
         """Prepare a save to ``path``, the same in all processes; nothing is sent yet."""
         self.process = ProcessInfo(jax.process_index(), jax.process_count())
         self._path, self.timeout, self._store = path, timeout, KeyValueStore(path)
+        # Process 0 has reported that the save failed; all processes came to the first barrier with the same proposal.
         self.is_aborted = self.agrees = False
         self._short = min(timeout, _GRACE_SECONDS)
-        self._id = f"{self.process.index}-{next(_registration_ids):08}"
+        self._id = f"{self.process.index}-{next(_registration_ids):020}"
         self._prefix = f"{self.root}/{self._id}"
         self._registered, self._results = f"{self.root}/registrations", f"{self.root}/results"
         # Holds the failure of process 0 for processes that register for this path later.
@@ -104,17 +99,9 @@ class Coordinator:
     ) -> str:
         """Wait for all processes; process 0 then runs ``on_primary``, and every process returns its result.
 
-        Args:
-            stage: name of the barrier, unique within a save.
-            failed: why this process cannot continue; the save then fails in all.
-            on_primary: runs in process 0 once all have arrived and none has failed.
-
-        Raises:
-            ProcessTimeoutError: processes did not arrive in time.
-            MultiprocessSaveError: another process failed, or saves something else; with its reason.
-            CheckpointError: what ``on_primary`` raised, in every process.
-            BaseException: ``failed`` itself, in the process that gave it.
-        """
+        ``failed`` is why this process cannot continue, and raised in it; the save then fails in all, with that reason.
+        Raise ProcessTimeoutError if processes do not arrive in time, and in every process what ``on_primary`` raises. A
+        ``stage`` is unique within a save."""
         self._store.set(f"{self._prefix}/{stage}/{self.process.index}", {"error": encode_error(failed)})
         if self.process.index == 0:
             return self._collect_and_run(stage, failed, on_primary)

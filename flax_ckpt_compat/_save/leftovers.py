@@ -18,39 +18,23 @@ _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that an interrupted save left behind.
+    """Something that an interrupted save left behind."""
 
-    Attributes:
-        path: of the file or directory, or URL.
-        what: what it is.
-        nbytes: size in bytes; in a store, of the whole folder, of which only the unfinished part goes.
-        kept: why it is not removed: who may still write it; empty if it can go.
-    """
-
-    path: str
+    path: str  # of the file or directory, or URL
     what: str
-    nbytes: int
-    kept: str = ""
+    nbytes: int  # size in bytes; in a store, of the whole folder, of which only the unfinished part goes
+    kept: str = ""  # why it is not removed: who may still write it; empty if it can go
 
 
 def find_leftovers(root: str) -> list[Leftover]:
-    """Return what interrupted saves left in a directory and all below it, what may still be written included.
-
-    Raises:
-        CheckpointNotFoundError: it is no directory.
-        StorageError: the file system or store refused.
-    """
+    """Return what interrupted saves left in a directory and all below it, what may still be written included."""
     if not paths.isdir(root):
         raise absence.no_directory(root).error(root)
     return [leftover for folder, _ in below.folders_below(root) for leftover in in_folder(folder)]
 
 
 def remove(leftover: Leftover) -> bool:
-    """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays.
-
-    Raises:
-        StorageError: the file system or store refused.
-    """
+    """Remove a leftover if still nobody may write it; return whether it is gone. What is not ours in it stays."""
     folder, name = os.path.split(leftover.path)
     if any(not one.kept for one in in_folder(folder, [name])):
         with translated(leftover.path):

@@ -26,12 +26,7 @@ _LOOKUP_TIMEOUTS = 4
 
 
 def save(request: SaveRequest, target: Any) -> None:
-    """Save a tree of which each process holds a part; all processes call this.
-
-    Raises:
-        ProcessTimeoutError, MultiprocessSaveError: other processes are missing or failed; nothing was saved.
-        CheckpointError: the failure of this process or of process 0.
-    """
+    """Save a tree of which each process holds a part; all processes call this, and any failure raises in all."""
     coordinator = Coordinator(request.path, request.coordination_timeout)
     if request.orbax_checkpointer:
         _save_with_checkpointer(request, target, coordinator)
@@ -42,10 +37,12 @@ def save(request: SaveRequest, target: Any) -> None:
         async_saves.wait_for_earlier_saves(request)
         tree = snapshot.tree_to_save(target, request, replicas)
         own.prepared = own.backend.prepare(tree, coordinator.process)
-        summary = TreeSummary(tree)
+        summary = TreeSummary(tree, replicas.holders() if own.backend.splits_replicas else None)
     except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
         failed = error
     signature = f"{request.format.value} with overwrite={request.overwrite}"
+    if own.backend.compresses and request.options.compression is not None:
+        signature += f", compression={request.options.compression!r}"
     staging_json = coordinator.join(
         failed=failed, signature=signature, summary=summary, proposal=replicas.digest(), on_primary=own.begin
     )

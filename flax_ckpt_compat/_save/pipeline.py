@@ -11,6 +11,7 @@ from jax import monitoring
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Backend
+from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.storage_errors import writing
 from flax_ckpt_compat._core.timing import Stopwatch
@@ -20,6 +21,9 @@ from flax_ckpt_compat._save import async_saves, checkpointer_adapter, multiproce
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention import retain
 from flax_ckpt_compat._trees import depth
+
+# How often what another writer removed meanwhile is saved again.
+_TRIALS = 3
 
 
 def save(request: SaveRequest, target: Any) -> str:
@@ -58,6 +62,21 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
         monitoring.record_event(backend.write_event)
     with paths.storage_of(request.directory).offering(listing):
         paths.prepare_directory(request.directory)
+    for left in reversed(range(_TRIALS)):
+        _publish(request, backend, prepared, tree, watch)
+        try:
+            retain(request)
+            break
+        except ConcurrentWriteError:
+            if not left:
+                raise
+    watch.lap("retain")
+    watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
+    if request.shadow:
+        shadow.compare(request, tree, watch.seconds("write", "publish"))
+
+
+def _publish(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, watch: Stopwatch) -> None:
     temporary = paths.storage_of(request.path).temporary_path(request.path)
     try:
         # Saving is an explicit request to move data to the host, also under jax.transfer_guard("disallow").
@@ -69,8 +88,3 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
         atomic.remove_temporary(temporary)
         raise
     watch.lap("publish")
-    retain(request)
-    watch.lap("retain")
-    watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
-    if request.shadow:
-        shadow.compare(request, tree, watch.seconds("write", "publish"))

@@ -7,33 +7,29 @@ of the other. Other processes cannot know, so a save warns.
 from __future__ import annotations
 
 import logging
-import threading
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _log = logging.getLogger("flax_ckpt_compat")
-_lock = threading.Lock()
+# Changed by single operations only: with a lock, a signal handler or a fork that saves could wait for ever.
 _saved: dict[str, dict[str, str]] = {}  # directory → name → prefix it was saved with
 _warned: set[tuple[str, str, str]] = set()
 
 
 def record(checkpoint_dir: CheckpointDir, name: str) -> None:
-    """Remember the prefix of a committed checkpoint."""
-    with _lock:
-        _saved.setdefault(_key(checkpoint_dir), {})[name] = checkpoint_dir.prefix
+    """Record the prefix of a committed checkpoint."""
+    _saved.setdefault(_key(checkpoint_dir), {})[name] = checkpoint_dir.prefix
 
 
 def forget(checkpoint_dir: CheckpointDir, name: str) -> None:
-    """Forget a checkpoint that was removed."""
-    with _lock:
-        _saved.get(_key(checkpoint_dir), {}).pop(name, None)
+    """Remove a checkpoint that no longer exists from the record."""
+    _saved.get(_key(checkpoint_dir), {}).pop(name, None)
 
 
 def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
     """Return names that look like steps of this prefix, but were saved with another one."""
-    with _lock:
-        known = dict(_saved.get(_key(checkpoint_dir), {}))
+    known = dict(_saved.get(_key(checkpoint_dir), {}))
     return {
         name
         for name, prefix in known.items()
@@ -43,8 +39,7 @@ def saved_by_other_prefixes(checkpoint_dir: CheckpointDir) -> set[str]:
 
 def warn_of_overlap(checkpoint_dir: CheckpointDir, name: str) -> None:
     """Warn, once for a pair of prefixes, if a saved checkpoint, or the one to be saved, is a step of both."""
-    with _lock:
-        known = dict(_saved.get(_key(checkpoint_dir), {}))
+    known = dict(_saved.get(_key(checkpoint_dir), {}))
     for other_name, other in known.items():
         if other == checkpoint_dir.prefix:
             continue

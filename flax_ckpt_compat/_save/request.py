@@ -23,8 +23,8 @@ class SaveManager(Protocol):
     def wait_previous_save(self) -> None:
         """Block until the previous save has ended."""
 
-    def save_async(self, task: Callable[[], Any], /) -> None:
-        """Run a task in the background."""
+    def save_async(self, task: Callable[[], Any], /) -> Any:
+        """Run a task in the background; its Future may be returned."""
 
 
 class Checkpointer(Protocol):
@@ -36,43 +36,24 @@ class Checkpointer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """One save.
-
-    Attributes:
-        checkpoint_dir: directory and prefix.
-        name: name of the checkpoint in the directory.
-        shown_path: the checkpoint's path in the caller's form.
-        step: as the caller gave it; None for a checkpoint that is no step of a directory.
-        overwrite: replace what has that name.
-        keep: number of checkpoints to keep; 0 keeps all.
-        keep_every_n_steps: also keep one checkpoint in so many steps; None for none.
-        replace_only_checkpoints: replace nothing but checkpoints, and remove none that are newer.
-        multiprocess: all processes of the job save, each what it holds.
-        format: format to write.
-        options: the backend's settings.
-        coordination_timeout: seconds that process 0 waits at each barrier; the others wait twice as long.
-        shadow: write the other format too, and compare.
-        async_manager: saves in the background; None saves in the foreground.
-        orbax_checkpointer: writes in the backend's place; None for the backend.
-        start: start of the call, in seconds since the epoch.
-    """
+    """One save."""
 
     checkpoint_dir: CheckpointDir
-    name: str
-    shown_path: str
-    step: Any = None
-    overwrite: bool = False
-    keep: int = 0
-    keep_every_n_steps: float | None = None
-    replace_only_checkpoints: bool = False
-    multiprocess: bool = False
+    name: str  # name of the checkpoint in the directory
+    shown_path: str  # the checkpoint's path in the caller's form
+    step: Any = None  # as the caller gave it; None for a checkpoint that is no step of a directory
+    overwrite: bool = False  # replace what has that name
+    keep: int = 0  # number of checkpoints to keep; 0 keeps all
+    keep_every_n_steps: float | None = None  # also keep one checkpoint in so many steps; None for none
+    replace_only_checkpoints: bool = False  # replace nothing but checkpoints, and remove none that are newer
+    multiprocess: bool = False  # all processes of the job save, each what it holds
     format: Format
     options: WriteOptions
-    coordination_timeout: float
-    shadow: bool = False
-    async_manager: SaveManager | None = None
-    orbax_checkpointer: Checkpointer | None = None
-    start: float = dataclasses.field(default_factory=time.time)
+    coordination_timeout: float  # seconds that process 0 waits at each barrier; the others wait twice as long
+    shadow: bool = False  # write the other format too, and compare
+    async_manager: SaveManager | None = None  # saves in the background; None saves in the foreground
+    orbax_checkpointer: Checkpointer | None = None  # writes in the backend's place; None for the backend
+    start: float = dataclasses.field(default_factory=time.time)  # start of the call, in seconds since the epoch
 
     @property
     def directory(self) -> str:
@@ -134,13 +115,15 @@ def of_path(path: str, **options: Any) -> SaveRequest:
 
 def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
     settings = config.current()
-    return SaveRequest(
+    request = SaveRequest(
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
         options=write_options(settings),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
         **fields,
     )
+    paths.check_destination(request.path)
+    return request
 
 
 def write_options(settings: config.Settings) -> WriteOptions:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from jax import monitoring
 
 from flax_ckpt_compat._core import paths, steps
-from flax_ckpt_compat._core.errors import CleanupError, StorageError
+from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import detect, listing
@@ -25,7 +25,12 @@ _last_saved = time.time()
 
 
 def retain(request: SaveRequest) -> None:
-    """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved."""
+    """Clean up after the commit, and record the event that Flax records; a CleanupError means that it is saved.
+
+    Raises:
+        ConcurrentWriteError: in a store, where nothing can be locked: this save and one of a newer step removed each
+            other's checkpoint.
+    """
     global _last_saved
     try:
         if request.step is not None:
@@ -40,7 +45,7 @@ def retain(request: SaveRequest) -> None:
 
 def _remove_others(request: SaveRequest) -> None:
     """Remove other checkpoints; a failure does not stop the removal of the rest."""
-    checkpoint_dir, failures = request.checkpoint_dir, list[StorageError]()
+    checkpoint_dir, failures, lost = request.checkpoint_dir, list[StorageError](), None
     if steps.step_of(request.name, checkpoint_dir.prefix) is None:
         return  # not a numbered step: it evicts nothing
     try:
@@ -50,11 +55,19 @@ def _remove_others(request: SaveRequest) -> None:
             ordered = [name for name in listing.complete_steps(checkpoint_dir, names) if name not in others]
             if request.name not in ordered:
                 return  # another writer removed it meanwhile, and cleans up itself
-            failures += _remove(checkpoint_dir, request.name, _to_remove(request, ordered), names)
+            doomed = _to_remove(request, ordered)
+            if not (is_watched := _takes_newer_in_store(request, doomed)):
+                failures += _remove(checkpoint_dir, request.name, doomed, names)
+        if is_watched and detect.what_is_missing(request.path) is None:
+            failures += _remove(checkpoint_dir, request.name, doomed, names)
+            lost = detect.what_is_missing(request.path)
         if not paths.is_url(checkpoint_dir.directory):  # in a store, a live writer cannot be detected
             failures += _remove_orphaned_arrays(checkpoint_dir)
     except StorageError as error:
         failures.append(error)
+    if lost is not None:
+        message = f"{request.path} was saved, and removed by another process that saves newer steps to this folder"
+        raise ConcurrentWriteError(f"{message}; save again, from one process only", path=request.path)
     if failures:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         message = (
@@ -77,6 +90,14 @@ def _to_remove(request: SaveRequest, ordered: list[str]) -> list[str]:
     # Never remove the one just saved, even if enough newer ones stay.
     old = [name for name in expired(kept, prefix, request.keep, request.keep_every_n_steps) if name != saved]
     return replaced + newer + old
+
+
+def _takes_newer_in_store(request: SaveRequest, doomed: Iterable[str]) -> bool:
+    """Return whether newer steps are removed, whose writer may evict this one at the same time, without a lock."""
+    prefix = request.checkpoint_dir.prefix
+    number = steps.step_of(request.name, prefix)
+    numbers = (steps.step_of(name, prefix) for name in doomed if paths.is_url(request.path))
+    return any(number is not None and other is not None and other > number for other in numbers)
 
 
 def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed: list[str]) -> list[StorageError]:

@@ -10,17 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import AddressableMemo, Memo
-from flax_ckpt_compat._core.tree import (
-    Branch,
-    Container,
-    HostCopy,
-    KeyData,
-    Node,
-    Path,
-    Shard,
-    shards_of,
-    show_path,
-)
+from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, shards_of, show_path
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._save import tree_summary
 from flax_ckpt_compat._save.host_copies import Copies
@@ -50,16 +40,12 @@ def tree_to_save(target: Any, request: SaveRequest, replicas: Replicas | None = 
 
 
 class _Snapshot:
-    """Converter of one tree; remembers which types of leaves need no conversion.
-
-    Attributes:
-        copies: collects the arrays to copy; None copies nothing.
-        levels: depth of the tree so far.
-    """
+    """Converter of one tree; caches which types of leaves need no conversion."""
 
     def __init__(self, request: SaveRequest, replicas: Replicas | None = None):
+        # levels: depth of the tree so far.
         self._request, self.levels, self._replicas = request, 0, replicas
-        self.copies = Copies() if request.async_manager else None
+        self.copies = Copies() if request.async_manager else None  # collects the arrays to copy; None copies nothing
         self._in_order = request.multiprocess and backend_for(request.format).sorts_multiprocess
         # Types of leaves that are saved as they are, and of jax arrays that need no check if fully addressable.
         self._simple_types: set[type] = set()

@@ -7,10 +7,11 @@ one group only.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ import numpy as np
 
 from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.memo import Memo
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, iter_leaves, normalize_index, show_path
+from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, iter_leaves, normalize_index, show_path
+from flax_ckpt_compat._save.content_sums import sums_of
 from flax_ckpt_compat._trees import state_dict
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -27,21 +29,17 @@ _GROUPS = 64
 _MAX_EXACT_LEAVES, _EXACT_GROUPS = 128, 2**24
 # Digest the values of about so many leaves; all of 5,000 would take as long as saving them.
 _SAMPLED_LEAVES = 1024
-# Digest all bytes of a small array, else evenly spaced elements; of a large one on an accelerator, nothing.
+# Digest all bytes of a small array, else evenly spaced elements; of a large one on an accelerator, nothing. Arrays that
+# are shared out are digested whole: a checkpoint must not mix what two processes hold.
 _SMALL_BYTES, _SAMPLED_ELEMENTS = 4096, 64
 _warned: set[tuple[str, str]] = set()
 
 
 class TreeSummary:
-    """Digest of one process's tree, sent to process 0.
+    """Digest of one process's tree, sent to process 0."""
 
-    Attributes:
-        spread: number and digest of the arrays that are spread over processes, as text.
-        details: JSON-serializable digests by group. ``spread`` has to be the same in all processes; ``values`` is
-            "<what is held> <its values>", whose values should agree between processes that hold the same.
-    """
-
-    def __init__(self, tree: Node):
+    def __init__(self, tree: Node, shared: Mapping[Path, Collection[int]] | None = None):
+        """Sample the leaves; of arrays whose writing is shared out take all: ``shared`` has the processes of each."""
         self._names: dict[str, list[str]] = defaultdict(list)
         described = Memo[str](lambda array: f"{array[1]} {array[2]} {_layout(array[0])}")
         spread: dict[str, int] = defaultdict(int)
@@ -52,30 +50,38 @@ class TreeSummary:
         groups = _EXACT_GROUPS if self._is_exact else _GROUPS
         # A mask: processes whose trees differ by a few leaves sample the same ones, or a superset.
         skip_mask = (1 << (len(leaves) // _SAMPLED_LEAVES).bit_length()) - 1
-        number = 0
+        number, names, shared = 0, 0, shared or {}
+        sums = sums_of({path: leaf for path, leaf in leaves if path in shared and not is_placeholder(leaf)})
         with jax.transfer_guard_device_to_host("allow"):
             for path, leaf in leaves:
                 name = show_path(path)
                 text = name.encode("utf-8", "surrogateescape")
                 checksum = zlib.crc32(text)
-                group = str(checksum % groups)
+                group, names = str(checksum % groups), names + checksum
                 array = leaf.data if isinstance(leaf, KeyData) else leaf
                 if spans_processes(array):
                     number += 1
                     layout = described.of((array.sharding, array.shape, array.dtype))
                     spread[group] += zlib.crc32(layout.encode(), checksum)
                 self._names[group].append(name)
-                if checksum >> 8 & skip_mask:
+                if checksum >> 8 & skip_mask and path not in sums:
                     continue
-                of, digest = _digest(array)
+                of, digest = (b"all of it", sums[path]) if path in sums else _digest(array)
                 held[group] += zlib.crc32(of, checksum)
                 values[group] += zlib.crc32(digest, checksum)
         whole = zlib.crc32(repr(sorted(spread.items())).encode())
+        # Number and digest of the arrays that are spread over processes, as text.
         self.spread = f"{number} arrays spread over processes (names, shapes, dtypes and shardings: {whole:08x})"
-        self.details = {
+        # JSON-serializable digests by group. ``spread`` has to be the same in all processes; ``values`` is "<what is
+        # held> <its values>", whose values should agree between processes that hold the same; ``leaves`` is the number
+        # and a sum of the names; ``shared``, by processes that hold them, all bytes of arrays that these share out.
+        self.details: dict[str, Any] = {
             "spread": {group: f"{total % 2**16:x}" for group, total in spread.items()},
             "values": {group: f"{held[group] % 2**16:x} {total % 2**16:x}" for group, total in values.items()},
         }
+        self.details["leaves"] = [len(leaves), names % 2**32]
+        if sums:
+            self.details["shared"] = _by_processes(sums, shared)
 
     def differences(self, theirs: Mapping[str, Any]) -> str:
         """Name arrays that another process may spread differently, for an error message; '' for none."""
@@ -112,7 +118,43 @@ class TreeSummary:
                 f"{'' if self._is_exact else 'some of '}{names}" if names else "some leaves",
                 ", ".join(map(str, processes)),
             )
-        return not groups
+        self._warn_of_more_leaves(path, others)
+        mine = self.details.get("shared", {})
+        is_same = all(
+            mine[of] == sums for found in others.values() for of, sums in found.get("shared", {}).items() if of in mine
+        )
+        return is_same and not groups
+
+    def _warn_of_more_leaves(self, path: str, others: Mapping[int, Mapping[str, Any]]) -> None:
+        """Warn once of leaves that only others hold; in large trees, if these are more than here, or as many others."""
+        mine, count = self.details["values"], self.details["leaves"][0]
+        found = {}
+        for index, details in sorted(others.items()):
+            theirs = details.get("leaves", self.details["leaves"])
+            is_exact = self._is_exact and theirs[0] <= _MAX_EXACT_LEAVES
+            has_more = details["values"].keys() - mine.keys() if is_exact else theirs[0] >= count
+            if theirs != self.details["leaves"] and has_more:
+                found[index] = theirs[0]
+        key = path.rpartition("/")[0], f"{count} {found}"
+        if found and key not in _warned:
+            _warned.add(key)
+            _log.warning(
+                "%s: processes hold leaves that process 0 does not hold, and these are not saved (process %s: %s "
+                "leaves; process 0: %d). Give the tree the same keys in all processes. This warning is shown once.",
+                path,
+                ", ".join(map(str, found)),
+                ", ".join(map(str, found.values())),
+                count,
+            )
+
+
+def _by_processes(sums: Mapping[Path, bytes], shared: Mapping[Path, Collection[int]]) -> dict[str, str]:
+    """Return one digest of the sums for all arrays that the same processes hold."""
+    digests: dict[str, Any] = defaultdict(hashlib.sha256)
+    for path, total in sorted(sums.items()):
+        text = repr((path, total)).encode("utf-8", "surrogatepass")
+        digests[",".join(map(str, shared[path]))].update(text)
+    return {of: digest.hexdigest()[:16] for of, digest in digests.items()}
 
 
 def spans_processes(array: Any) -> bool:
@@ -134,7 +176,7 @@ def _layout(sharding: Any) -> str:
 
 def _digest(leaf: Any) -> tuple[bytes, bytes]:
     """Return which parts of a leaf this process holds, and a sample of their values."""
-    if leaf is None or (isinstance(leaf, np.ndarray) and is_placeholder(leaf)):
+    if leaf is None or is_placeholder(leaf):
         return b"nothing", b""
     if isinstance(leaf, Branch):
         return b"all", leaf.container.value.encode()
@@ -170,6 +212,6 @@ def placeholder(array: jax.Array) -> Any:
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
-def is_placeholder(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether an array may be a result of `placeholder`."""
-    return not array.flags.writeable and not any(array.strides)
+def is_placeholder(leaf: Any) -> bool:
+    """Return whether a leaf may be a result of `placeholder`."""
+    return isinstance(leaf, np.ndarray) and not leaf.flags.writeable and not any(leaf.strides)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import jax
+
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
@@ -15,6 +17,7 @@ from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, listing, opening
+from flax_ckpt_compat._discovery.around import checkpoint_around
 from flax_ckpt_compat._save import prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
@@ -32,9 +35,10 @@ _ATTEMPTS = 100
 def check(request: SaveRequest) -> Any:
     """Raise unless the save may write, and ``overwrite`` allows what it replaces.
 
-    Returns:
-        The listing of the directory in a store, which `paths.storage_of`'s ``offering`` takes.
-    """
+    Return the listing of the directory in a store, which `paths.storage_of`'s ``offering`` takes."""
+    if why := paths.storage_of(request.path).why_too_long(request.path):
+        message = f"cannot save to {request.path}: {why}; shorten the directory, the prefix or the step"
+        raise StorageError(message, path=request.path, errno=errno.ENAMETOOLONG)
     if request.step is not None:
         prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
     with paths.listing_cache(request.directory):
@@ -69,11 +73,16 @@ def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
 
 
 def _invalid(request: SaveRequest, message: str) -> InvalidCheckpointError:
+    if jax.process_count() > 1 and not request.multiprocess:  # most often, they all called it
+        message += (
+            f" Each of the {jax.process_count()} processes of this job that calls save_checkpoint saves for itself: "
+            "call it in process 0 only, or save_checkpoint_multiprocess in all."
+        )
     return InvalidCheckpointError(message, path=request.path, step=request.step)
 
 
 def _check_directory(request: SaveRequest) -> None:
-    """Raise if the directory is itself a checkpoint: no look-up would find another one inside.
+    """Raise if the directory is itself a checkpoint, where no look-up finds another, or lies in one.
 
     A directory that is an ordinary file is an error later, when directories are made.
     """
@@ -82,6 +91,11 @@ def _check_directory(request: SaveRequest) -> None:
     if (is_step and paths.isfile(request.directory)) or detect.is_certainly_orbax(request.directory):
         message = f"{request.directory} is itself a checkpoint; pass the directory that holds it, {parent}"
         raise _invalid(request, f"{request.attempt}: {message}")
+    if (around := checkpoint_around(request.directory)) is not None:
+        outside = f"pass a directory outside of it, such as {os.path.dirname(around)}"
+        raise _invalid(
+            request, f"{request.attempt}: {around} is a checkpoint, and would be removed with all in it; {outside}"
+        )
 
 
 def _check_replaced(request: SaveRequest) -> None:
@@ -121,10 +135,9 @@ def _check_overwrite(request: SaveRequest) -> None:
     step = steps.step_of(request.name, checkpoint_dir.prefix)
     if step is None:
         return
-    last = listing.newest_step(checkpoint_dir, but=prefixes.saved_by_other_prefixes(checkpoint_dir))
-    newest = None if last is None else steps.step_of(last, checkpoint_dir.prefix)
-    if last is not None and newest is not None and step <= newest:
-        state = "is the same step" if step == newest else "is newer"
+    last = listing.newest_step(checkpoint_dir, step, but=prefixes.saved_by_other_prefixes(checkpoint_dir))
+    if last is not None:
+        state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
         removed = "" if request.replace_only_checkpoints else " and remove what is not older"
         raise _invalid(
             request,

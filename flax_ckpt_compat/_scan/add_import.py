@@ -13,12 +13,7 @@ _Line = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 
 def with_standard_import(module: cst.Module, name: str) -> cst.Module:
-    """Return the module with ``import name``: in order among the first imports of the standard library, or above all.
-
-    Args:
-        module: Unchanged if it imports that already.
-        name: A module of the standard library.
-    """
+    """Return the module with ``import name``: among the first imports of the standard library, in order, or above."""
     body = list(module.body)
     if any(("import", name) in _imported(line) for line in body):
         return module

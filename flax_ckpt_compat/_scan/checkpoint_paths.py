@@ -25,12 +25,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class CheckpointPaths:
     """The expressions of one module that hold checkpoint paths.
 
-    Args:
-        tree: The module.
-        names: Its imports.
-        prefixes: What the names of its checkpoints begin with.
-        uses_api: Whether the module calls the legacy API: then names such as ``ckpt_path`` count as well.
-    """
+    The names of its checkpoints begin with ``prefixes``. If the module ``uses_api``, names such as ``ckpt_path`` count
+    too."""
 
     def __init__(self, tree: ast.Module, names: Names, prefixes: set[str], *, uses_api: bool) -> None:
         self._tree = tree

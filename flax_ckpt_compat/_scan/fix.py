@@ -29,13 +29,6 @@ def fix(code: str, findings: Iterable[Finding]) -> str:
       Underscored helpers, which we do not have, still come from Flax, as does the module in code that uses them.
     - ``os.path.isfile(checkpoint)`` becomes ``os.path.exists(checkpoint)``.
     - The statement ``os.remove(checkpoint)`` removes a directory, too.
-
-    Args:
-        code: The text of a Python file.
-        findings: What `project.scan` found in it.
-
-    Raises:
-        libcst.ParserSyntaxError: libcst does not know the syntax of this code.
     """
     wrapper = MetadataWrapper(cst.parse_module(code))
     fixer = _Fixer({(found.line, found.column): found.kind for found in findings}, keeps_flax=_uses_helpers(code))

@@ -9,21 +9,13 @@ CHANGE, CHECK, NOTHING = "change", "check", "nothing"
 
 
 class Kind(NamedTuple):
-    """A kind of finding.
+    """A kind of finding."""
 
-    Attributes:
-        title: What the code does.
-        flax: What happens in Flax alone when the flag becomes true.
-        shim: What happens with flax_ckpt_compat then.
-        remedy: What to do, or "" for nothing.
-        action: `CHANGE`, `CHECK` or `NOTHING`, with flax_ckpt_compat.
-    """
-
-    title: str
-    flax: str
-    shim: str
-    remedy: str
-    action: str
+    title: str  # What the code does
+    flax: str  # What happens in Flax alone when the flag becomes true
+    shim: str  # What happens with flax_ckpt_compat then
+    remedy: str  # What to do, or "" for nothing
+    action: str  # `CHANGE`, `CHECK` or `NOTHING`, with flax_ckpt_compat
 
 
 _SAME = "works as before"
@@ -31,148 +23,90 @@ _SAME = "works as before"
 KINDS = {
     # Uses of the API.
     "import": Kind(
-        "imports the legacy API",
-        "the module is deprecated",
-        _SAME,
-        "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()",
-        NOTHING,
+        "imports the legacy API", "the module is deprecated", _SAME,
+        "import it from flax_ckpt_compat, or call flax_ckpt_compat.install()", NOTHING,
     ),
     "save": Kind(
-        "saves a checkpoint",
-        "writes a directory; drops the save if the step is smaller than the newest",
-        "writes a directory, with the rules of msgpack files",
-        "",
-        NOTHING,
+        "saves a checkpoint", "writes a directory; drops the save if the step is smaller than the newest",
+        "writes a directory, with the rules of msgpack files", "", NOTHING,
     ),
     "multiprocess-save": Kind(
-        "saves from several processes",
-        "writes a directory; keep=N leaves N+1",
-        "writes a directory; keep=N leaves N",
-        "",
-        NOTHING,
+        "saves from several processes", "writes a directory; keep=N leaves N+1", "writes a directory; keep=N leaves N",
+        "", NOTHING,
     ),
     "restore": Kind(
-        "restores a checkpoint",
-        "keeps initial values where names differ, without an error",
-        "the same errors for both formats",
-        "",
-        NOTHING,
+        "restores a checkpoint", "keeps initial values where names differ, without an error",
+        "the same errors for both formats", "", NOTHING,
     ),
     "lookup": Kind("looks up checkpoints or steps", "also counts temporaries of Orbax", _SAME, "", NOTHING),
     "async-manager": Kind("saves in the background", "uses Orbax's own checkpointer instead", _SAME, "", NOTHING),
     "other-api": Kind("uses another name of the legacy API", "the module is deprecated", _SAME, "", NOTHING),
     "flag": Kind(
-        "sets or reads the flag",
-        "decides the format",
-        "decides the format, at each call",
-        "leave one place that sets it, and flip it there",
-        CHECK,
+        "sets or reads the flag", "decides the format", "decides the format, at each call",
+        "leave one place that sets it, and flip it there", CHECK,
     ),
     "orbax-utils": Kind("uses flax.training.orbax_utils", "needs Orbax", "needs Flax's module and Orbax", "", NOTHING),
     "transforms": Kind(
-        "restores by Orbax's transformations",
-        "deprecated in Orbax",
-        "works for both formats",
-        "rules=[…] of flax_ckpt_compat.restore say the same in one pattern",
-        NOTHING,
+        "restores by Orbax's transformations", "deprecated in Orbax", "works for both formats",
+        "rules=[…] of flax_ckpt_compat.restore say the same in one pattern", NOTHING,
     ),
     "untyped-restore": Kind(
-        "restores without a target",
-        "gives jax.Arrays instead of numpy arrays",
-        "gives numpy arrays, as before",
-        "",
+        "restores without a target", "gives jax.Arrays instead of numpy arrays", "gives numpy arrays, as before", "",
         NOTHING,
     ),
     "relative-path": Kind(
-        "saves to a relative path",
-        "ValueError: Checkpoint path should be absolute",
-        _SAME,
-        "",
-        NOTHING,
+        "saves to a relative path", "ValueError: Checkpoint path should be absolute", _SAME, "", NOTHING,
     ),
     "process-guard": Kind(
-        "saves in one process only",
-        "waits for the other processes for ever",
-        "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess",
-        "",
-        NOTHING,
+        "saves in one process only", "waits for the other processes for ever",
+        "saves in this process; arrays that it sees only in part need save_checkpoint_multiprocess", "", NOTHING,
     ),
     "caught-error": Kind(
-        "catches errors of a restore",
-        "a mismatch no longer raises: initial values are kept",
-        "raises the same classes for both formats",
-        "",
-        NOTHING,
+        "catches errors of a restore", "a mismatch no longer raises: initial values are kept",
+        "raises the same classes for both formats", "", NOTHING,
     ),
     # Code around it that expects one file.
     "remove": Kind(
-        "deletes a checkpoint as a file",
+        "deletes a checkpoint as a file", "IsADirectoryError, or PermissionError",
         "IsADirectoryError, or PermissionError",
-        "IsADirectoryError, or PermissionError",
-        "let overwrite=True or keep= remove it, or use shutil.rmtree for directories",
-        CHANGE,
+        "let overwrite=True or keep= remove it, or use shutil.rmtree for directories", CHANGE,
     ),
     "copy": Kind(
-        "copies a checkpoint as a file",
-        "IsADirectoryError",
-        "IsADirectoryError",
-        "shutil.copytree for directories; copy to a temporary name, then rename",
-        CHANGE,
+        "copies a checkpoint as a file", "IsADirectoryError", "IsADirectoryError",
+        "shutil.copytree for directories; copy to a temporary name, then rename", CHANGE,
     ),
     "shell-copy": Kind(
-        "copies a checkpoint by a shell command",
-        "directories are skipped without -r",
-        "directories are skipped without -r",
-        "add -r (cp, scp, gsutil) or --recursive (aws s3)",
-        CHANGE,
+        "copies a checkpoint by a shell command", "directories are skipped without -r",
+        "directories are skipped without -r", "add -r (cp, scp, gsutil) or --recursive (aws s3)", CHANGE,
     ),
     "upload": Kind(
-        "uploads a checkpoint as a file",
-        "fails: it is a directory",
-        "fails: it is a directory",
-        "upload the directory (add_dir, upload_folder), or save to s3:// or gs:// directly",
-        CHANGE,
+        "uploads a checkpoint as a file", "fails: it is a directory", "fails: it is a directory",
+        "upload the directory (add_dir, upload_folder), or save to s3:// or gs:// directly", CHANGE,
     ),
     "open": Kind(
-        "opens a checkpoint as a file",
-        "IsADirectoryError",
-        "IsADirectoryError",
-        "restore_checkpoint(path, None) reads both formats",
-        CHANGE,
+        "opens a checkpoint as a file", "IsADirectoryError", "IsADirectoryError",
+        "restore_checkpoint(path, None) reads both formats", CHANGE,
     ),
     "is-file": Kind(
-        "asks whether a checkpoint is a file",
-        "False: it is a directory",
-        "False: it is a directory",
-        "os.path.exists, or latest_checkpoint",
-        CHANGE,
+        "asks whether a checkpoint is a file", "False: it is a directory", "False: it is a directory",
+        "os.path.exists, or latest_checkpoint", CHANGE,
     ),
     "size": Kind(
-        "takes the size of a checkpoint file",
-        "the size of a directory's entry, about 4096",
-        "the size of a directory's entry, about 4096",
-        "iter_checkpoints gives sizes of both formats",
-        CHANGE,
+        "takes the size of a checkpoint file", "the size of a directory's entry, about 4096",
+        "the size of a directory's entry, about 4096", "iter_checkpoints gives sizes of both formats", CHANGE,
     ),
     "glob": Kind(
-        "lists checkpoints by a pattern",
-        "also gives temporaries of Orbax, which are no checkpoints",
+        "lists checkpoints by a pattern", "also gives temporaries of Orbax, which are no checkpoints",
         "also gives _gda folders; temporaries have other names",
-        "available_steps or iter_checkpoints list complete checkpoints only",
-        CHECK,
+        "available_steps or iter_checkpoints list complete checkpoints only", CHECK,
     ),
     "parse-name": Kind(
-        "reads the step from a checkpoint's name",
-        "fails on temporaries, checkpoint_3.orbax-checkpoint-tmp-…",
-        "works for names that latest_checkpoint returns",
-        "available_steps gives the steps",
-        CHECK,
+        "reads the step from a checkpoint's name", "fails on temporaries, checkpoint_3.orbax-checkpoint-tmp-…",
+        "works for names that latest_checkpoint returns", "available_steps gives the steps", CHECK,
     ),
     "poll": Kind(
-        "waits until a checkpoint's name appears",
-        "on object stores, the name is there before the arrays",
+        "waits until a checkpoint's name appears", "on object stores, the name is there before the arrays",
         "the name appears when all is written; on object stores, its marker does",
-        "latest_checkpoint passes over what is incomplete",
-        CHECK,
+        "latest_checkpoint passes over what is incomplete", CHECK,
     ),
-}
+}  # fmt: skip

@@ -26,55 +26,32 @@ _CALLS = {
     "glob": {"glob.glob", "glob.iglob", "gfile.glob", "gfile.Glob", "io.glob"},
 }
 _METHODS = {
-    "unlink": "remove",
-    "open": "open",
-    "read_bytes": "open",
-    "is_file": "is-file",
-    "stat": "size",
-    "add_file": "upload",
-    "upload_file": "upload",
-    "upload_from_filename": "upload",
-    "fput_object": "upload",
-    "glob": "glob",
-    "rglob": "glob",
-    "iglob": "glob",
+    "remove": {"unlink"},
+    "open": {"open", "read_bytes"},
+    "is-file": {"is_file"},
+    "size": {"stat"},
+    "upload": {"add_file", "upload_file", "upload_from_filename", "fput_object"},
+    "glob": {"glob", "rglob", "iglob"},
 }
 _PARSERS = {"split", "rsplit", "partition", "rpartition", "removeprefix"}
-_SHELL = {
-    "os.system",
-    "subprocess.run",
-    "subprocess.call",
-    "subprocess.check_call",
-    "subprocess.check_output",
-    "subprocess.Popen",
-}
+_SHELL = {"os.system", *(f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output", "Popen"))}
 _COPIES = re.compile(r"\b(cp|scp|gsutil|rsync|mv)\b")
 _RECURSIVE = re.compile(r"(^|\s)(-\w*[raR]\w*|--recursive|--archive)\b")
 
 
 @dataclass(frozen=True)
 class Use:
-    """A finding in a module.
-
-    Attributes:
-        kind: A key of `kinds.KINDS`.
-        line: Line of the code, from 1.
-        column: Column in bytes of UTF-8, from 0, as `ast` counts.
-    """
+    """A finding in a module."""
 
     kind: str
-    line: int
-    column: int
+    line: int  # Line of the code, from 1
+    column: int  # Column in bytes of UTF-8, from 0, as `ast` counts
 
 
 def scan_module(tree: ast.Module, *, in_project: bool) -> list[Use]:
     """Return what a module does with checkpoints, in its order.
 
-    Args:
-        tree: The module.
-        in_project: Whether another module of the program uses the legacy API, so that names like
-            ``checkpoint_{step}`` in this one are its checkpoints, too.
-    """
+    If another module ``in_project`` uses the legacy API, names like ``checkpoint_{step}`` are its checkpoints, too."""
     names = Names(tree)
     uses = {(found.lineno, found.col_offset, kind) for kind, found in _api_uses(tree, names)}
     uses_api = any(kind != "flag" for _, _, kind in uses)
@@ -170,7 +147,7 @@ def _file_calls(node: ast.Call, names: Names, paths: CheckpointPaths) -> Iterato
         yield from (kind for kind, calls in _CALLS.items() if tail in calls)
     if isinstance(node.func, ast.Attribute):
         of_path = paths.holds(node.func.value)
-        kind = _METHODS.get(node.func.attr)
+        kind = next((kind for kind, methods in _METHODS.items() if node.func.attr in methods), None)
         is_used = (held if kind in {"upload", "glob"} else of_path) and not _writes(node)
         if kind and is_used and tail not in _CALLS.get(kind, ()):
             yield kind

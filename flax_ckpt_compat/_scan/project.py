@@ -23,23 +23,14 @@ _SUFFIXES = {".py", ".ipynb"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of code that saves, restores or handles checkpoints.
+    """One line of code that saves, restores or handles checkpoints."""
 
-    Attributes:
-        path: File, as it was named or found.
-        cell: Number of the notebook's code cell from 1; None in Python files.
-        line: Line in the file or cell, from 1.
-        column: Column in characters, from 0.
-        kind: Key of `kinds.KINDS`.
-        code: The line, without its indentation.
-    """
-
-    path: str
-    cell: int | None
-    line: int
-    column: int
-    kind: str
-    code: str
+    path: str  # File, as it was named or found
+    cell: int | None  # Number of the notebook's code cell from 1; None in Python files
+    line: int  # Line in the file or cell, from 1
+    column: int  # Column in characters, from 0
+    kind: str  # Key of `kinds.KINDS`
+    code: str  # The line, without its indentation
 
     @property
     def about(self) -> Kind:
@@ -49,17 +40,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class ScanReport:
-    """Result of a scan.
+    """Result of a scan."""
 
-    Attributes:
-        findings: By file and line.
-        files: How many files were read.
-        unreadable: Files that are no Python code, with the reason.
-    """
-
-    findings: tuple[Finding, ...]
-    files: int
-    unreadable: tuple[tuple[str, str], ...]
+    findings: tuple[Finding, ...]  # By file and line
+    files: int  # How many files were read
+    unreadable: tuple[tuple[str, str], ...]  # Files that are no Python code, with the reason
 
     @property
     def actions(self) -> tuple[Finding, ...]:
@@ -86,16 +71,9 @@ class _Source:
 
 
 def scan(paths: Sequence[str | os.PathLike[str]]) -> ScanReport:
-    """Find all uses of the legacy API below paths, and the code around them that expects one file.
+    """Find all uses of the legacy API in files and folders, and the code around them that expects one file.
 
-    The code is parsed, never imported or run.
-
-    Args:
-        paths: Files (``.py``, ``.ipynb``, or Python without a suffix) and folders, which are searched.
-
-    Raises:
-        FileNotFoundError: a path does not exist.
-    """
+    The code is parsed, never imported or run: ``.py``, ``.ipynb``, and files that are named, whatever their suffix."""
     files = list(dict.fromkeys(file for path in paths for file in _files(Path(path))))
     sources: list[_Source] = []
     unreadable: list[tuple[str, str]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,7 @@ _HEADINGS = {
 
 
 def print_report(report: ScanReport, console: Console, *, verbose: bool) -> None:
-    """Print the findings by what they ask for, then by kind.
-
-    Args:
-        report: What to print.
-        console: Where to.
-        verbose: Whether to list each place that needs nothing, instead of counting them.
-    """
+    """Print the findings by what they ask for, then by kind; if ``verbose``, also each place that needs nothing."""
     from rich.markup import escape
 
     for action, (heading, style) in _HEADINGS.items():
@@ -93,18 +88,7 @@ def to_json(report: ScanReport) -> dict[str, Any]:
     return {
         "files": report.files,
         "unreadable": [{"path": path, "reason": reason} for path, reason in report.unreadable],
-        "findings": [
-            {
-                "path": found.path,
-                "cell": found.cell,
-                "line": found.line,
-                "column": found.column,
-                "kind": found.kind,
-                "code": found.code,
-                **found.about._asdict(),
-            }
-            for found in report.findings
-        ],
+        "findings": [{**dataclasses.asdict(found), **found.about._asdict()} for found in report.findings],
     }
 
 

@@ -55,15 +55,9 @@ class Suggestion:
 
 
 def suggest(stored: Node, target: Node) -> Suggestion | None:
-    """Propose steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes.
+    """Propose steps from a checkpoint to a target that lacks leaves in it, or has them in other shapes; or None.
 
-    Args:
-        stored: the checkpoint's tree of leaf handles; no array data is read.
-        target: the target's tree, of `flax_ckpt_compat._trees.state_dict.describe`.
-
-    Returns:
-        The proposal, or None where nothing is missing or nothing helps.
-    """
+    ``target`` is a tree of `flax_ckpt_compat._trees.state_dict.describe`. No array data is read."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return None
     # Formats keep names in different orders, and what is proposed must not depend on it.

@@ -40,7 +40,7 @@ class Outcome:
     kept: dict[Path, Look]  # the target's leaves that stay as they are
     unused: dict[Path, Look]  # the stored leaves that nothing is made of
     stored: dict[Path, Look]
-    goal: dict[Path, Look]  # the target's leaves
+    goal: dict[Path, Look]
     had: Roles  # in the checkpoint
     has: Roles  # in the target
 

@@ -16,11 +16,7 @@ _NEVER_TOO_DEEP = 50
 
 
 def check(levels: int, path: str) -> None:
-    """Refuse to save a tree too deep to be restored from the current call depth.
-
-    Raises:
-        DepthError: it is nested too deeply.
-    """
+    """Raise DepthError for a save of a tree too deep to be restored from the current call depth."""
     if levels <= _NEVER_TOO_DEEP:
         return
     most = (sys.getrecursionlimit() - _calls() - _CALLS_BESIDE) // _CALLS_A_LEVEL

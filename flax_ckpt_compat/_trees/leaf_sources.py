@@ -21,35 +21,24 @@ class Own(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FunctionInput:
-    """A stored leaf as an input of a user's function: placed and cast as for a leaf of the target.
-
-    Attributes:
-        handle: the stored leaf.
-        target: the leaf, or None for host memory.
-    """
+    """A stored leaf as an input of a user's function: placed and cast as for a leaf of the target."""
 
     handle: LeafHandle
-    target: Any
+    target: Any  # the leaf, or None for host memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Derived:
-    """A leaf that is computed from stored ones on demand.
+    """A leaf that is computed from stored ones on demand."""
 
-    Attributes:
-        inputs: `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python);
-            or, for functions of the user, `FunctionInput`s.
-        function: takes the inputs' values in order and must not write to them.
-        shape: of the result; None if only the function knows.
-        dtype: of the result; None if only the function knows, or if the result is `KeyData` of that shape of keys.
-        how: the operation in a few words, such as ``stack of 12`` or ``float32 → bfloat16``.
-    """
-
+    # `LeafHandle`s, `ArraySlice`s and `Derived`s, whose values are in host memory (``np.ndarray``, Python); or, for
+    # functions of the user, `FunctionInput`s.
     inputs: tuple[LeafHandle | ArraySlice | Derived | FunctionInput, ...]
-    function: Callable[..., Any]
-    shape: tuple[int, ...] | None
+    function: Callable[..., Any]  # takes the inputs' values in order and must not write to them
+    shape: tuple[int, ...] | None  # of the result; None if only the function knows
+    # Of the result; None if only the function knows, or if the result is `KeyData` of that shape of keys.
     dtype: np.dtype[Any] | None
-    how: str
+    how: str  # the operation in a few words, such as ``stack of 12`` or ``float32 → bfloat16``
 
     @property
     def handles(self) -> list[LeafHandle]:

@@ -30,27 +30,18 @@ _IMPLEMENTATIONS = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
 
 
 class TargetTree:
-    """A user's tree and its neutral tree, from one call of ``to_state_dict``.
-
-    Attributes:
-        tree: the user's tree.
-        node: its neutral tree, the leaves untouched.
-        custom_paths: key paths of nodes whose type has its own Flax serialization, which may read older states.
-    """
+    """A user's tree and its neutral tree, from one call of ``to_state_dict``."""
 
     def __init__(self, tree: Any):
-        """Describe the tree.
-
-        Raises:
-            UnsupportedLeafError: two children of one node have the same name.
-        """
-        self.tree = tree
+        """Describe the tree; raise UnsupportedLeafError if two children of one node have the same name."""
+        self.tree = tree  # the user's tree
         others: list[Any] = []
         self._state = _state_dict(tree, others)
         self._has_foreign = False
         self._misread: list[Path] = []
         custom: list[Path] = []
-        self.node = self._describe(tree, self._state, (), custom)
+        self.node = self._describe(tree, self._state, (), custom)  # its neutral tree, the leaves untouched
+        # Key paths of nodes whose type has its own Flax serialization, which may read older states.
         self.custom_paths = frozenset(custom)
         # A state dict of it is then the tree itself.
         self._is_nested_dicts = type(tree) is dict and not others and not self._has_foreign
@@ -118,23 +109,15 @@ class TargetTree:
 
 
 def describe(target: Any) -> Node:
-    """Return the neutral tree of a user's tree, its leaves untouched.
-
-    Raises:
-        UnsupportedLeafError: two children of one node have the same name.
-    """
+    """Return the neutral tree of a user's tree, its leaves untouched; see `TargetTree`."""
     return TargetTree(target).node
 
 
 def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any:
-    """Convert a stored tree to Python containers.
+    """Convert a stored tree to Python containers; ``values`` are its leaves in order, None takes those of the tree.
 
-    Args:
-        node: the tree.
-        values: its leaves, in order; None takes those of the tree.
-        structure: ``flax`` gives dicts with text keys, as Flax restores without a target: lists become dicts of '0',
-            '1', …; ``lists`` keeps lists; ``stored`` gives lists, tuples and int keys where the format recorded them.
-    """
+    The structure ``flax`` gives dicts with text keys, as Flax restores without a target: lists become dicts of '0',
+    '1', …; ``lists`` keeps lists; ``stored`` gives lists, tuples and int keys where the format recorded them."""
     if not isinstance(node, Branch):
         return node if values is None else next(values)
     children: dict[str, Any] = {}
@@ -155,11 +138,6 @@ def from_stored(node: Node, values: Iterator[Any] | None, structure: str) -> Any
 def _has_custom_serialization(node: Any) -> bool:
     plain = isinstance(node, (dict, list, tuple, core.FrozenDict, jax.tree_util.Partial))
     return not plain and not hasattr(type(node), "_flax_dataclass") and serialization.is_serializable(node)
-
-
-def rebuild(target: Any, state: Any) -> Any:
-    """Rebuild a user's tree with the leaves of ``state``: nested dicts with the structure of `describe`."""
-    return TargetTree(target).rebuild(state)
 
 
 def _is_opaque(kind: type) -> bool:
@@ -288,7 +266,7 @@ def _unexpand(original_state: Any, state: Any) -> Any:
     if not isinstance(state, dict) or set(names) != state.keys():
         return state
     structure = jax.tree_util.tree_structure(original_state, is_leaf=lambda value: value is not original_state)
-    children = [rebuild(child, state[name]) for name, (_, child) in zip(names, entries, strict=True)]
+    children = [TargetTree(child).rebuild(state[name]) for name, (_, child) in zip(names, entries, strict=True)]
     return jax.tree_util.tree_unflatten(structure, children)
 
 
@@ -320,11 +298,7 @@ def join_key(key: KeyData, sharding: Any = None) -> jax.Array:
 
 
 def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """Return this process's view of an array whose shards are all on other processes.
-
-    Raises:
-        UnsupportedLeafError: this jax has no such arrays.
-    """
+    """Return this process's view of an array whose shards are all on other processes; not every jax has such."""
     try:
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     except TypeError as error:  # before jax had the argument, the dtype was that of the shards, and there are none

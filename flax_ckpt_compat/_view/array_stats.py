@@ -14,23 +14,14 @@ _NO_NUMBERS, _COMPLEX = "USMmO", "cW"  # kinds of dtypes; W is that of ml_dtypes
 
 @dataclasses.dataclass(slots=True)
 class Stats:
-    """Statistics of one array or several; arrays may be added in pieces.
+    """Statistics of one array or several; arrays may be added in pieces."""
 
-    Attributes:
-        finite: number of elements that are neither NaN nor infinite.
-        nan: number of NaNs.
-        inf: number of infinities, of both signs.
-        min: smallest finite element; None if there is none, or they are complex. Of integers and bools an int.
-        max: largest, likewise.
-        total: sum of the finite elements, as float64; 0 of complex ones.
-    """
-
-    finite: int = 0
+    finite: int = 0  # number of elements that are neither NaN nor infinite
     nan: int = 0
-    inf: int = 0
-    min: int | float | None = None
-    max: int | float | None = None
-    total: float = 0.0
+    inf: int = 0  # number of infinities, of both signs
+    min: int | float | None = None  # smallest finite element, of integers and bools an int; None without, or if complex
+    max: int | float | None = None  # largest, likewise
+    total: float = 0.0  # sum of the finite elements, as float64; 0 of complex ones
 
     @property
     def mean(self) -> float | None:

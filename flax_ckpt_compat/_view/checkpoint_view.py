@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, shown
+from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
@@ -50,7 +51,7 @@ def open_checkpoint(
         ...     print(sorted(view.leaves()), view.read("epoch"))
         ['epoch', 'params/w'] {'epoch': 4}
     """
-    ckpt_dir = os.fspath(path)
+    ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
     verify = config.current().checksums == "verify"
     async_saves.wait_for_pending_saves(ckpt_dir, prefix)
 

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.bounded_reads import read_all
 from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import locating, opening
@@ -109,7 +110,7 @@ def diff(
         >>> [(leaf.path, leaf.values.max_abs) for leaf in diff(a, b).differences]
         [('w', 0.5)]
     """
-    paths = os.fspath(a), os.fspath(b)
+    paths, prefix = (as_text(a), as_text(b)), as_text(prefix, "prefix")
     tolerance = None if rtol is None and atol is None else (_tolerance("rtol", rtol), _tolerance("atol", atol))
     for path in paths:
         wait_for_pending_saves(path, prefix)

@@ -61,7 +61,7 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
         >>> [(record.step, record.complete) for record in iter_checkpoints("runs")]
         [(1, True), (2, True)]
     """
-    checkpoint_dir = listing.checkpoint_dir(os.fspath(directory), prefix)
+    checkpoint_dir = listing.checkpoint_dir(paths.as_text(directory), paths.as_text(prefix, "prefix"))
     # Whoever saves in the background has loaded it; it loads jax, which a listing does without.
     if async_saves := sys.modules.get("flax_ckpt_compat._save.async_saves"):
         async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)

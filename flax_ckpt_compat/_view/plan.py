@@ -17,6 +17,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, show_path
 from flax_ckpt_compat._discovery import locating, opening
+from flax_ckpt_compat._restore import layer_counts
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, RestorePlan, TreePlan
@@ -82,7 +83,8 @@ class Plan:
         nbytes: size in memory of all stored data to be read, in bytes.
         raises: name of the error that `flax_ckpt_compat.restore` raises with these arguments, or None. Errors of
             damaged data, the caller's functions and custom serialization show only in the restore itself.
-        why: the error's message, unless the leaves already show the reason; else empty.
+        why: the error's message, or empty if the leaves already show the reason. If just the number of layers differs,
+            that.
         unused_nbytes: size in memory of the unused stored leaves, in bytes.
     """
 
@@ -175,7 +177,7 @@ def plan_restore(
         >>> plan.raises, plan.missing, [str(rule) for rule in plan.suggestion.rules]
         ('MissingLeavesError', ('encoder',), ["rules.rename('Dense_0', 'encoder')"])
     """
-    ckpt_dir = os.fspath(path)
+    ckpt_dir, prefix = paths.as_text(path), paths.as_text(prefix, "prefix")
     options = RestoreOptions.strict(
         transforms,
         transforms_default_to_original,
@@ -245,11 +247,11 @@ def _plan(opened: opening.Opened, plans: RestorePlan) -> Plan:
 
 
 def _refusal(plans: RestorePlan) -> tuple[str | None, str]:
-    """Return the name of a restore's first error, and its message unless the leaves show the reason."""
+    """Return the name of a restore's first error, and what the leaves do not show of the reason."""
     for tree_plan in plans.items.values():
         for kind, error in refusals(tree_plan):
             is_shown = kind is MissingLeavesError or (kind is ShapeMismatchError and tree_plan.shapes)
-            return kind.__name__, "" if is_shown else str(error())
+            return kind.__name__, layer_counts.explain(tree_plan) if is_shown else str(error())
     return None, ""
 
 

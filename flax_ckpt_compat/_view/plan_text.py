@@ -123,9 +123,10 @@ def verdict(plan: Plan) -> Iterator[str]:
         yield f"A restore raises {plan.raises}" + (f": {plan.why}" if plan.why else ".")
     elif any(leaf.is_reshaped for leaf in plan.leaves):
         yield "Where shapes differ, the result has the stored shape."
-    if plan.missing and plan.suggestion is None:
+    is_explained = bool(plan.why) and plan.raises in ("MissingLeavesError", "ShapeMismatchError")
+    if plan.missing and plan.suggestion is None and not is_explained:
         yield "Nothing that is stored resembles what is missing."
-    if plan.suggestion is not None:
+    if plan.suggestion is not None and (plan.suggestion.confident or not is_explained):
         sure = "These rules would map it"
         if not plan.suggestion.confident:
             doubt = f" ({plan.suggestion.doubts[0]})" if plan.suggestion.doubts else ""

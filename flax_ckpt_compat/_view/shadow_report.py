@@ -46,13 +46,8 @@ class ShadowReport:
 
 
 def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
-    """Read the records of shadow mode in a checkpoint directory.
-
-    Raises:
-        CheckpointNotFoundError: nothing was recorded there.
-        CorruptCheckpointError: a record is not the JSON that shadow mode writes.
-    """
-    path = paths.absolute(os.fspath(directory))
+    """Read the records of shadow mode in a checkpoint directory; raise if there are none, or one is damaged."""
+    path = paths.absolute(paths.as_text(directory))
     folder = os.path.join(paths.local(path), FOLDER)
     with translated(folder):
         names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []

@@ -14,6 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core import bounded_reads
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import MissingLeavesError
+from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Path, from_leaves
 from flax_ckpt_compat._discovery import locating, opening
@@ -27,27 +28,16 @@ _AT_ONCE = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownLeaf:
-    """One leaf, or an empty node.
-
-    Attributes:
-        path: its key path.
-        type: ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node ``None``, ``{}`` or ``[]``.
-        kind: name of its `LeafKind`; empty for an empty node.
-        shape: of the array, or of the key data of a PRNG key.
-        dtype: of the array, numpy scalar or key data; None for others.
-        nbytes: size in memory, in bytes; 0 if the format does not store it.
-        sharding: saved sharding as Orbax's JSON text, or None.
-        stats: of its values, if they were asked for and are numbers.
-    """
+    """One leaf, or an empty node."""
 
     path: Path
-    type: str
-    kind: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: str | None = None
-    nbytes: int = 0
-    sharding: str | None = None
-    stats: Stats | None = None
+    type: str  # ``float32[3,4]``, ``key uint32[2]``, ``int``; of an empty node ``None``, ``{}`` or ``[]``
+    kind: str = ""  # name of its `LeafKind`; empty for an empty node
+    shape: tuple[int, ...] = ()  # of the array, or of the key data of a PRNG key
+    dtype: str | None = None  # of the array, numpy scalar or key data; None for others
+    nbytes: int = 0  # size in memory, in bytes; 0 if the format does not store it
+    sharding: str | None = None  # saved sharding as Orbax's JSON text, or None
+    stats: Stats | None = None  # of its values, if they were asked for and are numbers
 
     @property
     def dtype_or_kind(self) -> str:
@@ -57,23 +47,14 @@ class ShownLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Contents:
-    """Leaves of a checkpoint.
+    """Leaves of a checkpoint."""
 
-    Attributes:
-        path: absolute path, or URL.
-        format: ``msgpack`` or ``orbax``.
-        leaves: the leaves that were asked for.
-        empty: None and empty containers, likewise.
-        stored: number of all leaves.
-        has_stats: statistics were asked for.
-    """
-
-    path: str
-    format: str
-    leaves: tuple[ShownLeaf, ...]
-    empty: tuple[ShownLeaf, ...]
-    stored: int
-    has_stats: bool
+    path: str  # absolute path, or URL
+    format: str  # ``msgpack`` or ``orbax``
+    leaves: tuple[ShownLeaf, ...]  # the leaves that were asked for
+    empty: tuple[ShownLeaf, ...]  # None and empty containers, likewise
+    stored: int  # number of all leaves
+    has_stats: bool  # statistics were asked for
 
     @property
     def nbytes(self) -> int:
@@ -93,23 +74,9 @@ def contents(
 ) -> Contents:
     """Return what is in a checkpoint. Arrays are read for statistics alone, in bounded memory.
 
-    Args:
-        path: one checkpoint, or a directory of them.
-        step: the step in the directory; None takes the latest complete one.
-        prefix: literal text before the step in the checkpoints' names.
-        pattern: regular expression; only leaves are returned that it matches, in whole names, anywhere in their key
-            paths, or from the root if it begins with ``^``.
-        stats: compute statistics of every leaf.
-        progress: called with bytes read so far, and bytes to read.
-
-    Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
-        MissingLeavesError: no leaf matches the pattern.
-        TransformError: the pattern is no regular expression.
-        IncompleteCheckpointError, UnrecognizedFormatError, CorruptCheckpointError: it cannot be opened or read.
-        StorageError: the file system or store refused.
-    """
-    ckpt_dir = os.fspath(path)
+    Only leaves are returned that the regular expression ``pattern`` matches, in whole names, anywhere in their key
+    paths, or from the root if it begins with ``^``. ``progress`` takes the bytes read so far, and the bytes to read."""
+    ckpt_dir, prefix = as_text(path), as_text(prefix, "prefix")
     wait_for_pending_saves(ckpt_dir, prefix)
 
     def read(found: str) -> Contents:

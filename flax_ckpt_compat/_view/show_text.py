@@ -23,23 +23,14 @@ _MAX_NAME = 100
 
 @dataclasses.dataclass(slots=True)
 class Subtree:
-    """A subtree, or a leaf.
+    """A subtree, or a leaf."""
 
-    Attributes:
-        name: the last name of its key path.
-        children: name → subtree.
-        leaf: the leaf.
-        count: number of leaves.
-        nbytes: their size in memory, in bytes.
-        form: equal for subtrees of equal names, types and shardings.
-    """
-
-    name: str
+    name: str  # the last name of its key path
     children: dict[str, Subtree] = dataclasses.field(default_factory=dict)
     leaf: ShownLeaf | None = None
-    count: int = 0
-    nbytes: int = 0
-    form: str = ""
+    count: int = 0  # number of leaves
+    nbytes: int = 0  # their size in memory, in bytes
+    form: str = ""  # equal for subtrees of equal names, types and shardings
 
 
 @depth.limited("shown")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -22,7 +22,7 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
 from flax_ckpt_compat._discovery import below, detect, locating, opening
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
@@ -61,15 +61,17 @@ def verify(
         >>> verify("runs").ok
         True
     """
-    root = paths.absolute(os.fspath(path))
+    root, prefix = paths.absolute(paths.as_text(path)), paths.as_text(prefix, "prefix")
     found = _found(root, step, prefix)
-    in_order = _InOrder(progress or (lambda _: None))
-
-    def verify_one(number: int) -> None:
-        in_order.put(number, _verify(found[number], is_named=found == [root] or step is not None))
-
-    in_parallel(verify_one, range(len(found)), _AT_ONCE)
-    return Verification(root, tuple(in_order.results))
+    results = []
+    with Pool(_AT_ONCE, "flax-ckpt") as pool:
+        verify_one = functools.partial(_verify, is_named=found == [root] or step is not None)
+        tasks = [pool.submit(verify_one, one) for one in found]
+        for result in filter(None, (task.result() for task in tasks)):
+            results.append(result)
+            if progress is not None:
+                progress(result)
+    return Verification(root, tuple(results))
 
 
 def _found(root: str, step: Any, prefix: str) -> list[str]:
@@ -82,24 +84,6 @@ def _found(root: str, step: Any, prefix: str) -> list[str]:
     if not found:
         raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root)
     return found
-
-
-class _InOrder:
-    """Collects results of several threads, and passes them on in their order."""
-
-    def __init__(self, report: Callable[[VerifiedCheckpoint], None]):
-        self.results: list[VerifiedCheckpoint] = []
-        self._waiting: dict[int, VerifiedCheckpoint | None] = {}
-        self._report, self._lock, self._next = report, threading.Lock(), 0
-
-    def put(self, number: int, result: VerifiedCheckpoint | None) -> None:
-        with self._lock:
-            self._waiting[number] = result
-            while self._next in self._waiting:
-                if (following := self._waiting.pop(self._next)) is not None:
-                    self.results.append(following)
-                    self._report(following)
-                self._next += 1
 
 
 def _verify(path: str, *, is_named: bool) -> VerifiedCheckpoint | None:

@@ -1,13 +1,17 @@
-"""Define the reports of `verify`."""
+"""Define the reports of `verify`, and render them as text and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-from flax_ckpt_compat._view import verify_text
+from flax_ckpt_compat._core.escaping import count_of_leaves, format_size, printable
+from flax_ckpt_compat._core.folding import Row, one_line, shown
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
+_WORDS = {"ok": "ok", "unverified": "ok*", "damaged": "DAMAGED", "unreadable": "UNREADABLE"}
+_WIDTH = max(map(len, _WORDS.values()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,4 +91,54 @@ class Verification:
         return all(checkpoint.state == "ok" and not checkpoint.unexpected for checkpoint in self.checkpoints)
 
     def __str__(self) -> str:
-        return "\n".join([*map(verify_text.of_checkpoint, self.checkpoints), verify_text.summary(self.checkpoints)])
+        lines = (line for one in self.checkpoints for line in (title(one), *map("  ".__add__, details(one))))
+        return "\n".join([*lines, summary(self.checkpoints)])
+
+
+def title(checkpoint: VerifiedCheckpoint) -> str:
+    """Return state, leaves, size, format and path in one line."""
+    count = count_of_leaves(len(checkpoint.leaves))
+    what = f"{count:>12}  {format_size(checkpoint.nbytes):>8}  {checkpoint.format or '-':<7}"
+    return f"{_WORDS[checkpoint.state]:<{_WIDTH}}  {what}  {printable(checkpoint.path, one_line=True)}"
+
+
+def details(checkpoint: VerifiedCheckpoint) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint, and what lies in it unexpectedly."""
+    for state in ("damaged", "unreadable"):
+        rows = [Row((leaf.path, _without_place(leaf, checkpoint))) for leaf in checkpoint.leaves if leaf.state == state]
+        found, more = shown(rows)
+        by_reason: dict[str, list[str]] = {}
+        for row in found:
+            by_reason.setdefault(row.names[1], []).append(row.names[0] + row.note)
+        for why, names in by_reason.items():
+            yield printable(f"{state}: {', '.join(names)}: {why}", one_line=True)
+        yield from [f"{state}: {more} more"] * bool(more)
+    yield from (printable(text.removeprefix(f"{checkpoint.path}: "), one_line=True) for text in checkpoint.damage)
+    if checkpoint.unexpected:
+        yield f"unexpected: {one_line(checkpoint.unexpected)}"
+
+
+def _without_place(leaf: VerifiedLeaf, checkpoint: VerifiedCheckpoint) -> str:
+    """Return why a leaf is damaged, without the path that the lines above name."""
+    why = leaf.why
+    for start in (f"{checkpoint.path}: ", f"{leaf.path}: "):
+        why = why.removeprefix(start)
+    return why
+
+
+def summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
+    """Return the last lines: how many checkpoints are in which state, and what the states mean."""
+    counts = {state: sum(one.state == state for one in checkpoints) for state in _WORDS}
+    good = counts["ok"] + counts["unverified"]
+    words = [f"{good} ok"] + [f"{counts[state]} {state}" for state in ("damaged", "unreadable") if counts[state]]
+    strange = sum(bool(one.unexpected) for one in checkpoints)
+    words += [f"{strange} with unexpected files"] if strange else []
+    total = f"{len(checkpoints)} checkpoint{'s' if len(checkpoints) != 1 else ''}: {', '.join(words)}."
+    note = "Without recorded checksums; all leaves decode, but changed values would not show"
+    return f"{total}\n* {note}: {counts['unverified']}." if counts["unverified"] else total
+
+
+def to_json(report: Verification) -> dict[str, Any]:
+    """Return a `Verification` as what JSON holds; `state` and `ok` are included."""
+    found = [dataclasses.asdict(one) | {"state": one.state, "nbytes": one.nbytes} for one in report.checkpoints]
+    return {"path": report.path, "ok": report.ok, "verified": report.verified, "checkpoints": found}

@@ -8,32 +8,21 @@ import click
 
 from flax_ckpt_compat import __version__
 
-_COMMANDS = {
-    "clean": "flax_ckpt_compat.cli.clean",
-    "convert": "flax_ckpt_compat.cli.convert",
-    "demo": "flax_ckpt_compat.cli.demo",
-    "diff": "flax_ckpt_compat.cli.diff",
-    "doctor": "flax_ckpt_compat.cli.doctor",
-    "ls": "flax_ckpt_compat.cli.ls",
-    "plan": "flax_ckpt_compat.cli.plan",
-    "run": "flax_ckpt_compat.cli.run",
-    "scan": "flax_ckpt_compat.cli.scan",
-    "shadow-report": "flax_ckpt_compat.cli.shadow_report",
-    "show": "flax_ckpt_compat.cli.show",
-    "verify": "flax_ckpt_compat.cli.verify",
-}
+_COMMANDS = [
+    "clean", "convert", "demo", "diff", "doctor", "ls", "plan", "run", "scan", "shadow-report", "show", "verify",
+]  # fmt: skip
 
 
 class _LazyGroup(click.Group):
     """Click group that imports a subcommand's module on use, for its attribute ``command``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click calls it so
-        return sorted(_COMMANDS)
+        return _COMMANDS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(_COMMANDS[cmd_name]).command
+        command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         return command
 
     def resolve_command(

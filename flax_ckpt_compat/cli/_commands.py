@@ -34,11 +34,7 @@ class FailedError(click.ClickException):
 
 
 class Command(click.Command):
-    """Command with ``--debug`` that reports every failure in the same way.
-
-    Args:
-        examples: lines of shell for the end of the help.
-    """
+    """Command with ``--debug`` that reports every failure alike; its help ends with ``examples``, lines of shell."""
 
     def __init__(self, *args: Any, examples: str = "", **kwargs: Any):
         super().__init__(*args, **kwargs)

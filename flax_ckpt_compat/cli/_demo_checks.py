@@ -14,10 +14,11 @@ import flax
 import jax
 import numpy as np
 from flax import linen as nn
-from flax import serialization
+from flax import serialization, traverse_util
 from flax.training import train_state
 
 from flax_ckpt_compat import Plan, checkpoints, plan_restore, restore
+from flax_ckpt_compat._core import equality, paths
 from flax_ckpt_compat.cli import demo_train
 
 ROUNDS = 5
@@ -53,7 +54,13 @@ def _inspect(path: str) -> Entry:
     expected = leaves(_read_with_orbax(path) if is_orbax else _read_with_flax(path))
     found = leaves(checkpoints.restore_checkpoint(path, None))
     name = os.path.basename(path)
-    return Entry(name, "Orbax" if is_orbax else "msgpack", _size(path), len(expected), same_bits(expected, found))
+    return Entry(
+        name,
+        "Orbax" if is_orbax else "msgpack",
+        paths.storage_of(path).total_size(path),
+        len(expected),
+        same_bits(expected, found),
+    )
 
 
 class _NamedClassifier(nn.Module):
@@ -71,11 +78,9 @@ class _GrownState(train_state.TrainState):
 
 
 def restore_into_changed_state(path: str) -> tuple[Plan, Entry, bool]:
-    """Restore a checkpoint into a TrainState with a renamed layer and a new field, by the rules that its plan proposes.
+    """Restore a checkpoint into a state with a renamed layer and a new field, by the rules that its plan proposes.
 
-    Returns:
-        The plan without rules, the comparison of all stored leaves, and whether the new field kept the target's value.
-    """
+    Return the plan without rules, the comparison of all leaves, and whether the new field kept the target's value."""
     statistics_ = {"mean": np.full((512,), 0.25, np.float32)}
     plain = demo_train.create_state(seed=1, model=_NamedClassifier())
     target = _GrownState.create(  # type: ignore[no-untyped-call]
@@ -86,16 +91,20 @@ def restore_into_changed_state(path: str) -> tuple[Plan, Entry, bool]:
     found = leaves(restore(path, target, transforms=list(proposed)))
     expected = {name.replace("Dense_2", "head"): leaf for name, leaf in leaves(_read_with_flax(path)).items()}
     kept = same_bits({"mean": found.pop("batch_stats/mean")}, statistics_)
-    entry = Entry(os.path.basename(path), "msgpack", _size(path), len(expected), same_bits(expected, found))
+    entry = Entry(
+        os.path.basename(path),
+        "msgpack",
+        paths.storage_of(path).total_size(path),
+        len(expected),
+        same_bits(expected, found),
+    )
     return plan, entry, kept
 
 
 def time_both(workdir: str, report: Callable[[str], None]) -> list[Timing]:
-    """Time saves and restores of the demo's TrainState, ours and Flax's in turn, with the flag off and on.
+    """Time saves and restores of the demo's state, ours and Flax's in turn, with the flag off and on.
 
-    Raises:
-        ImportError: this Flax has no checkpoints of its own.
-    """
+    Raise ImportError if this Flax has no checkpoints of its own."""
     flax_checkpoints = importlib.import_module("flax.training.checkpoints")
     state = demo_train.create_state(seed=2)
     jax.block_until_ready(state.params)
@@ -132,29 +141,14 @@ def _time_format(folder: str, state: Any, name: str, flax_checkpoints: Any) -> l
 
 def leaves(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Flatten a tree to key paths joined with ``/``; list and tuple items are '0', '1', …, as in Flax's state dicts."""
-    flat: dict[str, np.ndarray[Any, Any]] = {}
-
-    def visit(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, dict):
-            for key, child in node.items():
-                visit(child, (*path, str(key)))
-        elif node is not None:
-            flat["/".join(path)] = np.asarray(node)
-
-    visit(serialization.to_state_dict(tree), ())
-    return flat
+    flat = traverse_util.flatten_dict(serialization.to_state_dict(tree), sep="/")
+    return {name: np.asarray(leaf) for name, leaf in flat.items() if leaf is not None}
 
 
 def same_bits(expected: dict[str, np.ndarray[Any, Any]], found: dict[str, np.ndarray[Any, Any]]) -> bool:
     """Return whether both have the same leaves with the same dtype, shape and bytes."""
-    return (
-        bool(expected)
-        and expected.keys() == found.keys()
-        and all(
-            (a.dtype, a.shape, a.tobytes()) == (found[name].dtype, found[name].shape, found[name].tobytes())
-            for name, a in expected.items()
-        )
-    )
+    same_names = bool(expected) and expected.keys() == found.keys()
+    return same_names and all(equality.same_bits(leaf, found[name]) for name, leaf in expected.items())
 
 
 def _read_with_flax(path: str) -> Any:
@@ -167,8 +161,3 @@ def _read_with_orbax(path: str) -> Any:
 
     with ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(path)
-
-
-def _size(path: str) -> int:
-    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-    return sum(os.path.getsize(file) for file in files or [path])

@@ -1,4 +1,4 @@
-"""Say where checkpoints are when a path has none: what a user who mistyped it needs next."""
+"""Suggest where checkpoints are when a path has none."""
 
 from __future__ import annotations
 

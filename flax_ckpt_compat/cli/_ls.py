@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
-from ._commands import echo
+from ._commands import echo, print_json
 from ._hints import next_step
 from ._ls_folders import Folder, Row, folder_of, folders_below
 
@@ -27,11 +26,7 @@ _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)) 
 
 
 def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json: bool) -> None:
-    """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`.
-
-    Raises:
-        CheckpointError: the directory cannot be listed.
-    """
+    """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`."""
     checkpoint_dir = listing.checkpoint_dir(directory, prefix)
     if recursive and paths.isdir(checkpoint_dir.directory):
         folders = folders_below(checkpoint_dir, leaves=leaves)
@@ -44,7 +39,7 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
         else _empty_reason(checkpoint_dir, prefix, recursive=recursive)
     )
     if as_json:
-        click.echo(json.dumps([record for folder in folders for record in _as_json(folder)], indent=2))
+        print_json([record for folder in folders for record in _as_json(folder)])
         return
     if empty_reason is not None:
         echo(printable(empty_reason))
@@ -55,19 +50,10 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
 
 
 def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursive: bool) -> str:
-    """Return why a directory has no checkpoints.
-
-    Raises:
-        CheckpointNotFoundError: it is not a directory, or is a checkpoint itself.
-    """
+    """Return why a directory has no checkpoints; raise if it is no directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
     if not paths.isdir(path):
-        if paths.lexists(path):
-            remedy = f"pass the directory that holds the checkpoints, perhaps {os.path.dirname(path)}"
-            raise CheckpointNotFoundError(f"{path} is not a directory: {remedy}", path=path)
-        near = absence.near_directory(path)
-        remedy = f": did you mean {near}?" if near else ""
-        raise CheckpointNotFoundError(f"the directory {path} does not exist{remedy}", path=path, has_remedy=bool(near))
+        raise absence.no_directory(path).error(path)
     if detect.is_certainly_orbax(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path, has_remedy=True)

@@ -19,35 +19,21 @@ _NUMBERED = re.compile(r"(.+?)[-+]?\d[\d.eE+-]*", re.DOTALL)
 
 
 class Row(NamedTuple):
-    """A checkpoint.
+    """A checkpoint."""
 
-    Attributes:
-        record: by names and sizes.
-        saved: modification time of its file or directory, if known.
-        leaves: how many it has, if it was opened.
-        problem: why it cannot be opened, or None.
-    """
-
-    record: CheckpointRecord
-    saved: datetime.datetime | None
-    leaves: int | None = None
-    problem: str | None = None
+    record: CheckpointRecord  # by names and sizes
+    saved: datetime.datetime | None  # modification time of its file or directory, if known
+    leaves: int | None = None  # how many it has, if it was opened
+    problem: str | None = None  # why it cannot be opened, or None
 
 
 class Folder(NamedTuple):
-    """A directory.
+    """A directory."""
 
-    Attributes:
-        shown: its path in the caller's form.
-        rows: its checkpoints.
-        strangers: what is named like a checkpoint and is none.
-        left: what interrupted saves left.
-    """
-
-    shown: str
+    shown: str  # its path in the caller's form
     rows: list[Row]
-    strangers: list[Row]
-    left: list[Leftover]
+    strangers: list[Row]  # what is named like a checkpoint and is none
+    left: list[Leftover]  # what interrupted saves left
 
 
 def folder_of(checkpoint_dir: listing.CheckpointDir, records: Iterable[CheckpointRecord], *, leaves: bool) -> Folder:
@@ -112,7 +98,10 @@ def _row(record: CheckpointRecord, *, leaves: bool) -> Row:
 
 
 def _saved(path: str) -> datetime.datetime | None:
-    if not paths.is_url(path):
-        with suppress(FileNotFoundError):  # another process has just removed it
-            return datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
+    # Another process may just have removed it; a time may be in no year of the calendar, here or in local time.
+    with suppress(OSError, OverflowError, ValueError):
+        if not paths.is_url(path):
+            saved = datetime.datetime.fromtimestamp(os.stat(paths.local(path)).st_mtime, datetime.UTC)
+            saved.astimezone()
+            return saved
     return None

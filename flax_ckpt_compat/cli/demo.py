@@ -60,9 +60,13 @@ def command(workdir: str | None) -> None:
             f"the demo also needs {', '.join(missing)}. Install {'it' if len(missing) == 1 else 'them'} with\n\n"
             f"    python -m pip install {' '.join(missing)}"
         )
+    used: contextlib.AbstractContextManager[str]
     if workdir:
         _prepare(workdir)
-    with _work_folder(workdir) as folder, _silence():
+        used = contextlib.nullcontext(os.path.abspath(workdir))
+    else:
+        used = tempfile.TemporaryDirectory(prefix="flax-ckpt-demo-")
+    with used as folder, _silence():
         sys.exit(0 if _run_stages(folder, keep=workdir is not None) else 1)
 
 
@@ -88,15 +92,6 @@ def _is_installed(module: str) -> bool:
 
 
 @contextlib.contextmanager
-def _work_folder(workdir: str | None) -> Iterator[str]:
-    if workdir:
-        yield os.path.abspath(workdir)
-        return
-    with tempfile.TemporaryDirectory(prefix="flax-ckpt-demo-") as folder:
-        yield folder
-
-
-@contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Silence the deprecation warnings and logs of Flax and Orbax."""
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -112,11 +107,7 @@ def _run_stages(folder: str, *, keep: bool) -> bool:
     console = Console(highlight=False, soft_wrap=True)
     console.print("Values are compared with what Flax's own and Orbax's own readers say.")
     run, old = os.path.join(folder, "run"), os.path.join(folder, "old_run")
-    verdicts = [
-        _stage_killed(console, run, old),
-        _stage_resumed(console, run),
-        _stage_changed(console, old),
-    ]
+    verdicts = [_stage_killed(console, run, old), _stage_resumed(console, run), _stage_changed(console, old)]
     _stage_timed(console, os.path.join(folder, "timing"))
     good = all(verdicts)
     console.print("\nEvery value is bit-identical." if good else "\nNOT IDENTICAL: see above.", style="bold")

@@ -32,7 +32,7 @@ class _RunCommand(click.Command):
 
 @click.command(cls=_RunCommand, options_metavar="", epilog=_EXAMPLES)
 @click.option("--pythonpath", is_flag=True, help="Print the folder to put on PYTHONPATH instead, and exit.")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE | -c CODE) [ARGS]...")
 def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     """Run a program unchanged, with the shim installed.
 
@@ -46,9 +46,9 @@ def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     script = program[1:] if program[:1] == ("--",) else program
     if script[:1] in ((), ("-",)):
         raise click.UsageError("a script file or -m MODULE is needed; a program typed on standard input cannot be run")
-    if program == ("-m",):
-        raise click.UsageError("-m needs the name of a module")
-    if program[0].startswith("-") and program[0] != "--" and not program[0].startswith("-m"):
+    if program in (("-m",), ("-c",)):
+        raise click.UsageError(f"{program[0]} needs {'the name of a module' if program[0] == '-m' else 'a program'}")
+    if program[0].startswith("-") and program[0] != "--" and not program[0].startswith(("-m", "-c")):
         raise click.NoSuchOption(
             program[0], message=f"No such option: {program[0]} (the program's options go after its name)"
         )

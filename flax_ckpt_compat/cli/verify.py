@@ -32,19 +32,18 @@ def command(paths: tuple[str, ...], step: str | None, prefix: str, *, strict: bo
 
     Exit code 1 if anything is damaged or unreadable, 2 if there is no checkpoint at PATH.
     """
-    from flax_ckpt_compat._view import verify, verify_text
-    from flax_ckpt_compat._view.verify_report import VerifiedCheckpoint
+    from flax_ckpt_compat._view import verify, verify_report
 
-    def show(checkpoint: VerifiedCheckpoint) -> None:
+    def show(checkpoint: verify_report.VerifiedCheckpoint) -> None:
         if not as_json:
-            echo(verify_text.title(checkpoint), "  ", fg=_COLORS[checkpoint.state])
-            for line in verify_text.details(checkpoint):
+            echo(verify_report.title(checkpoint), "  ", fg=_COLORS[checkpoint.state])
+            for line in verify_report.details(checkpoint):
                 echo(f"  {line}", "    ")
 
     reports = [verify.verify(path, step=step, prefix=prefix, progress=show) for path in paths]
     if as_json:
-        print_json([verify_text.to_json(report) for report in reports])
+        print_json([verify_report.to_json(report) for report in reports])
     else:
-        echo(verify_text.summary([one for report in reports for one in report.checkpoints]), "  ")
+        echo(verify_report.summary([one for report in reports for one in report.checkpoints]), "  ")
     if not all(report.verified if strict else report.ok for report in reports):
         raise click.exceptions.Exit(FOUND)

@@ -52,7 +52,8 @@ def axis_of(axis: int, ndim: int, path: Path, rule_name: str) -> int:
         TransformError: an array of ``ndim`` axes has no such axis.
     """
     if not -ndim <= axis < ndim:
-        raise misfit(rule_name, path, f"has {ndim} axes, so no axis {axis}")
+        other = f"pass one from {-ndim} to {ndim - 1}" if ndim else "match only arrays that have axes"
+        raise misfit(rule_name, path, f"has {ndim} axes, so no axis {axis}; {other}")
     return axis % ndim
 
 
@@ -86,7 +87,11 @@ def join_trees(
     if count < len(texts):
         odd = next(n for n, text in enumerate(texts) if text != usual)
         like = show_path(paths[texts.index(usual)])
-        raise misfit(rule_name, paths[odd], f"is {texts[odd]}, but {like} is {usual}; they must be alike")
+        raise misfit(
+            rule_name,
+            paths[odd],
+            f"is {texts[odd]}, but {like} is {usual}; they must be alike: change or drop it first",
+        )
     first = nodes[0]
     if isinstance(first, Branch) and first.children:
         children = {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.tree import (
     Branch,
     Container,
@@ -75,17 +76,23 @@ def each_leaf(pattern: str, rule_name: str, change: Callable[[Any, Path, Node], 
 
     def apply(stored: Node, target: Node) -> Node:
         found = False
+        others: list[str] = []
 
         def changed(path: Path, leaf: Any) -> Node:
             nonlocal found
-            new = change(leaf, path, target) if any(_patterns.matches(names, path)) else None
+            if not any(_patterns.matches(names, path)):
+                return leaf
+            new = change(leaf, path, target)
             found = found or new is not None
+            if new is None:
+                others.append(show_path(path))
             return leaf if new is None else new
 
         tree = map_leaves(changed, stored)
         if not found:
+            why = f"{one_line(others)} is none" if others else _patterns.near_names(pattern, stored)
             raise TransformError(
-                f"{rule_name}: matches no {needed} in the checkpoint; the pattern must match whole names of a key path"
+                f"{rule_name}: matches no {needed} in the checkpoint (patterns match whole names of a key path); {why}"
             )
         return tree
 

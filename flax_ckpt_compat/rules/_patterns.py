@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.similar import nearest
+from flax_ckpt_compat._core.similar import Names
 from flax_ckpt_compat._core.template import compile_template, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 
@@ -143,7 +143,8 @@ def select(
             match = pattern.fullmatch(shown)
             if shown in seen or match is None:
                 raise TransformError(
-                    f"{rule_name}: {shown} means 2 things in {whose}, whose names contain /", leaf=shown
+                    f"{rule_name}: {shown} means 2 things in {whose}, whose names contain /; match what is above them",
+                    leaf=shown,
                 )
             seen[shown] = found[path] = match
         if not seen:
@@ -201,7 +202,7 @@ def near_names(wanted: str, tree: Node) -> str:
     names = list(
         dict.fromkeys("/".join(path[:end]) for path, _ in iter_leaves(tree) for end in range(1, len(path) + 1))
     )
-    if close := nearest(wanted, names):
+    if close := Names(names).nearest(wanted):
         return f"near it: {', '.join(close)}"
     top = list(tree.children) if isinstance(tree, Branch) else []
     return f"at the top it has: {one_line(top) or 'no names'}"

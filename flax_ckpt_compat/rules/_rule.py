@@ -8,13 +8,14 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from flax_ckpt_compat._core.dtypes import dtype_name
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.tree import Node, Path, show_path
 
 _Given = ParamSpec("_Given")
@@ -71,11 +72,53 @@ def rule(make: Callable[Concatenate[str, _Given], Apply]) -> Callable[_Given, Ru
             else:
                 words.append(_shown(value))
         rule_name = f"{make.__name__}({', '.join(words)})"
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            _check_type(rule_name, signature.parameters[name], value)
         apply = make(rule_name, *args, **kwargs)
         return Rule(f"rules.{rule_name}", apply, getattr(apply, "opens", ()))
 
     made.__signature__ = signature  # type: ignore[attr-defined]  # what help() shows
     return made
+
+
+def _check_type(rule_name: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raise TransformError unless an argument is what its annotation says, if `_EXPECTED` knows all of that."""
+    names = str(parameter.annotation).split(" | ")
+    # A prefix may also be a path object, and `as_text` refuses others.
+    is_known = _EXPECTED.keys() >= set(names) and parameter.name != "prefix"
+    kinds = [_EXPECTED[name] for name in names] if is_known else []
+    values = value if parameter.kind is inspect.Parameter.VAR_POSITIONAL else (value,)
+    for one in values if kinds else ():
+        if not any(is_right(one) for _, is_right in kinds):
+            words = " or ".join(word for word, _ in kinds if word)
+            found = f"{type(one).__name__}: {one!r:.100}"
+            raise TransformError(f"{rule_name}: {parameter.name} is {words}, found {found}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
+
+
+def _are(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return (is_list or (isinstance(value, np.ndarray) and value.ndim == 1)) and all(map(is_right, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# Annotation → its words for messages, and the check.
+_EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", _is_text),
+    "int": ("a whole number", _is_whole),
+    "Sequence[str]": ("a list of text", lambda value: _are(value, _is_text)),
+    "Sequence[int]": ("a list of whole numbers", lambda value: _are(value, _is_whole)),
+    "Mapping[str, Replacement]": ("a mapping of text to it", lambda value: isinstance(value, Mapping)),
+    "Replacement": ("text or a function", lambda value: _is_text(value) or callable(value)),
+    "Callable[[Any], Any]": ("a function", callable),
+    "None": ("", lambda value: value is None),
+}
 
 
 def misfit(rule_name: str, path: Path, problem: str) -> TransformError:
@@ -97,7 +140,7 @@ def _shown(value: object) -> str:
     if isinstance(value, Rule):
         return value.source
     if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
+        return repr(as_text(value))
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_shown(key)}: {_shown(one)}' for key, one in value.items())}}}"
     if inspect.isroutine(value):

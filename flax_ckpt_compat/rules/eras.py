@@ -37,7 +37,8 @@ def pre_linen(_rule_name: str, at: str = "params") -> Apply:
             found = {path: (*start, *below) for path, below in _linen_paths(node_at(stored, start), start, ())}
             if all(path == other for path, other in found.items()):
                 raise TransformError(
-                    f"{_rule_name}: below {show_path(start)} all names are linen's already", leaf=show_path(start)
+                    f"{_rule_name}: below {show_path(start)} all names are linen's already; leave the rule out",
+                    leaf=show_path(start),
                 )
             new |= found
         return _edit_tree.remap(stored, lambda path: [new.get(path, path)], _rule_name)
@@ -131,7 +132,9 @@ class _Old:
         if len(homes) > 1:
             homes = [home for home in homes if node_at(self.target, (*home, *parameter)) is not None]
         if len(homes) > 1:
-            raise misfit(self.rule_name, path, f"would fit in {one_line(map(show_path, homes))}")
+            states = show_path((*self.start, "state", "param_states"))
+            remedy = f"begin these anew: rules.drop({states!r}) before this rule, and from_target for them"
+            raise misfit(self.rule_name, path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
         return (*homes[0], *parameter) if homes else None
 
     def _homes(self, fields: set[str]) -> list[Path]:

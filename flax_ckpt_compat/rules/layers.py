@@ -100,7 +100,7 @@ def fuse(_rule_name: str, names: Sequence[str], into: str, axis: int = -1) -> Ap
     """
     levels = _levels(into, _rule_name)
     if len(set(names)) < 2 or len(set(names)) < len(names) or isinstance(names, str):
-        raise TransformError(f"{_rule_name}: expected a list of two or more different names")
+        raise TransformError(f"{_rule_name}: expected a list of two or more different names, found {names!r:.100}")
 
     def alike(node: Node, path: Path) -> str:
         if not is_array(node):
@@ -226,10 +226,14 @@ def _in_order(pattern: re.Pattern[str], branch: Branch, path: Path, rule_name: s
             )
         other = numbered.setdefault(int(match[1]), level)
         if other != level:
-            raise TransformError(f"{rule_name}: {shown} and {show_path(other)} have the same number", leaf=shown)
+            raise TransformError(
+                f"{rule_name}: {shown} and {show_path(other)} have the same number; match only one of them", leaf=shown
+            )
     lacking = sorted(set(range(max(numbered, default=-1) + 1)) - numbered.keys())
     if lacking:
-        raise misfit(rule_name, path, f"has numbers {sorted(numbered)}, but not {lacking}")
+        raise misfit(
+            rule_name, path, f"has numbers {sorted(numbered)}, but not {lacking}; rename them to 0, 1, … first"
+        )
     return [numbered[number] for number in range(len(numbered))]
 
 
@@ -244,7 +248,8 @@ def _common_length(node: Node, start: Path, axis: int, rule_name: str) -> int:
     if len(lengths) != 1 or math.prod(lengths) == 0:
         shown = one_line(Row((leaf,), (str(length),)) for length, leaf in lengths.items()) or "no arrays"
         raise TransformError(
-            f"{rule_name}: {show_path(start)} has lengths on axis {axis} other than one and the same: {shown}"
+            f"{rule_name}: the arrays below {show_path(start)} need one length on axis {axis}, the number of layers; "
+            f"found {shown}. Match only what is stacked, or name its axis"
         )
     return next(iter(lengths))
 

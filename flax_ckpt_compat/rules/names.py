@@ -194,4 +194,4 @@ def _expect_children(stored: Node, paths: Mapping[Path, Path | re.Match[str]], r
     for path in paths:
         node = node_at(stored, path)
         if not isinstance(node, Branch) or not node.children:
-            raise misfit(rule_name, path, "is a leaf or empty, expected a subtree")
+            raise misfit(rule_name, path, "is a leaf or empty, expected a subtree; match one, or use rename or move")

@@ -92,7 +92,7 @@ def reshape(_rule_name: str, pattern: str, shape: Sequence[int]) -> Apply:
         count = math.prod(old)
         new = tuple(count // max(known, 1) if size == -1 else size for size in shape)
         if math.prod(new) != count:
-            raise misfit(_rule_name, path, f"is {list(old)}, which has {count} values")
+            raise misfit(_rule_name, path, f"is {list(old)}, of {count} values; give a shape of as many")
         return _arrays.apply_to(leaf, lambda value: value.reshape(new).copy(order="C"), f"{old} → {new}", shape=new)
 
     return _arrays.each_array(pattern, _rule_name, changed)

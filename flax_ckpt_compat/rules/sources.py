@@ -1,4 +1,4 @@
-"""Say where leaves of the target come from: the target itself, another checkpoint, other names."""
+"""Choose where leaves of the target come from: the target itself, another checkpoint, other names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import TransformError
+from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.tree import Node, Path, iter_leaves, map_leaves, node_at
 from flax_ckpt_compat._trees.leaf_sources import Own
 from flax_ckpt_compat.rules import _edit_tree, _patterns
@@ -66,7 +67,7 @@ def from_checkpoint(
         CheckpointError: while the leaves are read: that checkpoint was replaced meanwhile.
     """
     _patterns.check(patterns, _rule_name)
-    where = os.fspath(path)
+    where, prefix = as_text(path), as_text(prefix, "prefix")
     if not isinstance(transforms, list | tuple) or not all(isinstance(one, Rule) for one in transforms):
         raise TransformError(f"{_rule_name}: transforms= is a list of rules, found {transforms!r:.100}")
 

@@ -152,7 +152,9 @@ def wrap_key_data(_rule_name: str, pattern: str, impl: str | None = None) -> App
         try:
             keys = jax.eval_shape(lambda values: jax.random.wrap_key_data(values, impl=name), data)
         except (TypeError, ValueError) as error:
-            raise misfit(_rule_name, path, f"is no data of keys of {name}: {error}") from error
+            raise misfit(
+                _rule_name, path, f"is no data of keys of {name} ({error}); name another impl, or do not match it"
+            ) from error
         return Derived((leaf,), lambda value: KeyData(name, value), keys.shape, None, f"keys of {name}")
 
     return _arrays.each_array(pattern, _rule_name, changed, "array of uint32")
@@ -181,7 +183,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
     try:
         return dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise TransformError(f"cast: {dtype!r} is no dtype: {error}") from error
+        raise TransformError(f"cast: {dtype!r} is no dtype ({error}); pass a name such as 'bfloat16'") from error
 
 
 def kind_of(dtype: np.dtype[Any]) -> str | None:
@@ -204,7 +206,8 @@ def checked_cast(value: Any, dtype: np.dtype[Any], what: str) -> Any:
         bad = _unheld(value, result)
     if bad.any():
         raise TransformError(
-            f"{what} has {int(bad.sum())} values that {dtype.name} cannot hold, such as {value[bad][0]}"
+            f"{what} has {int(bad.sum())} values that {dtype.name} cannot hold, such as {value[bad][0]}; cast to a "
+            "wider dtype, or change them with rules.apply first"
         )
     return result
 
@@ -243,7 +246,7 @@ def _fill(value: Any, dtype: Any, path: Path, rule_name: str) -> Any:
                     return held
     except (TypeError, ValueError, OverflowError):
         pass
-    raise misfit(rule_name, path, f"is {dtype}, which {value!r} does not fit")
+    raise misfit(rule_name, path, f"is {dtype}, which {value!r} does not fit; give a number that it holds")
 
 
 def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, rule_name: str) -> Any:
@@ -254,9 +257,10 @@ def _targets_own(target: Node, path: Path, shape: tuple[int, ...], dtype: Any, r
         what = "is abstract" if hasattr(node, "shape") else "is no array"
         raise misfit(rule_name, path, f"in the target {what}, so it has no values to fill with; {remedy}")
     if tuple(node.shape) != shape:
-        raise misfit(rule_name, path, f"in the target is {tuple(node.shape)}, expected {shape}")
+        problem = f"in the target is {tuple(node.shape)}, expected {shape}; pad to its length, or give a number"
+        raise misfit(rule_name, path, problem)
     if kind_of(np.dtype(node.dtype)) != kind_of(dtype) or (kind_of(dtype) is None and node.dtype != dtype):
-        raise misfit(rule_name, path, f"in the target is {node.dtype}, which does not become {dtype}")
+        raise misfit(rule_name, path, f"in the target is {node.dtype}, which does not become {dtype}; {remedy}")
     return node
 
 

@@ -26,14 +26,7 @@ from flax_ckpt_compat.transforms._resolve import (
     named_leaves,
 )
 
-__all__ = [
-    "RestoreArgs",
-    "RestoreTransform",
-    "Transform",
-    "apply_transformations",
-    "intersect_trees",
-    "merge_trees",
-]
+__all__ = ["RestoreArgs", "RestoreTransform", "Transform", "apply_transformations", "intersect_trees", "merge_trees"]
 
 _log = logging.getLogger("flax_ckpt_compat")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
@@ -41,15 +42,11 @@ class Keep:
 
 
 class AbsentSourceError(TransformError):
-    """A transform asks for a leaf that does not exist.
-
-    Attributes:
-        source: name of that leaf.
-    """
+    """A transform asks for a leaf that does not exist."""
 
     def __init__(self, message: str, *, leaf: str | None = None, source: str | Path = ""):
         super().__init__(message, leaf=leaf)
-        self.source = source
+        self.source = source  # name of that leaf
 
 
 class Leaves(dict[Path, Any]):
@@ -65,11 +62,7 @@ class Leaves(dict[Path, Any]):
         return source in self if isinstance(source, tuple) else source in self.names
 
     def of(self, source: str | Path) -> Any:
-        """Return an existing leaf.
-
-        Raises:
-            NameCollisionError: two leaves have that name.
-        """
+        """Return an existing leaf; raise NameCollisionError if two leaves have that name."""
         paths = [source] if isinstance(source, tuple) else self.names[source]
         if len(paths) > 1:
             raise NameCollisionError(
@@ -143,15 +136,10 @@ class Transforms:
     ) -> Take | Call | Keep:
         """Resolve one target leaf. Matching transforms apply in order; the last one wins.
 
-        Args:
-            key: the target leaf's key path, joined with ``/``.
-            has: returns whether a stored leaf exists, by its name joined with ``/`` or its tuple of names.
-            default_to_original: leaves that no transform matches come from the checkpoint, fallbacks from the target;
-                if False, the other way round.
-
-        Raises:
-            TransformError: a matching transform asks for a leaf that does not exist, even if a later one replaces it.
-        """
+        ``has`` returns whether a stored leaf exists, by its name joined with ``/`` or its tuple of names. By
+        ``default_to_original``, leaves that no transform matches come from the checkpoint, and fallbacks from the
+        target; else the other way round. Raise TransformError if a matching transform asks for a leaf that does not
+        exist, even if a later one replaces it."""
         outcome: Take | Call | Keep | None = None
         for entry in self._matching(key):
             # A fallback to the target leaves alone what an earlier transform gave.
@@ -208,15 +196,9 @@ def _shown(source: str | Path) -> str:
 
 
 def flat_transforms(tree: Any) -> dict[str, Any]:
-    """Flatten a pytree of transforms by their keys, joined with ``/``, in the order of application.
+    """Flatten a pytree of transforms, ours or Orbax's, by keys joined with ``/``, in the order of application.
 
-    Args:
-        tree: any pytree whose leaves are transforms, ours or Orbax's; dicts count in the order of their sorted keys.
-
-    Raises:
-        TransformError: a leaf that is no transform, or an invalid transform.
-        NameCollisionError: two keys that are the same when joined.
-    """
+    Dicts count in the order of their sorted keys. Raise TransformError for another leaf, or an invalid transform."""
     flat: dict[str, Any] = {}
     for path, transform in named_leaves(tree)[0]:
         key = "/".join(path)
@@ -245,11 +227,7 @@ def _compiled(key: str) -> re.Pattern[str] | None:
 
 
 def check(transform: Any, key: str | None = None) -> None:
-    """Raise if a transform's fields contradict each other; ``key`` is for the message.
-
-    Raises:
-        TransformError: names the fields and the remedy.
-    """
+    """Raise TransformError if a transform's fields contradict each other; ``key`` is for the message."""
     given = [name for name in _FIELDS if getattr(transform, name) not in (None, False)]
     place = type(transform).__name__ + ("" if key is None else f" at {key!r}")
     if len(given) > 1 and given != ["original_key", "value_fn"]:
@@ -265,15 +243,12 @@ def check(transform: Any, key: str | None = None) -> None:
             leaf=key,
         )
     original = transform.original_key
-    if not (original is None or isinstance(original, str) or _is_path(original)):
+    is_path = isinstance(original, tuple) and all(isinstance(name, str | int) for name in original)
+    if not (original is None or isinstance(original, str) or is_path):
         raise TransformError(
             f"{place}: original_key has to be text or a tuple of names, found {original!r:.100}; join the names with /",
             leaf=key,
         )
-
-
-def _is_path(original: Any) -> bool:
-    return isinstance(original, tuple) and all(isinstance(name, str | int) for name in original)
 
 
 def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
@@ -285,30 +260,22 @@ def named_leaves(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
 def call_value_fn(transform: Any, value: Any, args: Any) -> Any:
     """Call a transform's value_fn.
 
-    Args:
-        transform: one that has it.
-        value: of its source.
-        args: `RestoreArgs` of the target leaf, passed only to a RestoreTransform's function that requires them: Orbax
-            never passes them, and functions written for Orbax must keep working.
-    """
+    Only a RestoreTransform's function that requires the `RestoreArgs` of the target leaf gets them: Orbax never passes
+    them, and functions written for Orbax must keep working."""
     function = transform.value_fn
-    takes = _is_for_restore(transform) and (_needs(function, 2) or _takes_any_number(function))
+    needed, _, any_number = _positional(function)
+    takes = _is_for_restore(transform) and (needed >= 2 or any_number)
     return function(value, args) if takes else function(value)
 
 
 def call_multi_value_fn(transform: Any, key: str, tree: Any, args: Any, *, in_memory: bool = False) -> Any:
-    """Call a transform's multi_value_fn.
+    """Call a transform's multi_value_fn; that of a RestoreTransform also takes the target leaf's `RestoreArgs`.
 
-    Args:
-        transform: one that has it.
-        key: the target leaf's, joined with ``/``.
-        tree: the original tree.
-        args: `RestoreArgs` of the target leaf, for the function of a RestoreTransform.
-        in_memory: called by `apply_transformations`, which in Orbax, unlike restore, passes no RestoreArgs; then only
-            a function that requires them gets them.
-    """
+    Orbax's `apply_transformations`, unlike its restore, passes none: ``in_memory``, only a function that requires them
+    gets them."""
     function = transform.multi_value_fn
-    takes = _is_for_restore(transform) and (_needs(function, 3) if in_memory else _can_take(function, 3))
+    needed, most, _ = _positional(function)
+    takes = _is_for_restore(transform) and (needed if in_memory else most) >= 3
     return function(key, tree, args) if takes else function(key, tree)
 
 
@@ -316,31 +283,12 @@ def _is_for_restore(transform: Any) -> bool:
     return hasattr(transform, "multi_value_fn_input_args")
 
 
-def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter] | None:
+def _positional(function: Callable[..., Any]) -> tuple[int, float, bool]:
+    """Return how many positional arguments a function needs, how many it takes, and whether it declares ``*args``."""
     try:
-        return inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-
-
-def _positional(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter for parameter in parameters if parameter.kind in kinds]
-
-
-def _needs(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function requires at least ``count`` positional arguments."""
-    parameters = _parameters(function)
-    needed = [one for one in _positional(parameters or ()) if one.default is inspect.Parameter.empty]
-    return len(needed) >= count
-
-
-def _can_take(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function accepts ``count`` positional arguments, or has no signature."""
-    parameters = _parameters(function)
-    return parameters is None or len(_positional(parameters)) >= count or _takes_any_number(function)
-
-
-def _takes_any_number(function: Callable[..., Any]) -> bool:
-    parameters = _parameters(function) or ()
-    return any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # without a signature, it may take any number
+        return 0, math.inf, False
+    found = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    any_number = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    return sum(one.default is one.empty for one in found), math.inf if any_number else len(found), any_number

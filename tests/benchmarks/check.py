@@ -48,12 +48,12 @@ LIMITS: dict[str, tuple[float, float]] = {
     "ours, msgpack, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, save 5000 leaves: Python calls a leaf": (38.8, 58),
     "ours, orbax format, save 5000 leaves: files opened": (7, 11),
-    "ours, orbax format, restore 5000 leaves: Python calls a leaf": (52.9, 79),
+    "ours, orbax format, restore 5000 leaves: Python calls a leaf": (46.0, 69),
     # Python opens manifest and node of the index, each below its folder, so that no link leads out; and the checksums.
     "ours, orbax format, restore 5000 leaves: files opened": (8, 12),
     # With the calls of jax itself.
-    "ours, orbax format, save leaves in 8 shards: Python calls a leaf": (163, 245),
-    "ours, orbax format, restore leaves in 8 shards: Python calls a leaf": (428, 640),
+    "ours, orbax format, save leaves in 8 shards: Python calls a leaf": (158, 237),
+    "ours, orbax format, restore leaves in 8 shards: Python calls a leaf": (320, 480),
     "ours, orbax format, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
     "ours, msgpack ÷ flax, msgpack, save small leaves": (0.36, 1.5),

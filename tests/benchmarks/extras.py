@@ -21,6 +21,7 @@ from flax_ckpt_compat._trees import state_dict
 from tests.benchmarks.report import Table
 from tests.benchmarks.systems import OURS, timed
 from tests.benchmarks.workloads import Workload, leaf_shapes
+from tests.support.handles import handles
 
 IMPORT_GOAL, OPEN_GOAL, LIST_GOAL = 0.05, 0.15, 0.3  # seconds
 ROOT = Path(__file__).parents[2]
@@ -99,11 +100,11 @@ def matching_table(counts: tuple[int, ...], rounds: int) -> Table:
         tree = {f"part_{n // 100}": {} for n in range(0, count, 100)}
         for n in range(count):
             tree[f"part_{n // 100}"][f"leaf_{n % 100}"] = leaf
-        described = state_dict.TargetTree(tree)
+        stored, described = handles(tree), state_dict.TargetTree(tree)
         times = {
             "describe": lambda tree=tree: state_dict.describe(tree),
-            "match": lambda one=described: plan_tree(reader, one.node, one, options, ""),
-            "rebuild": lambda tree=tree: state_dict.rebuild(tree, tree),
+            "match": lambda stored=stored, one=described: plan_tree(reader, stored, one, options, ""),
+            "rebuild": lambda tree=tree: state_dict.TargetTree(tree).rebuild(tree),
         }
         for name, call in times.items():
             seconds = statistics.median(timed(call) for _ in range(rounds))

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.benchmarks.lineup import SLOW_ROUNDS
+from tests.benchmarks.lineup import SLOW_ROUNDS, SMALL_REPEATS
 from tests.benchmarks.report import Table
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload
@@ -13,8 +13,8 @@ _HEAD = """\
 # Benchmark results
 
 `python -m tests.benchmarks --rounds {rounds} --write`. All systems of a table ran in the same process and the same
-rounds, in an order of each round's own; Orbax's interfaces ran {slow} rounds on the small leaves. Each save went to a
-fresh directory, and every restored leaf was compared bit by bit.
+rounds, in an order of each round's own. On the small leaves all ran {small} rounds, but Orbax's interfaces up to
+{slow}. Each save went to a fresh directory, and every restored leaf was compared bit by bit.
 
 - *peer ÷ ours*: msgpack beside Flax's msgpack; Orbax's format beside the fastest of Orbax's interfaces in that table
   (Flax with the flag on, `PyTreeCheckpointer`, `StandardCheckpointer`, Orbax v1), which is named; both formats' saves
@@ -75,7 +75,7 @@ def as_text(results: Results) -> str:
 def page(facts: dict[str, str], rounds: int, tables: list[Table]) -> str:
     """RESULTS.md, without what other programs put there."""
     lines = [
-        _HEAD.format(rounds=rounds, slow=SLOW_ROUNDS),
+        _HEAD.format(rounds=rounds, small=rounds * SMALL_REPEATS, slow=SLOW_ROUNDS),
         "| | |",
         "|---|---|",
         *(f"| {name} | {fact} |" for name, fact in facts.items()),

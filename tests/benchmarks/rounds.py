@@ -29,7 +29,7 @@ def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None
 
     Args:
         workload: the tree.
-        rounds: how many; Orbax runs fewer on small leaves.
+        rounds: how many; small leaves get more, and Orbax runs fewer on them.
         workdir: where the fresh directories go.
         say: told about progress.
         quick: whether the workload is one of the quick ones.
@@ -46,8 +46,9 @@ def run(workload: Workload, rounds: int, workdir: str, say: Callable[[str], None
         return _in_new_process(workload, rounds, workdir, quick=quick)
     _warm_up(workload, workdir)
     bench = _Bench(workload, workdir)
-    for number in range(rounds):
-        say(f"{workload.name}: round {number + 1} of {rounds}")
+    count = lineup.rounds_of(workload, rounds)
+    for number in range(count):
+        say(f"{workload.name}: round {number + 1} of {count}")
         for system in lineup.in_turn(workload, number):
             bench.round(system)
         for system in lineup.in_turn(workload, number, background=True):

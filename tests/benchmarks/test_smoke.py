@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.benchmarks import disk, lineup, results
+from tests.benchmarks import disk, extras, lineup, results
 from tests.benchmarks.goals import Goal
 from tests.benchmarks.peak import above_tree
 from tests.benchmarks.series import Series
@@ -36,6 +36,12 @@ def test_peak_memory_of_a_fresh_process(tmp_path: Path) -> None:
     first, *_ = workloads(quick=True)
     peak = above_tree(first, OURS[0], SAVE, str(tmp_path), quick=True)
     assert peak is None or 0 <= peak < 2**30
+
+
+def test_costs_without_any_file() -> None:
+    """Describing, matching and rebuilding a tree are timed; it failed after all else had run for half an hour."""
+    table = extras.matching_table((100,), 1)
+    assert [row[0] for row in table.rows] == [f"{name}, 100 leaves" for name in ("describe", "match", "rebuild")]
 
 
 def test_gpt2_has_its_published_size() -> None:

@@ -231,3 +231,15 @@ def test_sizes(nbytes: int, text: str, tmp_path: Path) -> None:
     with open(tmp_path / "checkpoint_1", "wb") as file:
         file.truncate(nbytes)
     assert f" {text} " in ls(tmp_path).stdout
+
+
+@pytest.mark.parametrize("seconds", [300_000_000_000, -70_000_000_000])
+def test_times_in_no_year_of_the_calendar(tmp_path: Path, seconds: int) -> None:
+    """A clock or a copy gone wrong leaves such times: the years 11476 and -248. The time is not shown."""
+    run_of_flax(tmp_path)
+    path = next(tmp_path.glob("checkpoint_*"))
+    os.utime(path, (seconds, seconds))
+    if os.stat(path).st_mtime != seconds:
+        pytest.skip("this file system keeps no such times")
+    assert ls(tmp_path).exit_code == 0
+    assert [one["saved"] for one in json.loads(ls(tmp_path, "--json").stdout) if one["path"] == str(path)] == [None]

@@ -173,6 +173,7 @@ def test_modules_packages_folders_and_zips_run(tmp_path: Path) -> None:
     assert_same(tmp_path, "compiled.pyc")
     (tmp_path / "spawning.py").write_text(textwrap.dedent(PROBES["spawn"]))
     assert_same(tmp_path, "-m", "spawning")
+    assert_same(tmp_path, "-c", "import sys; print(sys.argv, sys.path[0])", "-x")
 
 
 def test_what_does_not_exist_is_reported_as_python_does(tmp_path: Path) -> None:

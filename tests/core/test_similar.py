@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flax_ckpt_compat._core.similar import nearest
+from flax_ckpt_compat._core.similar import Names
 
 STORED = ["params/Dense_0/kernel", "params/Dense_0/bias", "params/enc/attn/kernel", "opt/trace/enc/kernel", "step"]
 
@@ -26,4 +26,4 @@ STORED = ["params/Dense_0/kernel", "params/Dense_0/bias", "params/enc/attn/kerne
 )
 def test_names_that_are_akin(wanted: str, expected: list[str]) -> None:
     """A misspelling, a longer form or another level is told; equal ends alone, which all layers have, are not."""
-    assert nearest(wanted, STORED) == expected
+    assert Names(STORED).nearest(wanted) == expected

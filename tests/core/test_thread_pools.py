@@ -22,8 +22,13 @@ def fail():
     raise OSError("the disk broke")
 def late():
     threading.main_thread().join()
-    with Pool(2) as pool:
-        print(list(pool.map(abs, [-1, -2, -3])), repr(pool.submit(fail).exception()))
+    with Pool(2, "late") as pool:
+        tasks = [pool.submit(abs, number) for number in (-1, -2, -3)]
+        print([task.result() for task in tasks])
+        try:
+            pool.submit(fail).result()
+        except OSError as error:
+            print(repr(error))
 threading.Thread(target=late).start()
 """
 
@@ -31,7 +36,7 @@ threading.Thread(target=late).start()
 def test_a_pool_works_at_exit(tmp_path: Path) -> None:
     """When the main thread has ended and there are no new threads, the work is done all the same, failures too."""
     out, err = run_python(CODE, tmp_path)
-    assert (out.strip(), err) == ("[1, 2, 3] OSError('the disk broke')", "")
+    assert (out.strip(), err) == ("[1, 2, 3]\nOSError('the disk broke')", "")
 
 
 def test_an_error_in_a_thread_of_the_pool_is_raised() -> None:

@@ -16,6 +16,7 @@ from flax import serialization
 
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat._discovery import detect
 from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
 from tests.support.peers import ocp_v1
 from tests.support.samples import fingerprint
@@ -264,6 +265,17 @@ def test_databases_that_were_never_merged(tree_is_there: bool, tmp_path: Path) -
     said = "the writers' databases were never merged" if tree_is_there else "there are arrays, but no _METADATA"
     with pytest.raises(IncompleteCheckpointError, match=said):
         checkpoints.restore_checkpoint(tmp_path, None, step=2)
+
+
+def test_an_array_that_is_named_like_a_database(tmp_path: Path) -> None:
+    """Orbax 0.4.4 without OCDBT leaves one process' database, and an empty folder for each array, whatever its name."""
+    for name in ("_METADATA", "checkpoint"):
+        (tmp_path / name).touch()
+    for name in ("ocdbt.process_0", "my.ocdbt.process_1"):
+        (tmp_path / name).mkdir()
+    assert detect.what_is_missing(str(tmp_path)) is None
+    (tmp_path / "ocdbt.process_1").mkdir()
+    assert "were never merged" in str(detect.what_is_missing(str(tmp_path)))
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["stores fills", "may not store fills"])

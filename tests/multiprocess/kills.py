@@ -189,7 +189,7 @@ def _folder(in_store: bool) -> Iterator[tuple[str, Mapping[str, str]]]:
         return
     from tests.support import s3
 
-    with s3.serving() as (_, proxy):
+    with s3.serving() as proxy:
         server = s3.environment(proxy)
         os.environ.update(server)
         yield f"{s3.new_bucket(proxy).url}/run", server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import resource
 import signal
@@ -22,6 +21,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
 from flax_ckpt_compat._trees import state_dict
 from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
+from tests.support.logs import warnings_logged
 
 WHOLE = count((24, 4), np.float32)
 
@@ -140,26 +140,32 @@ def save_split_otherwise(folder: str, orbax: bool) -> str:
 def save_differing(folder: str, orbax: bool, background: bool) -> list[str]:
     """Saves two steps with leaves that differ between processes, and one after that without; what was warned of."""
     use(orbax)
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("flax_ckpt_compat")
-    logger.addHandler(handler)
     manager = checkpoints.AsyncManager() if background else None
-    try:
+    with warnings_logged() as warnings:
         for step in (1, 2, 3):
             tree = _differing(jax.process_index() if step < 3 else 0)
             checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=9, async_manager=manager)
         if manager:
             manager.wait_previous_save()
-    finally:
-        logger.removeHandler(handler)
     for step in (1, 2, 3):
         got = checkpoints.restore_checkpoint(folder, _differing(9), step)
         assert got["n"] == 7
         np.testing.assert_array_equal(got["v"], np.zeros(3))
         np.testing.assert_array_equal(np.asarray(got["copies"].addressable_data(0)), WHOLE)
         check_shards("halves", got["halves"], WHOLE)
+    return warnings
+
+
+def save_own_keys(folder: str, orbax: bool, count: int) -> list[str]:
+    """Saves two steps with a key that names the process beside so many that are the same; what was warned of."""
+    use(orbax)
+    index = jax.process_index()
+    # Process 2 has fewer leaves, all of which process 0 has.
+    own = {} if index == 2 else {f"host_{index}": np.arange(3)}
+    with warnings_logged() as warnings:
+        for step in (1, 2):
+            tree = {**{f"leaf{number}": np.float32(number) for number in range(count)}, **own}
+            checkpoints.save_checkpoint_multiprocess(folder, tree, step)
     return warnings
 
 

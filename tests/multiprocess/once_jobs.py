@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import time
@@ -16,8 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._restore import device_exchange, read_once
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._restore import device_exchange, pipeline, read_once
+from flax_ckpt_compat._save import coordination
 from tests.multiprocess import jobs
+from tests.support.logs import warnings_logged
 
 # Seconds: to wait for processes that do not come, and for others, which the machine may slow down.
 WAIT, LONG = 1.0, 20.0
@@ -59,16 +61,8 @@ def save(folder: str, orbax: bool) -> None:
 
 def restore(folder: str, kind: str, *, wait: float = LONG, wanted: Any = None, **settings: Any) -> list[str]:
     """Restores it with ``read_once`` and checks every bit; what was logged as a warning."""
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("flax_ckpt_compat")
-    logger.addHandler(handler)
-    try:
-        with config.override(read_once=True, coordination_timeout=wait, **settings):
-            got = checkpoints.restore_checkpoint(folder, target(kind), 1)
-    finally:
-        logger.removeHandler(handler)
+    with warnings_logged() as warnings, config.override(read_once=True, coordination_timeout=wait, **settings):
+        got = checkpoints.restore_checkpoint(folder, target(kind), 1)
     for name, stored in (wanted or values()).items():
         if isinstance(got[name], jax.Array):
             jobs.check_shards(name, got[name], stored)
@@ -141,18 +135,112 @@ def restore_alone(folder: str) -> list[str]:
 
 
 def restore_cast(folder: str) -> Any:
-    """Restores float32 as bfloat16 and float64, which is cast as it is read, and the same array twice."""
+    """Restores float32 as bfloat16 and float64, which is cast as it is read; exchanged in steps of 1 MiB."""
     import jax.numpy as jnp
 
     asked = {name: np.zeros(shape, jnp.bfloat16 if shape else np.float64) for name, shape in SHAPES.items()}
-    with config.override(read_once=True, coordination_timeout=LONG, dtype="target"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        config.override(read_once=True, coordination_timeout=LONG, dtype="target"),
+    ):
+        patch.setattr(device_exchange, "_STEP_BYTES", 2 << 20)
         got = checkpoints.restore_checkpoint(folder, asked, 1)
     for name, stored in values().items():
         assert got[name].dtype == asked[name].dtype
         assert got[name].tobytes() == stored.astype(asked[name].dtype).tobytes(), name
 
 
+def restore_cast_unlike(folder: str) -> Any:
+    """Restores float32 as float16 in process 0, and as float64 in the others."""
+    dtype = np.float64 if jax.process_index() else np.float16
+    asked = {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+    with config.override(read_once=True, coordination_timeout=LONG, dtype="target"):
+        got = checkpoints.restore_checkpoint(folder, asked, 1)
+    for name, stored in values().items():
+        assert got[name].dtype == dtype
+        assert got[name].tobytes() == stored.astype(dtype).tobytes(), name
+
+
 def restore_mixed(folder: str, orbax: bool, kind: str) -> None:
     """As `jobs.restore_mixed`, together."""
     with config.override(read_once=True, coordination_timeout=LONG):
         jobs.restore_mixed(folder, orbax, kind)
+
+
+def restore_unopened(folder: str, failing: int) -> list[str]:
+    """Restores where one process cannot open the checkpoint."""
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("no opening in this test")
+
+    with pytest.MonkeyPatch().context() as patch:
+        if jax.process_index() == failing:
+            patch.setattr(pipeline, "_plan", refuse)
+        return restore(folder, "host")
+
+
+def restore_without_jit(folder: str) -> list[str]:
+    """Restores while jax compiles nothing, as where somebody looks for an error."""
+    jax.config.update("jax_disable_jit", True)
+    try:
+        return restore(folder, "replicated")
+    finally:
+        jax.config.update("jax_disable_jit", False)
+
+
+def restore_with(folder: str, kind: str, settings: dict[str, Any]) -> list[str]:
+    """Restores it with other settings, too."""
+    return restore(folder, kind, **settings)
+
+
+def restore_in_threads(folder: str, rounds: int) -> list[str]:
+    """Restores two checkpoints at once, which begin in another order in each process."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    found: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(rounds):
+            order = [0, 1] if (jax.process_index() + number) % 2 else [1, 0]
+            futures = [pool.submit(restore, f"{folder}/{seed}", "replicated", wanted=values(seed)) for seed in order]
+            found += [warning for future in futures for warning in future.result(60)]
+            jobs.barrier("restored")
+    return found
+
+
+def save_two(folder: str, orbax: bool) -> None:
+    """Saves two checkpoints of other values, from process 0."""
+    jobs.use(orbax)
+    if jax.process_index() == 0:
+        for seed in (0, 1):
+            checkpoints.save_checkpoint(f"{folder}/{seed}", values(seed), 1)
+    jobs.barrier("saved")
+
+
+def restore_late(folder: str, late: int) -> list[str]:
+    """Restores where one process reads for longer than the others wait for it."""
+    own: Any = read_once.casting.read
+
+    def read(*args: Any) -> Any:
+        if jax.process_index() == late and time.monotonic() < end:
+            time.sleep(3 * WAIT)
+        return own(*args)
+
+    end = time.monotonic() + 2 * WAIT  # once
+    read_once.casting.read = read
+    try:
+        return restore(folder, "replicated", wait=WAIT)
+    finally:
+        read_once.casting.read = own
+
+
+def restore_absent(folder: str, failing: int) -> Any:
+    """Restores where one process finds no checkpoint, as on a disk of its own; what it gets, or what is logged."""
+    grace, coordination._GRACE_SECONDS = coordination._GRACE_SECONDS, 0.5
+    try:
+        if jax.process_index() != failing:
+            return restore(folder, "host")
+        os.makedirs(f"{folder}/{failing}")
+        with config.override(read_once=True, coordination_timeout=LONG):
+            return checkpoints.restore_checkpoint(f"{folder}/{failing}", "untouched")
+    finally:
+        coordination._GRACE_SECONDS = grace

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat._trees import state_dict
 from tests.multiprocess import jobs
 
 ROWS = 512
@@ -37,12 +38,37 @@ def state(kind: str = "") -> dict[str, Any]:
     """The tree that this process saves.
 
     Args:
-        kind: ``diverged``: one array has other values in process 1; ``lacking``: process 1 does not have it.
+        kind: in process 1, one array has other values (``diverged``), another last bit in one of them (``nudged``), the
+            same ones in another order (``turned``), or is not there (``lacking``).
     """
     tree: dict[str, Any] = {name: replicated(array) for name, array in values().items()}
     if kind and jax.process_index() == 1:
-        tree["layer1"] = replicated(values()["layer1"] + 1) if kind == "diverged" else None
+        array = values()["layer1"]
+        if kind == "nudged":
+            array[7, 7] = np.nextafter(array[7, 7], np.float32(2))
+        other = {"diverged": array + 1, "nudged": array, "turned": array[:, ::-1].copy(), "lacking": None}[kind]
+        tree["layer1"] = None if other is None else replicated(other)
     return tree | {"step": 3, "host": np.arange(ROWS * 512.0)}
+
+
+def save_on_some(folder: str) -> int:
+    """Saves arrays that the first two of three processes hold; how many bytes this process wrote."""
+    jobs.use(True)
+    devices = [device for device in jax.devices() if device.process_index < 2]
+    sharding = NamedSharding(Mesh(np.array(devices), ("some",)), P())
+
+    def put(array: Any) -> Any:
+        if not sharding.addressable_devices:
+            return state_dict.without_shards(array.shape, array.dtype, sharding)
+        return jobs.put(array, sharding)
+
+    tree, before = {name: put(array) for name, array in values().items()}, written()
+    checkpoints.save_checkpoint_multiprocess(folder, tree, 1)
+    jobs.barrier("saved")
+    found = checkpoints.restore_checkpoint(folder, None)
+    for name, array in values().items():
+        assert np.asarray(found[name]).tobytes() == array.tobytes(), name
+    return written() - before
 
 
 def save(folder: str, kind: str = "", in_background: bool = False, settings: Any = None) -> int:

@@ -24,14 +24,16 @@ def save_with(folder: str, orbax: bool, changes: list[dict[str, Any]], wait: flo
     """Saves `small` as step 5, each process with changes of its own to that call.
 
     Args:
-        changes: by process; arguments of the save, and ``orbax`` (the flag) or ``more`` (leaves of the tree).
+        changes: by process; arguments of the save, and ``orbax`` (the flag), ``compression`` (the setting) or ``more``
+            (leaves of the tree).
         wait: the setting ``coordination_timeout``.
     """
     mine = {"step": 5, **changes[jax.process_index()]}
     use(mine.pop("orbax", orbax))
     more = {name: MORE[name]() for name in mine.pop("more", ())}
     folder = folder + mine.pop("below", "")
-    with config.override(coordination_timeout=wait):
+    settings = {"coordination_timeout": wait, "compression": mine.pop("compression", None)}
+    with config.override(**settings):
         return checkpoints.save_checkpoint_multiprocess(folder, {**small(5), **more}, **mine)
 
 
@@ -42,10 +44,11 @@ MORE: dict[str, Callable[[], Any]] = {
 }
 
 
-def save_alone(folder: str, orbax: bool, step: int) -> str:
+def save_alone(folder: str, orbax: bool, step: int, overwrite: bool = False) -> str:
     """What scripts do that save from process 0 only."""
     use(orbax)
-    return checkpoints.save_checkpoint(folder, {"n": step, "v": np.full(3, step), "local": jnp.arange(4)}, step)
+    tree = {"n": step, "v": np.full(3, step), "local": jnp.arange(4)}
+    return checkpoints.save_checkpoint(folder, tree, step, overwrite=overwrite)
 
 
 def save_spread_alone(folder: str, orbax: bool) -> str:

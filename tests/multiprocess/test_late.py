@@ -77,6 +77,15 @@ def test_values_that_differ_are_warned_of_once(orbax: bool, tmp_path: Path, back
     assert f"different values of {named} (process 1 differs)" in warned[0]
 
 
+@pytest.mark.parametrize("count", [3, 200])
+def test_leaves_that_process_0_does_not_hold(orbax: bool, tmp_path: Path, count: int) -> None:
+    """They are not saved, as in Flax, which process 0 says once; a process may hold fewer."""
+    warned, *others = team_of(3).call(late_jobs.save_own_keys, str(tmp_path), orbax, count)
+    assert others == [[], []]
+    assert len(warned) == 1, warned
+    assert f"are not saved (process 1: {count + 1} leaves; process 0: {count + 1})" in warned[0]
+
+
 @needs_arrays_without_shards
 @pytest.mark.parametrize("background", [False, True])
 def test_sub_meshes_that_leave_out_a_process(orbax: bool, tmp_path: Path, background: bool) -> None:

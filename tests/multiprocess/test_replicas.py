@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from tests.multiprocess import jobs, replica_jobs
@@ -40,7 +42,7 @@ def test_the_work_is_shared(tmp_path: Path, count: int, in_background: bool, set
 
 
 @linux
-@pytest.mark.parametrize("kind", ["diverged", "lacking"])
+@pytest.mark.parametrize("kind", ["diverged", "nudged", "turned", "lacking"])
 def test_processes_that_hold_something_else(tmp_path: Path, kind: str) -> None:
     """Then process 0 writes all, so that no checkpoint mixes what two processes hold."""
     team = team_of(2)
@@ -48,6 +50,18 @@ def test_processes_that_hold_something_else(tmp_path: Path, kind: str) -> None:
     assert first > 11 * MIB
     assert other < MIB // 4
     team.call(replica_jobs.restore, str(tmp_path))
+
+
+@linux
+@pytest.mark.skipif(
+    "dtype" not in inspect.signature(jax.make_array_from_single_device_arrays).parameters,
+    reason="this jax makes no array of which a process holds no shard",
+)
+def test_arrays_that_one_process_does_not_hold(tmp_path: Path) -> None:
+    """Those that hold them share the work, and the third one has none."""
+    written = team_of(3).call(replica_jobs.save_on_some, str(tmp_path))
+    assert all(3.5 * MIB < share < 5.7 * MIB for share in written[:2]), written
+    assert written[2] < MIB // 4
 
 
 def test_the_files_say_the_same_whoever_writes(tmp_path: Path) -> None:

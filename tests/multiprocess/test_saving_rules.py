@@ -90,6 +90,21 @@ def test_save_checkpoint_on_process_0_only(orbax: bool, tmp_path: Path) -> None:
     team.call(jobs.save_small, str(tmp_path), orbax, 2)
 
 
+def test_save_checkpoint_on_all_processes(orbax: bool, tmp_path: Path) -> None:
+    """One saves, and the others hear what to call; with ``overwrite`` all do, one after the other."""
+    team = team_of(4)
+    outcomes = team.run(rule_jobs.save_alone, str(tmp_path), orbax, 1)
+    assert sum(outcome.ok for outcome in outcomes) == 1, outcomes
+    for outcome in outcomes:
+        if not outcome.ok:
+            assert outcome.kinds[0] == "InvalidCheckpointError", outcome
+            assert "in process 0 only, or save_checkpoint_multiprocess in all" in outcome.error
+    team.call(rule_jobs.save_alone, str(tmp_path), orbax, 1, True)
+    assert jobs.names(str(tmp_path)) == ["checkpoint_1"]
+    for restored in team.call(jobs.restore_plainly, str(tmp_path)):
+        np.testing.assert_array_equal(restored["v"], np.full(3, 1))
+
+
 def test_save_checkpoint_names_the_function_for_spread_arrays(orbax: bool, tmp_path: Path) -> None:
     """An array that this process sees only a part of is an error, which says what to call; nothing is written."""
     outcome = team_of(2).run(rule_jobs.save_spread_alone, str(tmp_path), orbax, only=[0], timeout=20)[0]
@@ -122,6 +137,15 @@ def test_arguments_that_differ(orbax: bool, tmp_path: Path, other: dict[str, Any
     assert jobs.names(str(tmp_path)) == []
     team_of(2).call(rule_jobs.save_with, str(tmp_path), orbax, [SAME, SAME])
     assert team_of(2).call(jobs.restore_small, str(tmp_path)) == [5, 5]
+
+
+def test_a_compression_that_differs(tmp_path: Path) -> None:
+    """It is refused in all processes: what one of them compressed otherwise than process 0 says could not be read."""
+    changes = [{"compression": "zstd"}, {"compression": "gzip"}]
+    for outcome in team_of(2).run(rule_jobs.save_with, str(tmp_path), True, changes, timeout=20):
+        assert outcome.kinds[0] == "MultiprocessSaveError", outcome
+        assert "process 1 saves orbax with overwrite=False, compression='gzip'" in outcome.error
+    assert jobs.names(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("holder", [0, 1])

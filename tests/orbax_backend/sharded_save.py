@@ -19,6 +19,7 @@ def sharded_tree() -> dict[str, Any]:
         "columns": PartitionSpec(None, "y"),
         "merged": PartitionSpec(("x", "y")),
         "replicated": PartitionSpec(),
+        "swapped": PartitionSpec(("y", "x")),
     }
     tree: dict[str, Any] = {
         name: jax.device_put(values + number, NamedSharding(mesh, spec))

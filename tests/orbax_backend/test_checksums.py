@@ -18,10 +18,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import zarr
+from flax_ckpt_compat.orbax_backend import read_arrays, zarr
 
 import flax_ckpt_compat as fcc
 from flax_ckpt_compat import config
+from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.checksums import ALGORITHM
 from flax_ckpt_compat._core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, SettingError
@@ -285,7 +286,7 @@ def test_a_later_version_is_unverified(tmp_path: Path) -> None:
         {"files": {"_METADATA": b""}},
         {"files": {"_METADATA": [5, None]}},
         {"data_files": 3},
-        {"files": {"../outside": [1, b"1234"]}},
+        {"files": {"../outside": [1, zlib.crc32(b"x").to_bytes(4, "little")]}},
     ],
 )
 def test_hostile_files_of_checksums(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -349,3 +350,47 @@ def test_a_file_of_more_than_one_block(tmp_path: Path) -> None:
     flip(path / CHECKSUMS, 100)
     with pytest.raises(ChecksumError, match=re.escape(CHECKSUMS)):
         fcc.restore(path)
+
+
+def test_verify_reads_every_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chunk that is read in several, here of a block."""
+    monkeypatch.setattr(read_arrays, "PIECE_BYTES", MIB)
+    path = saved(tmp_path / "c")
+    file, at = find(path, LARGE)
+    assert fcc.verify(path).ok
+    flip(file, at + MIB + 9)
+    assert not fcc.verify(path).ok
+
+
+def test_checksums_that_cannot_be_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails on the thread that computes them fails the save."""
+    real = checksums.of_blocks
+
+    def failing(data: Any) -> bytes:
+        if len(data) >= MIB:
+            raise MemoryError("none is left for a checksum")
+        return real(data)
+
+    monkeypatch.setattr(checksums, "of_blocks", failing)
+    with pytest.raises(MemoryError, match="none is left for a checksum"):
+        saved(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_slices_with_a_gap_are_no_damage(tmp_path: Path) -> None:
+    """The first and the last rows of a block, without those between them, cannot be verified."""
+    array = RNG.standard_normal((100, 700)).astype(np.float32)
+    reader = BACKEND.open(str(saved(tmp_path / "c", {"a": array})), verify=True)
+    slices = [ArraySlice(reader.tree.children["a"], (slice(start, start + 9), slice(0, 700))) for start in (0, 91)]
+    assert np.array_equal(np.concatenate(reader.read(slices)), np.concatenate([array[:9], array[91:]]))
+
+
+@pytest.mark.parametrize("change", ["edited", "removed"])
+def test_files_that_cannot_be_checked(tmp_path: Path, change: str) -> None:
+    """One of many is enough for the rest of a checkpoint to count as unverified."""
+    path = saved(tmp_path / "c")
+    reader = BACKEND.open(str(path))
+    assert reader.verify_checksums()
+    sharding = path / "_sharding"
+    sharding.unlink() if change == "removed" else sharding.write_text(sharding.read_text() + "\n")
+    assert not reader.verify_checksums()

@@ -142,6 +142,27 @@ def test_our_keys_survive_the_loss_of_array_metadatas(tmp_path: Path) -> None:
     assert fingerprint(load(path)) == fingerprint(on_host(TREE))
 
 
+def test_keys_that_another_process_lists(tmp_path: Path) -> None:
+    """Every process should list all arrays; where the first one does not, the others count."""
+    path, tree = tmp_path / "c", {"key": jax.random.key(1), "w": jnp.ones(3)}
+    _real()(path, tree)
+    file = path / "array_metadatas" / "process_0"
+    listed = json.loads(file.read_text())["array_metadatas"]
+    for number, name in enumerate(("w", "key")):
+        mine = [one for one in listed if one["array_metadata"]["param_name"] == name]
+        file.with_name(f"process_{number}").write_text(json.dumps({"array_metadatas": mine}))
+    assert fingerprint(load(path)) == fingerprint(on_host(tree))
+
+
+def test_a_short_value_in_the_index(tmp_path: Path) -> None:
+    """Memory behind it is no part of the array."""
+    path = save(tmp_path / "c", {"a": np.arange(3.0)})
+    store = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
+    store["a/0"] = bytes(8)
+    with pytest.raises(CorruptCheckpointError, match=r"'a'.*8 bytes, expected 24"):
+        load(path)
+
+
 @pytest.mark.parametrize("values", [np.zeros(3), np.zeros(50_000)], ids=["small", "large"])
 def test_a_missing_chunk_is_an_error_not_zeros(tmp_path: Path, values: np.ndarray) -> None:
     """Even an array of zeros must be there."""

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from flax_ckpt_compat.orbax_backend.shardings import read_shardings
 
 from flax_ckpt_compat.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from tests.support.logs import warnings_logged
@@ -126,22 +127,45 @@ def test_shardings_by_plain_name(tmp_path: Path) -> None:
     assert {name: handle.sharding for name, handle in handles(path).items()} == {"abcd": text, "x/y": text}
 
 
+def test_names_that_are_base64_of_others(tmp_path: Path) -> None:
+    """Whether the keys of ``_sharding`` are names or base64 of them is told by all of them together."""
+    for keys in (["YQ==", "a"], ["WVE9PQ==", "YQ=="]):  # the latter is the base64 of the former
+        (tmp_path / "_sharding").write_text(json.dumps(dict(zip(keys, ["of YQ==", "of a"], strict=True))))
+        assert read_shardings(str(tmp_path), ["YQ==", "a"]) == {"YQ==": "of YQ==", "a": "of a"}
+
+
 def test_databases_below_the_database(tmp_path: Path) -> None:
-    """Releases 0.1 to 0.4.1 put the array ``sl/ash`` as ``ash`` into a database in the directory ``sl``."""
-    path = old(tmp_path / "c", {"pl": np.arange(2.0)}, {"pl": "PLACEHOLDER://", "sl/ash": "PLACEHOLDER://"})
-    for folder, name in (("sl", "ash"),):
+    """Releases 0.1 to 0.4.1 put the array ``sl/ash`` as ``ash`` into a database in ``sl``; the deepest counts."""
+    names = ("pl", "sl/ash", "sl/in/ash")
+    path = old(tmp_path / "c", {"pl": np.arange(2.0)}, dict.fromkeys(names, "PLACEHOLDER://"))
+    expected = {"pl": np.arange(2.0), **{name: np.arange(400, dtype=np.float32) + len(name) for name in names[1:]}}
+    for full in names[1:]:
+        folder, _, name = full.rpartition("/")
         base = {"driver": "file", "path": f"{path / folder}/"}
         ts.open(
             {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": name}},
             create=True, dtype=np.float32, shape=[400],
-        ).result().write(np.arange(400, dtype=np.float32)).result()  # fmt: skip
-    assert fingerprint(load(path)) == fingerprint({"pl": np.arange(2.0), "sl/ash": np.arange(400, dtype=np.float32)})
+        ).result().write(expected[full]).result()  # fmt: skip
+    assert fingerprint(load(path)) == fingerprint(expected)
     for file in (path / "sl" / "d").iterdir():
         content = file.read_bytes()
         file.unlink()
         with pytest.raises(CorruptCheckpointError):
             load(path)
         file.write_bytes(content)
+
+
+def test_databases_that_were_never_merged(tmp_path: Path) -> None:
+    """The one of a single process counts, as Orbax 0.4.4 left it; of several, each would be a part of the arrays."""
+    tree, path = {"a": np.arange(300.0)}, tmp_path / "c"
+    ocp.PyTreeCheckpointer().save(path, tree)
+    (path / "checkpoint").write_bytes(msgpack.packb(placeholders(tree)))
+    (path / "manifest.ocdbt").unlink()
+    (path / "a").mkdir()
+    assert fingerprint(load(path)) == fingerprint(tree)
+    (path / "ocdbt.process_1").mkdir()
+    with pytest.raises(IncompleteCheckpointError, match="databases of single processes"):
+        load(path)
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc", "a/../../out"])

@@ -9,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from flax_ckpt_compat import restore
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, DepthError, UnrecognizedFormatError
 from tests.support.orbax_trees import change_metadata, load, save
@@ -64,6 +65,14 @@ def test_array_metadata_that_lies_is_found_out(files: Path, changes: dict[str, A
         load(files)
 
 
+def test_filters_are_not_skipped(files: Path) -> None:
+    """TensorStore has none of zarr's filters, and what they made of an array, here differences, is not the array."""
+    _zarray(files, compressor=None, filters=[{"id": "delta", "dtype": "<f8"}])
+    (files / "a" / "0").write_bytes(np.arange(4000.0).tobytes())
+    with pytest.raises(CorruptCheckpointError, match="'a'"):
+        load(files)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -99,12 +108,43 @@ def test_tree_metadata_of_endless_depth_is_an_error(files: Path) -> None:
     assert str(files) in str(caught.value)
 
 
-@pytest.mark.parametrize("mark", [{"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY])
+_KEYS = [{"kind": "prng key", "impl": impl} for impl in ("threefry2x32", "rbg", "nobody's")]
+
+
+@pytest.mark.parametrize("mark", [*({"kind": kind.value} for kind in LeafKind if kind is not LeafKind.ARRAY), *_KEYS])
 def test_annotations_that_contradict_the_array_are_an_error(files: Path, mark: dict[str, Any]) -> None:
     """No mark turns the 4000 stored float64 into a scalar, a text or a key."""
     change_metadata(files, custom_metadata={"flax_ckpt_compat": {"format": 1, "leaves": {"a": mark}, "containers": []}})
     with pytest.raises(CorruptCheckpointError, match="'a'"):
         load(files)
+
+
+@pytest.mark.parametrize(
+    ("impl", "data"),
+    [
+        ("threefry2x32", np.zeros(4, np.uint32)),
+        ("unsafe_rbg", np.zeros(2, np.uint32)),
+        ("rbg", np.uint32(0)),
+        ("threefry2x32", np.zeros(2, np.int32)),
+    ],
+)
+def test_keys_of_another_shape_are_an_error(impl: str, data: Any, tmp_path: Path) -> None:
+    """What jax would refuse in words of its own is damage of the checkpoint that names the leaf."""
+    mark = {"format": 1, "leaves": {"a": {"kind": "prng key", "impl": impl}}, "containers": []}
+    path = Path(save(tmp_path / "c", {"a": data}))
+    change_metadata(path, custom_metadata={"flax_ckpt_compat": mark})
+    with pytest.raises(CorruptCheckpointError, match=f"'a'.*PRNG key of '{impl}'"):
+        restore(path)
+
+
+@pytest.mark.parametrize("keys", [["b"], ["01"], ["1_0"], [1], [None], 3])
+def test_keys_that_are_no_ints_are_an_error(keys: Any, tmp_path: Path) -> None:
+    """Names that were ints are marked so, and are written as Python writes them: two never become one."""
+    path = Path(save(tmp_path / "c", {"x": {"b": 1.0, "1": 2.0, "01": 3.0, "1_0": 4.0}}))
+    mark = {"format": 1, "leaves": {}, "containers": [[["x"], "dict", keys]]}
+    change_metadata(path, custom_metadata={"flax_ckpt_compat": mark})
+    with pytest.raises(CorruptCheckpointError, match="type annotations"):
+        restore(path)
 
 
 def test_a_text_that_is_no_utf8_is_an_error(tmp_path: Path) -> None:

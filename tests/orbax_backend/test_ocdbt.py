@@ -196,6 +196,11 @@ BODIES = {
     "endless value": (made.leaf(VALUES, lengths=made.column([2**63, 1, 1])), "expected"),
     "another kind": (made.leaf(VALUES, kinds=made.column([0, 7, 0])), "found 7"),
     "no such file": (made.leaf({b"a": b"1"}, kinds=b"\1", places=made.column([5, 0]), values=b""), "found number 5"),
+    "the file behind the last": (
+        made.leaf({b"a": b"1"}, kinds=b"\1", places=made.column([1, 0]), values=b""),
+        "one of 1 files was expected, found number 1",
+    ),
+    "one key twice": (made.leaf({b"a": b"1", b"b": b"2"}, keys=b"aa"), "ascending"),
     "endless files": (made.leaf(VALUES, files=made.varint(2**40)), "expected"),
     "base too long": (made.leaf(VALUES, files=made.files([b"d/x"], [9])), "no longer than the path"),
 }
@@ -287,11 +292,18 @@ def test_nothing_outside_the_directory_is_read(tmp_path: Path, name: bytes, wher
 
 
 def test_versions_in_files_of_their_own_are_left_to_tensorstore(tmp_path: Path) -> None:
-    """Its driver reads what only it can: the values are found, not where they lie."""
-    _database(tmp_path, VALUES, manifest_kind="numbered")
-    found = key_index.open_database(str(tmp_path))
+    """Its driver reads what only it can: the values are found, not where they lie; links do not lead it out."""
+    path = tmp_path / "c"
+    _database(path, VALUES, manifest_kind="numbered")
+    found = key_index.open_database(str(path))
     assert {key: found.get(key.decode()) for key in VALUES} == VALUES
     assert found.get("absent") is None
+    for file in [file for file in path.rglob("*") if file.is_file()]:
+        file.rename(tmp_path / "outside")
+        file.symlink_to(tmp_path / "outside")
+        with pytest.raises(CorruptCheckpointError, match="outside"):
+            key_index.open_database(str(path))
+        (tmp_path / "outside").replace(file)
 
 
 def test_another_text_of_tensorstore_leaves_the_index_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,3 +353,21 @@ def test_the_database_of_another_directory_is_no_part_of_a_store(tmp_path: Path)
 
     assert read_entries("s3://bucket/absent", locate=locate) == VALUES
     assert set(asked) == {"manifest.ocdbt", "d/x"}
+
+
+def test_memory_of_columns_is_bounded() -> None:
+    """128 MiB, and 2 KiB more for each byte of nodes: names that share all they can would take far more."""
+    budget = ocdbt_encoding.MemoryBudget()
+    budget.take(128 << 20)
+    budget.grow(3)
+    budget.take(6 << 10)
+    with pytest.raises(ValueError, match="in proportion to the size"):
+        budget.take(1)
+
+
+@pytest.mark.parametrize("bits", [7, 8, 28, 29, 32, 33, 35, 36, 63, 64])
+def test_numbers_of_any_width(bits: int) -> None:
+    """Offsets in files of more than 4 GiB take five bytes and more."""
+    numbers = [2**bits - 1, 0, 2 ** (bits - 1), 1]
+    found = ocdbt_encoding.Columns(made.column(numbers), ocdbt_encoding.MemoryBudget()).varints(4)
+    assert found == numbers

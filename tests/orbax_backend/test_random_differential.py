@@ -1,7 +1,6 @@
 """Random trees through real Orbax on one side and ours on the other."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from flax_ckpt_compat._core.errors import NameCollisionError
 from tests.support.orbax_trees import load, save
 from tests.support.peers import needs
 from tests.support.profiles import examples
+from tests.support.saves import new_folder
 from tests.support.trees import ML_DTYPES, NUMPY_DTYPES, arrays, fingerprint
 
 # The other dtypes, and texts under names with ``/`` or ``~``, are stored as what real Orbax can read.
@@ -51,7 +51,7 @@ def _c_order(tree: Any) -> Any:
 @given(TREES)
 def test_real_orbax_reads_what_we_write(tree: Any) -> None:
     """To the last bit, and in the same structure."""
-    with TemporaryDirectory() as folder:
+    with new_folder() as folder:
         try:
             path = save(Path(folder) / "c", tree)
         except NameCollisionError:
@@ -64,7 +64,7 @@ def test_real_orbax_reads_what_we_write(tree: Any) -> None:
 @given(TREES)
 def test_we_read_what_real_orbax_writes(tree: Any) -> None:
     """To the last bit, and in the same structure; trees that would collide are not given to real Orbax."""
-    with TemporaryDirectory() as folder:
+    with new_folder() as folder:
         try:
             save(Path(folder) / "ours", tree)
         except NameCollisionError:

@@ -1,5 +1,6 @@
 """What real Orbax writes, read by us."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_reads_shards_on_one_device(sharded: Callable[[str], Path], writer: str)
     """Many chunks and split replicas give whole arrays on a machine that lacks the saved devices; so do ours."""
     restored = load(sharded(writer))
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-    for number, name in enumerate(["both", "rows", "columns", "merged", "replicated"]):
+    for number, name in enumerate(["both", "rows", "columns", "merged", "replicated", "swapped"]):
         assert np.array_equal(restored[name], values + number), name
     assert np.array_equal(restored["large"], np.arange(80_000.0, dtype=np.float32).reshape(200, 400))
     assert restored["bf16"].dtype.name == "bfloat16"
@@ -149,6 +150,17 @@ def test_saved_shardings_are_told(sharded: Callable[[str], Path]) -> None:
     ours, theirs = handles(sharded("ours")), handles(sharded("ocdbt"))
     assert {name: h.sharding for name, h in ours.items()} == {name: h.sharding for name, h in theirs.items()}
     assert '"partition_spec": ["x", "y"]' in str(ours["both"].sharding)
+
+
+@needs("orbax-checkpoint", 0, 12, why="writes other entries")
+def test_shapes_of_shards_are_told(sharded: Callable[[str], Path]) -> None:
+    """Those of arrays without replicas, which real Orbax cuts further, are its own."""
+    ours, theirs = (
+        json.loads((sharded(writer) / "_METADATA").read_text())["tree_metadata"] for writer in ("ours", "ocdbt")
+    )
+    for name, shape in (("both", [2, 4]), ("merged", [1, 8]), ("swapped", [1, 8]), ("bf16", [2, 2])):
+        found = [one[f"('{name}',)"]["value_metadata"]["write_shape"] for one in (ours, theirs)]
+        assert found == [shape, shape]
 
 
 def test_a_deep_database_of_many_versions_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections import namedtuple
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from flax_ckpt_compat._core.tree import Branch, Container, KeyData
 from tests.support.orbax_trees import BACKEND, branches, handles, load, on_host, save
 from tests.support.peers import version
 from tests.support.profiles import examples
+from tests.support.saves import new_folder
 from tests.support.trees import NUMPY_DTYPES, fill, fingerprint, state_dicts
 
 Empty = namedtuple("Empty", "")
@@ -126,7 +126,7 @@ def test_an_empty_tree_round_trips(tmp_path: Path, tree: Any) -> None:
 @given(state_dicts())
 def test_random_trees_round_trip(tree: Any) -> None:
     """Any tree of any leaves under any names is refused for a name collision, or comes back to the last bit."""
-    with TemporaryDirectory() as folder:
+    with new_folder() as folder:
         try:
             path = save(Path(folder) / "c", tree)
         except NameCollisionError:

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import chunks as planning
+from flax_ckpt_compat.orbax_backend import decode, read_arrays
+from flax_ckpt_compat.orbax_backend.files import ByteRange
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,20 +25,26 @@ from tests.support.profiles import examples
 CODECS: dict[str, Any] = {"raw": None, "zstd": {"id": "zstd", "level": 1}}
 
 
-def stored_by_tensorstore(path: Path, values: np.ndarray[Any, Any], chunks: list[int], codec: str) -> LeafHandle:
-    """A checkpoint of one array, as TensorStore writes it with a chunk grid of any shape."""
+def stored_by_tensorstore(
+    path: Path, values: np.ndarray[Any, Any], chunks: list[int], codec: str, *, ocdbt: bool = False, fill: Any = None
+) -> LeafHandle:
+    """A checkpoint of one array, as TensorStore writes it with any chunk grid; chunks of ``fill`` may lack."""
+    files = {"driver": "file", "path": f"{path}/{'' if ocdbt else 'a/'}"}
+    described = {"chunks": chunks, "compressor": CODECS[codec], "dtype": values.dtype.str, "shape": values.shape}
     spec = {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(path / "a")},
-        "metadata": {"chunks": chunks, "compressor": CODECS[codec], "dtype": values.dtype.str, "shape": values.shape},
+        "kvstore": {"driver": "ocdbt", "base": files, "path": "a/"} if ocdbt else files,
+        "metadata": {**described, "fill_value": fill},
         "store_data_equal_to_fill_value": True,
     }
     path.mkdir(parents=True)
     ts.open(spec, create=True).result()[...] = values.astype(values.dtype.newbyteorder("="))
     entry = {"key_metadata": [{"key": "a", "key_type": 2}], "value_metadata": {"value_type": "np.ndarray"}}
     entry["value_metadata"]["skip_deserialize"] = False  # type: ignore[call-overload]
-    metadata = {"tree_metadata": {"('a',)": entry}, "use_ocdbt": False, "use_zarr3": False}
-    (path / "_METADATA").write_text(json.dumps({**metadata, "store_array_data_equal_to_fill_value": True}))
+    metadata: dict[str, Any] = {"tree_metadata": {"('a',)": entry}, "use_ocdbt": ocdbt, "use_zarr3": False}
+    if fill is None:
+        metadata["store_array_data_equal_to_fill_value"] = True
+    (path / "_METADATA").write_text(json.dumps(metadata))
     return handles(path)["a"]
 
 
@@ -157,7 +166,7 @@ def test_a_lost_chunk_matters_where_it_is_wanted(tmp_path: Path, codec: str) -> 
         handle.reader.read([ArraySlice(handle, (slice(3, 5), slice(0, 10)))])
 
 
-@pytest.mark.parametrize("dtype", ["datetime64[s]", "U5", "float8_e4m3", "longdouble"])
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "U5", "S1", "float8_e4m3", "longdouble"])
 def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
     """Arrays that are stored in another dtype, some with an axis more, have parts as well."""
     import ml_dtypes
@@ -168,3 +177,86 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
     (part,) = handle.reader.read([ArraySlice(handle, (slice(1, 3), slice(2, 6)))])
     assert part.dtype == kind
     assert np.array_equal(part, values[1:3, 2:6])
+
+
+def test_boxes_that_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a chunk that lies inline in the index is not the chunk, however often either is asked for."""
+    monkeypatch.setattr(decode, "_MAX_KEYS", 2)
+    values = np.arange(8.0)
+    handle = stored_by_tensorstore(tmp_path / "c", values, [4], "raw", ocdbt=True)
+    for stop in (4, 2, 8, 4):
+        (part,) = handle.reader.read([ArraySlice(handle, (slice(0, stop),))])
+        assert np.array_equal(part, values[:stop])
+    assert len(handle.locator._keys) == 2  # an array has any number of boxes
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_left_out_chunks_are_the_fill_value_in_every_box(tmp_path: Path, codec: str) -> None:
+    """Of boxes that share chunks, too: releases before 0.10.3 left out chunks of only that value."""
+    values = np.arange(80.0).reshape(8, 10)
+    values[2:4] = 7
+    handle = stored_by_tensorstore(tmp_path / "c", values, [2, 10], codec, fill=7)
+    (tmp_path / "c" / "a" / "1.0").unlink()
+    boxes = [(slice(0, 5), slice(0, 10)), (slice(1, 6), slice(0, 4))]
+    for box, part in zip(boxes, handle.reader.read([ArraySlice(handle, box) for box in boxes]), strict=True):
+        assert np.array_equal(part, values[box])
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_chunks_are_read_in_pieces(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of a chunk, here of 16 KiB, is a range of it, and goes to its own place in the array."""
+    monkeypatch.setattr(planning, "PIECE_BYTES", 1 << 14)
+    extent = ByteRange("f", 5, 40_000)
+    read: Any = None
+    pieces = list(planning._split(read, extent, extent, np.empty(40_000, np.uint8)))
+    assert [piece.extent for piece in pieces] == [("f", 5, 16384), ("f", 16389, 16384), ("f", 32773, 7232)]
+    values = np.random.default_rng(1).random((200, 333))
+    handle = stored_by_tensorstore(tmp_path / "c", values, [100, 333], codec)
+    boxes = [(slice(0, 200), slice(0, 333)), (slice(3, 190), slice(0, 333)), (slice(0, 200), slice(5, 9))]
+    for box in boxes:
+        assert np.array_equal(handle.reader.read([ArraySlice(handle, box)])[0], values[box])
+
+
+def test_the_kernel_may_give_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than was asked for: the next read begins behind that."""
+    values, real = np.random.default_rng(1).random(50_000), os.preadv
+    handle = stored_by_tensorstore(tmp_path / "c", values, [50_000], "raw")
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real(fd, [memoryview(buffers[0])[:7001]], at))
+    assert np.array_equal(handle.read(), values)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nothing was read into is not returned as values."""
+    handle = stored_by_tensorstore(tmp_path / "c", np.arange(50_000.0), [50_000], "raw")
+    real = read_arrays.open_regular
+
+    def cut(file: str) -> int:
+        os.truncate(file, 1000)
+        return real(file)
+
+    monkeypatch.setattr(read_arrays, "open_regular", cut)
+    with pytest.raises(CorruptCheckpointError, match=r"'a'.*ends too early"):
+        handle.read()
+
+
+def test_missing_chunks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all reads of one call, because each costs a look-up, and a hostile grid has any number."""
+    handle = stored_by_tensorstore(tmp_path / "c", np.full((8, 10), 7.0), [1, 10], "raw", fill=7)
+    for file in (tmp_path / "c" / "a").glob("*.0"):
+        file.unlink()
+    for limit, name in ((16, "_MAX_MISSING_IN_ALL"), (8, "_MAX_MISSING")):
+        monkeypatch.setattr(read_arrays, name, limit)
+        assert all(np.array_equal(found, np.full((8, 10), 7.0)) for found in handle.reader.read([handle, handle]))
+        monkeypatch.setattr(read_arrays, name, limit - 1)
+        with pytest.raises(CorruptCheckpointError, match=r"'a'.*chunks are missing"):
+            handle.reader.read([handle, handle])
+        monkeypatch.undo()
+
+
+def test_a_shape_that_changes_after_the_opening(tmp_path: Path) -> None:
+    """What was planned for one array is not read of another."""
+    handle = stored_by_tensorstore(tmp_path / "c", np.arange(80.0).reshape(8, 10), [2, 10], "zstd")
+    file = tmp_path / "c" / "a" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "shape": [9, 10]}))
+    with pytest.raises(CorruptCheckpointError, match=r"the shape \(9, 10\) was expected to be \(8, 10\)"):
+        handle.reader.read([ArraySlice(handle, (slice(0, 4), slice(0, 10)))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax_ckpt_compat.orbax_backend.encode import encode
+from flax_ckpt_compat.orbax_backend.shardings import spans_processes
 
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.tree import KeyData
@@ -128,3 +130,11 @@ def test_a_key_of_all_processes_is_on_all_devices() -> None:
         stored = encode(KeyData("threefry2x32", data), "key", multiprocess=True)
         assert stored.sharding.is_fully_replicated
         assert stored.sharding.device_set == set(jax.devices())
+
+
+@pytest.mark.parametrize(("processes", "spread"), [([0, 1], False), ([1, 2], True)])
+def test_who_writes_what_several_hold_whole(processes: list[int], spread: bool) -> None:
+    """Process 0, if it is one of them; else it has nothing to write."""
+    devices = [types.SimpleNamespace(process_index=index) for index in processes]
+    sharding = types.SimpleNamespace(is_fully_addressable=False, is_fully_replicated=True, device_set=devices)
+    assert spans_processes(sharding) == spread

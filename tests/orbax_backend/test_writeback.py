@@ -64,3 +64,10 @@ def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int
     ends = [0, *(offset + length for offset, length in told)]
     assert [offset for offset, _ in told] == ends[:-1]
     assert ends[-1] == step * steps
+
+
+@pytest.mark.parametrize("can_sync", [True, False])
+def test_tensorstore_syncs_what_it_writes(can_sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where directories can be synced; elsewhere it would fail, and the writer syncs the files."""
+    monkeypatch.setattr(database, "can_sync_directories", lambda path: can_sync)
+    assert database.Database(str(tmp_path))._context.spec.to_json()["file_io_sync"] is can_sync

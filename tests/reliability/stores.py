@@ -63,7 +63,7 @@ def _serve(scheme: str, told: Path, ended: Path) -> None:
             proxy = stack.enter_context(gs.serving())
             where = f"gs://{gs.new_bucket(proxy).name}", gs.environment(proxy)
         else:
-            _, plain = stack.enter_context(s3.serving())
+            plain = stack.enter_context(s3.serving())
             where = f"s3://{s3.new_bucket(plain).name}", s3.environment(plain)
         part = told.with_suffix(".part")
         part.write_text(json.dumps(where))

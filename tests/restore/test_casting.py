@@ -115,11 +115,12 @@ def test_little_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_leaf_in_two_dtypes(flag: bool, tmp_path: Path) -> None:
     """A stored leaf that two of the target's leaves are made of has the dtype of each of them."""
     with use_flag(flag), config.override(dtype="target"):
-        path = checkpoints.save_checkpoint(tmp_path, {"a": np.arange(6, dtype=np.float32)}, 1)
+        path = checkpoints.save_checkpoint(tmp_path, {"a": np.arange(6, dtype=np.float32) / 2}, 1)
         target = {"a": np.zeros(6, np.float16), "b": np.zeros(6, np.int32)}
         copies = {"b": transforms.Transform(original_key="a")}
         restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=copies)
     assert {name: value.dtype for name, value in restored.items()} == {"a": np.float16, "b": np.int32}
+    assert restored["a"].tolist() == [0, 0.5, 1, 1.5, 2, 2.5] and restored["b"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_x64_is_switched_within_a_process(flag: bool, tmp_path: Path) -> None:
@@ -144,3 +145,10 @@ def test_x64_is_switched_within_a_process(flag: bool, tmp_path: Path) -> None:
 def test_infinities_and_nan_are_no_loss(values: list[float], lost: bool) -> None:
     """They stay what they are; what becomes infinite is lost: float16 ends at 65504 (IEEE 754)."""
     assert cast_losses.is_lossy(np.array(values, np.float32), np.dtype(np.float16)) == lost
+
+
+def test_a_longer_fraction_is_no_longer_range() -> None:
+    """float16 holds each bfloat16 but those from 65520 on (IEEE 754), of which float32 holds all."""
+    for value, lost in ((65024.0, False), (1e38, True)):
+        assert cast_losses.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float16)) is lost
+        assert not cast_losses.is_lossy(np.array([value], jnp.bfloat16), np.dtype(np.float32))

@@ -13,6 +13,7 @@ from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._restore import kinds
 from flax_ckpt_compat._restore.kinds import TargetKind
 from flax_ckpt_compat._trees.leaf_sources import Derived
+from flax_ckpt_compat.errors import KindMismatchError
 
 
 def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cast: bool = False, **more: Any) -> bool:
@@ -28,6 +29,8 @@ def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cas
         (np.float32(1), TargetKind.NUMBER),
         (1j, TargetKind.NUMBER),
         (np.bytes_(b"a"), TargetKind.BYTES),
+        (bytearray(b"a"), TargetKind.BYTES),
+        (memoryview(b"a"), TargetKind.BYTES),
         (np.str_("a"), TargetKind.TEXT),
         (np.zeros(()), TargetKind.ARRAY),
         (jax.random.key(0), TargetKind.KEY),
@@ -38,6 +41,17 @@ def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cas
 def test_kinds_of_the_target(leaf: Any, kind: TargetKind) -> None:
     """Numpy's text and bytes are text and bytes, and no numbers."""
     assert kinds.target_kind(leaf) is kind
+
+
+def test_text_of_numpy(flag: bool, tmp_path: Path) -> None:
+    """Numpy's text and bytes fit the targets that were saved, and no numbers."""
+    tree = {"text": np.str_("a"), "bytes": np.bytes_(b"ab")}
+    save(tmp_path / "saved", tree)
+    restored = restore(tmp_path / "saved", tree)
+    assert restored == tree and list(map(type, restored.values())) == [np.str_, np.bytes_]
+    assert restore(tmp_path / "saved", {"text": "", "bytes": b""}) == tree
+    with pytest.raises(KindMismatchError, match="text: stored text, target a number"):
+        restore(tmp_path / "saved", {"text": 1})
 
 
 def test_arrays_for_numbers() -> None:

@@ -8,30 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat import config, transforms
-from flax_ckpt_compat._core.backend import Format, LeafHandle, LeafKind
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, map_leaves, show_path
+from flax_ckpt_compat._core.backend import Format, LeafHandle
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 from flax_ckpt_compat._restore import match as matching
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import TreePlan
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat._trees.leaf_sources import Own
+from tests.support.handles import handles
 from tests.support.profiles import examples
 from tests.support.samples import Pair, Serialized
-
-
-def handles(tree: Any) -> Any:
-    """The neutral tree of a plain dict with a handle for every leaf but None."""
-
-    def handle(path: Path, leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        array = np.asarray(leaf)
-        kind = LeafKind.ARRAY if isinstance(leaf, np.ndarray) else LeafKind.INT
-        reader: Any = None
-        return LeafHandle(path, kind, array.shape, array.dtype, array.nbytes, show_path(path), reader, leaf)
-
-    return map_leaves(handle, state_dict.describe(tree))
 
 
 def plan(stored: Node, target: Any, *, lenient: bool = False, transform: Any = None) -> TreePlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import traverse_util
+from flax import serialization, traverse_util
 
-from flax_ckpt_compat import checkpoints, config, restore, rules
+from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore import messages
 from flax_ckpt_compat._trees import state_dict
@@ -135,6 +136,146 @@ def test_shapes_of_a_replicated_state(flag: bool, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, restored, plain)
     some = {**plain, "step": stacked["step"]}
     assert "leading axis" not in shapes(plain, some, tmp_path / "some")
+
+
+def test_shapes_of_a_state_replicated_for_other_devices(flag: bool, tmp_path: Path) -> None:
+    """Another length of the leading axis of all arrays, the step's included, is another number of devices."""
+    plain = {"params": {"w": np.arange(6.0).reshape(2, 3)}, "step": np.array(3)}
+    eight, four = (jax.tree.map(lambda leaf, n=n: np.stack([leaf] * n), plain) for n in (8, 4))
+    message = shapes(eight, four, tmp_path)
+    assert "leading axis of 8, the target's of 4" in message and "configuration" not in message
+    restored = restore(tmp_path, plain, transforms=[rules.unreplicate()])
+    jax.tree.map(np.testing.assert_array_equal, restored, plain)
+
+
+def model(kind: str, count: int, value: float) -> Any:
+    """A state with so many layers, stacked as by nn.scan, numbered, or in a list, and Adam's moments of them."""
+    stack = (count,) if kind == "stacked" else ()
+    shapes = {"attn": {"kernel": (4, 4), "bias": (4,)}, "ln": {"scale": (4,)}}
+    one = jax.tree.map(lambda shape: np.full(stack + shape, value), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    layers = {"stacked": one, "list": [one] * count, "numbered": None}[kind]
+    params = {f"layer_{n}": one for n in range(count)} if layers is None else {"layers": layers}
+    params["head"] = {"kernel": np.full((4, 2), value)}
+    return {"params": params, "opt": {"mu": params, "nu": params}, "step": 3}
+
+
+def ruled(message: str) -> Any:
+    """The rule that a message names."""
+    (source,) = re.findall(r"rules\.(?:pad|cut|from_target)\([^\n]*?\)(?=\.(?:\n|$))", message)
+    return eval(source, {"rules": rules})
+
+
+@pytest.mark.parametrize("kind", ["stacked", "numbered", "list"])
+def test_more_layers(flag: bool, tmp_path: Path, kind: str) -> None:
+    """Both numbers are told, and the rule that is named keeps the stored layers before those of the target."""
+    saved, target = model(kind, 3, 1.0), model(kind, 5, -1.0)
+    path = checkpoints.save_checkpoint(tmp_path, saved, 1)
+    with pytest.raises((ShapeMismatchError, MissingLeavesError)) as caught:
+        restore(path, target)
+    assert "model with 3" in str(caught.value) and "rules.rename" not in str(caught.value)
+    assert "3 stored and 5 in the target" in str(caught.value) or "the target 5 of them" in str(caught.value)
+    plan = plan_restore(path, target)
+    assert "model with 3" in plan.why and plan.why in str(plan) and "A guess" not in str(plan)
+    restored = restore(path, target, transforms=[ruled(plan.why)])
+    ours, own, found = (
+        traverse_util.flatten_dict(serialization.to_state_dict(one)) for one in (model(kind, 5, 1.0), target, restored)
+    )
+    for name, leaf in found.items():
+        is_new = any(part in ("3", "4", "layer_3", "layer_4") for part in name)
+        expected = own[name] if is_new else ours[name]
+        if kind == "stacked" and "layers" in name:
+            expected = np.concatenate([ours[name][:3], own[name][3:]])
+        np.testing.assert_array_equal(leaf, expected, err_msg=str(name))
+
+
+def test_fewer_layers(flag: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Stacked ones are an error that names the rule that cuts them; numbered ones are dropped with a warning."""
+    for kind in ("stacked", "numbered"):
+        path, target = tmp_path / kind, model(kind, 2, -1.0)
+        save(path, model(kind, 5, 1.0))
+        rule = []
+        if kind == "stacked":
+            with pytest.raises(ShapeMismatchError, match="5 stored and 2 in the target") as caught:
+                restore(path, target)
+            rule = [ruled(str(caught.value))]
+        with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+            caplog.clear()
+            jax.tree.map(np.testing.assert_array_equal, restore(path, target, transforms=rule), model(kind, 2, 1.0))
+        assert ("dropped: params/layer_{2..4}" in caplog.text) is (kind == "numbered")
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        optax.inject_hyperparams(optax.adam)(1e-3),
+        optax.adam(optax.linear_schedule(1.0, 0.0, 10)),
+        optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+    ],
+    ids=["MultiSteps", "inject_hyperparams", "schedule", "ema"],
+)
+def test_an_optimizer_that_was_wrapped(flag: bool, tmp_path: Path, wrapped: Any) -> None:
+    """The error names the rule that carries over the moments, and what begins anew; it told of other names."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    saved = {"params": params, "opt_state": jax.tree.map(lambda leaf: leaf + 7, optax.adam(1e-3).init(params))}
+    path = checkpoints.save_checkpoint(tmp_path, saved, 1)
+    target = {"params": params, "opt_state": wrapped.init(params)}
+    with pytest.raises(MissingLeavesError, match=r"anew.*schedule") as caught:
+        checkpoints.restore_checkpoint(path, target)
+    assert "rules.optimizer_state('opt_state') carries over" in str(caught.value)
+    assert "other names" not in str(caught.value)
+    restored = restore(path, target, transforms=[rules.optimizer_state("opt_state")])
+    found = optax.tree_utils.tree_get(restored, "mu", filtering=lambda path, leaf: isinstance(leaf, dict))
+    jax.tree.map(np.testing.assert_array_equal, found, saved["opt_state"][0].mu)
+
+
+def test_averages_that_are_new(flag: bool, tmp_path: Path) -> None:
+    """Where a collection is missing that has the leaves of another one, the rule for a copy is named, and works."""
+    params = {"w": np.ones((2, 3)), "b": np.full(3, 2.0)}
+    path, target = checkpoints.save_checkpoint(tmp_path, {"params": params}, 1), jax.tree.map(np.zeros_like, params)
+    with pytest.raises(MissingLeavesError, match=r"begin as a copy, rules.copy\('params', 'ema_params'\)\."):
+        checkpoints.restore_checkpoint(path, {"params": target, "ema_params": target})
+    rule = rules.copy("params", "ema_params")
+    restored = restore(path, {"params": target, "ema_params": target}, transforms=[rule])
+    jax.tree.map(np.testing.assert_array_equal, restored, {"params": params, "ema_params": params})
+    with pytest.raises(MissingLeavesError) as caught:
+        checkpoints.restore_checkpoint(path, {"params": target, "other": {"w": np.ones(1), "b": np.ones(3)}})
+    assert "rules.copy" not in str(caught.value)
+
+
+def test_what_is_no_number_of_layers(tmp_path: Path) -> None:
+    """A larger vocabulary, a wider norm, other classes and a longer chain of optimizers are not told as layers."""
+    embedding, norm = {"embedding": np.ones((5, 2))}, {"scale": np.ones(3), "bias": np.ones(3)}
+    head = {"kernel": np.ones((4, 3)), "bias": np.ones(3)}
+    saved = {"a": embedding, "b": norm, "c": head, "d": np.ones(7), "opt": ({"mu": np.ones(2)}, {"nu": np.ones(3)})}
+    save(tmp_path / "saved", saved, format="msgpack")
+    longer = {
+        "a": {"embedding": np.ones((6, 2))},
+        "b": {"scale": np.ones(4), "bias": np.ones(4)},
+        "c": {"kernel": np.ones((4, 5)), "bias": np.ones(5)},
+        "opt": (*saved["opt"], {"trace": np.ones(2)}),
+    }
+    for name, part in longer.items():
+        plan = plan_restore(tmp_path / "saved", {**saved, name: part})
+        assert plan.raises and not plan.why, name
+
+
+def test_one_leaf_is_not_every_array(flag: bool, tmp_path: Path) -> None:
+    """A numpy scalar or a typed key that differs beside an array that does not is no replicated state."""
+    key = jax.random.key(1)
+    for name, saved, own in (("n", np.float32(1), np.ones(3)), ("k", key, jax.random.split(key, 3))):
+        message = shapes({"w": np.ones(2), name: saved}, {"w": np.ones(2), name: own}, tmp_path / name)
+        assert "replicate" not in message and f"rules.from_target({name!r})" in message
+
+
+def test_raw_keys_of_another_implementation(flag: bool, tmp_path: Path) -> None:
+    """By their length and dtype; both ways, and no other uint32."""
+    two, four = np.ones((3, 2), np.uint32), np.ones((3, 4), np.uint32)
+    for number, (saved, own) in enumerate(((two, four), (four, two))):
+        message = shapes({"w": np.ones(2), "k": saved}, {"w": np.ones(2), "k": own}, tmp_path / str(number))
+        assert "another implementation" in message and "rules.from_target('k')" in message
+    other = shapes({"k": two, "w": 1}, {"k": np.ones((3, 4), np.int32), "w": 1}, tmp_path / "other")
+    assert "implementation" not in other
 
 
 def test_raw_keys_for_typed_ones(flag: bool, tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
+from flax import serialization
 
-from flax_ckpt_compat import checkpoints
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints, errors
 from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, fingerprint, train_state_sample
 from tests.support.saves import Save, run_python, use_flag
@@ -255,6 +258,18 @@ def test_arrays_of_several_processes(kind: str) -> None:
     np.testing.assert_array_equal(np.asarray(restored, np.float32), whole)
 
 
+def test_arrays_beside_those_of_several_processes(tmp_path: Path) -> None:
+    """Only the latter go to the target's device, in whatever order they come."""
+    tree = {"a": np.ones(3, np.float32), "b": "//GDAPlaceholder:b", "c": np.zeros(2, np.float32)}
+    (tmp_path / "checkpoint_1").write_bytes(serialization.msgpack_serialize(tree))
+    files = {"driver": "file", "path": f"{tmp_path}/checkpoint_1_gda/b/"}
+    metadata = {"shape": [3], "chunks": [3], "dtype": "<f4", "compressor": None}
+    ts.open({"driver": "zarr", "kvstore": files, "metadata": metadata}, create=True).result()[...] = [1, 2, 3]
+    restored = checkpoints.restore_checkpoint(tmp_path, {name: jnp.zeros(3) for name in tree})
+    assert restored["b"].tolist() == [1, 2, 3]
+    assert [isinstance(value, jax.Array) for value in restored.values()] == [False, True, False]
+
+
 @pytest.mark.parametrize("target", [None, np.zeros((8, 4)), jnp.zeros((8, 4))], ids=["no target", "numpy", "jax"])
 def test_one_array_of_several_processes(target: Any) -> None:
     """A single such array as the whole tree restores, which Flax itself cannot."""
@@ -262,3 +277,25 @@ def test_one_array_of_several_processes(target: Any) -> None:
     assert isinstance(restored, jax.Array) == isinstance(target, jax.Array)
     saved = json.loads((GDA / "two_processes_leaf" / "expected.json").read_text())
     assert np.asarray(restored).tobytes() == base64.b64decode(next(iter(saved.values()))["data"])
+
+
+@pytest.mark.parametrize("is_abstract", [True, False])
+def test_a_sharding_of_more_axes_than_the_array(is_abstract: bool, flag: bool, tmp_path: Path) -> None:
+    """It is an error that names the leaf, for one device too; a msgpack array for a concrete target stays as stored."""
+    checkpoints.save_checkpoint(tmp_path, {"a": np.array(1.5, np.float32)}, 1)
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec("x"))
+    array = jax.device_put(jnp.zeros(2), sharding)
+    target = {"a": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding) if is_abstract else array}
+    if flag or is_abstract:
+        with pytest.raises(errors.ShapeMismatchError, match="a has the stored shape"):
+            checkpoints.restore_checkpoint(tmp_path, target)
+    else:
+        assert checkpoints.restore_checkpoint(tmp_path, target)["a"] == 1.5
+
+
+def test_key_data_for_keys_of_its_shape(flag: bool, tmp_path: Path) -> None:
+    """Two words are one key, and not two."""
+    checkpoints.save_checkpoint(tmp_path, {"a": np.array([1, 2], np.uint32)}, 1)
+    target = {"a": jax.random.split(jax.random.key(0), 2)}
+    with pytest.raises(errors.KindMismatchError, match="target a typed PRNG key"):
+        flax_ckpt_compat.restore(tmp_path, target)

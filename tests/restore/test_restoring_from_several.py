@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat import checkpoints, errors, plan_restore, restore, rules, save
+from flax_ckpt_compat import checkpoints, config, errors, plan_restore, restore, rules, save
 from flax_ckpt_compat.transforms import RestoreTransform, Transform
 from tests.support.stored import count
 
@@ -218,3 +218,18 @@ def test_containers_around_what_is_taken_stay(tmp_path: Path) -> None:
     )
     found = restore(here, transforms=[rules.from_checkpoint(there, "layers/1", "by/3")])
     assert found == {"layers": [{"w": 0}, {"w": 11}], "by": {3: 10, 4: 1}}
+
+
+def test_damage_of_the_other_checkpoint(path: str, tmp_path: Path) -> None:
+    """Its checksums are verified as those of the first one are."""
+    values = np.random.default_rng(0).random(2000)
+    other = save(tmp_path / "damaged", {"head": values}, format="orbax")
+    (file,) = (tmp_path / "damaged" / "d").iterdir()
+    data = bytearray(file.read_bytes())
+    data[data.index(values.tobytes()) + 1000] ^= 1
+    file.write_bytes(data)
+    target, taken = {**OLD, "head": np.zeros(2000)}, [rules.from_checkpoint(other, "head")]
+    with pytest.raises(errors.ChecksumError, match="head"):
+        restore(path, target, transforms=taken)
+    with config.override(checksums="off"):
+        assert np.sum(restore(path, target, transforms=taken)["head"] != values) == 1

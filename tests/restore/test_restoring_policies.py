@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat.errors import CheckpointError, MissingLeavesError, ShapeMismatchError
 from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
-from tests.support.saves import Save, use_flag
+from tests.support.saves import Save, new_folder, use_flag
 
 
 @pytest.fixture
@@ -229,6 +228,13 @@ def test_types_with_their_own_rules(flag: bool, tmp_path: Path) -> None:
     assert restored["s"].value == {"0": 1, "1": 2}
 
 
+def test_types_that_do_not_read_what_is_stored(flag: bool, tmp_path: Path) -> None:
+    """Leaves that they lack are missing, and do not stay as they are in the target."""
+    checkpoints.save_checkpoint(tmp_path, {"s": {"other": 1}}, 1)
+    with pytest.raises(MissingLeavesError, match="s/v"):
+        checkpoints.restore_checkpoint(tmp_path, {"s": Serialized(1)})
+
+
 def test_old_namedtuples(tmp_path: Path) -> None:
     """Files of Flax before 0.3.6, which wrote a namedtuple as three maps, restore into namedtuples."""
     old = {"name": "Pair", "fields": {"0": "left", "1": "right"}, "values": {"0": np.ones(2), "1": 5}}
@@ -281,7 +287,7 @@ NODES = st.recursive(
 @given(stored=NODES, target=NODES)
 def test_whatever_legacy_flax_restores_we_restore_alike(stored: Any, target: Any) -> None:
     """For random pairs of trees: where legacy Flax gives a result, ours is the same; where it fails, ours may raise."""
-    with tempfile.TemporaryDirectory() as folder:
+    with new_folder() as folder:
         file = Path(folder) / "f"
         file.write_bytes(flax.serialization.to_bytes(stored))
         try:
@@ -300,7 +306,7 @@ def test_both_formats_restore_alike(stored: Any, target: Any, lenient: bool) -> 
     """For random pairs of trees both formats give the same result or the same kind of error."""
     outcomes = []
     for value in (False, True):
-        with tempfile.TemporaryDirectory() as folder, use_flag(value):
+        with new_folder() as folder, use_flag(value):
             path = checkpoints.save_checkpoint(folder, stored, 1)
             try:
                 restored = checkpoints.restore_checkpoint(path, target, orbax_transforms={} if lenient else None)

@@ -379,3 +379,21 @@ def test_shardings_of_the_target(tmp_path: Path) -> None:
     """On eight devices, renamed and computed leaves get the target's sharding; what it cannot hold is a named error."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     assert run_python(DEVICES, tmp_path / "x", **flags)[0] == "done\n"
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_the_checkpoint_is_replaced_meanwhile(by_step: bool, tmp_path: Path) -> None:
+    """After it was opened, with its texts, and before its arrays are read: what replaced it is restored, whole."""
+    old, new = ({"w": np.full((300, 300), value, np.float32), "s": str(value)} for value in (1, 2))
+    path, replaced = tmp_path / "checkpoint_1", list[bool]()
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))  # whose files have the same names
+
+    def replace(stored: Any, _: Any) -> Any:
+        if not replaced:
+            replaced.append(True)
+            checkpointer.save(path, new, force=True)
+        return stored
+
+    checkpointer.save(path, old)
+    found = restore(tmp_path if by_step else path, old, transforms=[rules.Rule("replace", replace)])
+    assert found["s"] == "2" and np.array_equal(found["w"], new["w"])

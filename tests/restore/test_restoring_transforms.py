@@ -5,7 +5,6 @@ Where our results are meant to differ, they are made alike first; each such step
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from flax_ckpt_compat._core.errors import ShapeMismatchError, TransformError
 from tests.support.peers import version
 from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair
-from tests.support.saves import use_flag
+from tests.support.saves import new_folder, use_flag
 
 NAMES = st.sampled_from(["a", "b", "c", "b1"])
 PATTERNS = [r"(.*)", r"(\w+)", r"a/(.*)", r"(.*)/(\w+)", r"b1?", r".*/\d"]
@@ -239,7 +238,7 @@ def test_as_real_orbax(data: Any) -> None:
     stored, target = data.draw(stored_trees()), data.draw(target_trees())
     given, default = data.draw(transform_trees(stored, target)), data.draw(st.booleans())
     own = data.draw(st.sampled_from([given, as_ours(given)]))
-    with tempfile.TemporaryDirectory() as directory:
+    with new_folder() as directory:
         path = write(Path(directory, "real"), stored, data.draw(st.sampled_from(["orbax", "ours"])))
         args = jax.tree.map(lambda _: ocp.RestoreArgs(), target)
         theirs = attempt(lambda: real_orbax(path, target, given, default, args))
@@ -262,7 +261,7 @@ def test_as_real_orbax_with_dtypes(data: Any) -> None:
     """RestoreArgs of the target cast, as does our dtype="target", before functions are called."""
     stored, target = data.draw(trees(arrays())), data.draw(trees(st.one_of(arrays(), arrays(), st.none()), True))
     given, default = data.draw(transform_trees(stored, target)), data.draw(st.booleans())
-    with tempfile.TemporaryDirectory() as directory:
+    with new_folder() as directory:
         path = write(Path(directory, "real"), stored, data.draw(st.sampled_from(["orbax", "ours"])))
         theirs = attempt(lambda: real_orbax(path, target, given, default, wishes(target)))
         mine = attempt(lambda: ours(path, target, given, default, dtype="target"))
@@ -277,7 +276,7 @@ def test_as_real_flax(data: Any) -> None:
     """restore_checkpoint with orbax_transforms gives what real Flax gives with its flag on, in the target's dtypes."""
     stored, target = data.draw(trees(arrays())), data.draw(trees(st.one_of(arrays(), arrays(), st.none()), True))
     given = data.draw(transform_trees(stored, target))
-    with tempfile.TemporaryDirectory() as directory, use_flag(True):
+    with new_folder() as directory, use_flag(True):
         writer = data.draw(st.sampled_from([checkpoints, flax_checkpoints]))
         writer.save_checkpoint(directory, stored, 1)
         theirs = attempt(lambda: flax_checkpoints.restore_checkpoint(directory, target, orbax_transforms=given))
@@ -399,6 +398,13 @@ def test_results_are_cast_and_placed(result: Any, saved: str, flag: bool, caplog
     assert getattr(new, "sharding", None) == sharding or not flag
 
 
+def test_results_keep_64_bits(saved: str) -> None:
+    """What jax computed is cast on the host to a dtype that jax would narrow."""
+    given = {"new": transforms.Transform("n", value_fn=lambda _: jnp.array([1, 3]))}
+    new = ours(saved, {"new": np.zeros(2)}, given, dtype="target")["new"]
+    assert (new.dtype, new.tolist()) == (np.float64, [1.0, 3.0])
+
+
 @pytest.mark.parametrize("policy", ["warn", "error", "ignore"])
 def test_shapes_that_only_functions_know(policy: Any, saved: str, caplog: pytest.LogCaptureFixture) -> None:
     """Another shape than the target's is judged as any other, by the target's key path."""
@@ -437,6 +443,25 @@ def test_results_are_memory_of_their_own(saved: str) -> None:
         array[...] = -1
         for other in names[names.index(name) + 1 :]:
             np.testing.assert_array_equal(restored[other], expected[other])
+
+
+def test_a_result_that_jax_made_of_its_input(flag: bool, tmp_path: Path) -> None:
+    """On the CPU it may be the input's memory, which is no other leaf's then."""
+    path = flax_ckpt_compat.save(tmp_path / "c", {"a": np.arange(32.0, dtype=np.float32)})
+    given = {name: transforms.Transform("a", value_fn=one) for name, one in (("x", jax.device_put), ("y", lambda v: v))}
+    restored = ours(path, {name: np.zeros(32, np.float32) for name in given}, given)
+    restored["y"][...] = 9
+    assert restored["x"].tolist() == list(range(32))
+
+
+def test_one_result_for_several_leaves(saved: str) -> None:
+    """What a function returns more than once is not the memory of two leaves."""
+    result = np.ones(3)
+    given = {name: transforms.Transform("n", value_fn=lambda _: result) for name in "xyz"}
+    restored = ours(saved, {name: np.zeros(3) for name in "xyz"}, given)
+    for number, value in enumerate(restored.values()):
+        value[...] = number
+    assert [value.tolist() for value in restored.values()] == [[0] * 3, [1] * 3, [2] * 3]
 
 
 def test_without_a_target(saved: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -233,7 +233,7 @@ def test_unstack_refuses() -> None:
     with pytest.raises(TransformError, match="x/b is a stored int"):
         rules.unstack("x", "x_{}").apply(stored({"x": {"a": count((2,)), "b": 1}}), None)
     for tree in ({"x": {}}, {"x": count((0, 2))}):
-        with pytest.raises(TransformError, match="one and the same"):
+        with pytest.raises(TransformError, match="need one length on axis 0"):
             rules.unstack("x", "x_{}").apply(stored(tree), None)
     with pytest.raises(TransformError, match="where the number goes"):
         rules.unstack("x", "x")
@@ -256,7 +256,7 @@ def test_fuse_and_split_refuse() -> None:
     with pytest.raises(TransformError, match="no axis 2"):
         rules.split("w", ["a", "b"], axis=2).apply(tree, None)
     for bad in (lambda: rules.fuse(["q"], "x"), lambda: rules.fuse("qk", "x"), lambda: rules.fuse(["q", "q"], "x")):
-        with pytest.raises(TransformError, match="different names"):
+        with pytest.raises(TransformError, match=r"different names|names is a list of text"):
             bad()
     for bad in (lambda: rules.split("w", []), lambda: rules.split("w", ["a"], sizes=[1, 2])):
         with pytest.raises(TransformError, match="list of names"):

@@ -314,3 +314,32 @@ def test_copy() -> None:
         rules.copy("params/w", "step").apply(stored(tree), None)
     with pytest.raises(TransformError, match="at the top it has: params, step"):
         rules.copy("x", "y").apply(stored(tree), None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"w", None, 3.5, [[1], 2], {}, np.array(2), object()], ids=lambda one: type(one).__name__
+)
+def test_arguments_of_wrong_types(wrong: Any) -> None:
+    """Each rule names the argument, what it is and what was found, and none fails with an error of Python."""
+    calls: dict[str, Any] = {
+        "pattern": [rules.rename, rules.stack, rules.cut, rules.cast, rules.apply, rules.key_data, rules.unreplicate],
+        "patterns": [rules.drop, rules.from_target],
+        "source": [rules.move, rules.copy],
+        "name": [rules.wrap, rules.unwrap],
+        "at": [rules.optimizer_state, rules.pre_linen],
+        "size": [lambda one: rules.pad("w", one), lambda one: rules.cut("w", one)],
+        "number": [lambda one: rules.index("w", one)],
+        "axis": [lambda one: rules.unstack("w", "w_{}", axis=one)],
+        "axes": [lambda one: rules.transpose("w", one)],
+        "shape": [lambda one: rules.reshape("w", one), lambda one: rules.resize("w", one)],
+        "to": [lambda one: rules.move("w", one)],
+        "into": [lambda one: rules.split("w", one), lambda one: rules.stack(r"w(\d)", one)],
+        "function": [lambda one: rules.apply("w", one)],
+    }
+    more = {rules.rename: ["x"], rules.stack: ["x"], rules.cut: [2], rules.cast: ["f4"], rules.apply: [abs]}
+    more |= {rules.move: ["x"], rules.copy: ["x"]}
+    for name, made in calls.items():
+        for make in made:
+            takes_mapping = make is rules.rename and wrong == {}
+            with pytest.raises(TransformError, match="expected a" if takes_mapping else f": {name} is .*, found "):
+                make(wrong, *more.get(make, []))

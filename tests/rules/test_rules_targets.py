@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ PARAMS = {
 }
 ADAM = optax.adam(1e-3)
 SGD = optax.sgd(0.1, momentum=0.9)
+_compiled = functools.cache(jax.jit)  # else each use of an optimizer traces it anew
 
 
 def trained(optimizer: Any, params: Any = PARAMS, seed: int = 0) -> Any:
     """An optimizer's state after three steps, every array of it different."""
-    opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
+    opt_state, update = optimizer.init(params), _compiled(optimizer.update)
     rng = np.random.default_rng(seed)
     for _ in range(3):
         grads = jax.tree.map(lambda leaf: np.asarray(rng.normal(size=leaf.shape), np.float32), params)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from flax_ckpt_compat._core.local import atomic
 from tests.support import corpus
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
-from tests.support.saves import names, run_python, tree, use_flag
+from tests.support.saves import names, new_folder, run_python, tree, use_flag
 
 FORMATS = ("msgpack", "orbax")
 
@@ -259,7 +258,7 @@ operations = st.lists(
 @given(operations=operations)
 def test_retention_is_what_is_written_down(operations: list[tuple[int, bool, int | None, int | None]]) -> None:
     """Steps older than the newest need overwrite; of the rest the newest ``keep``, the spaced and the saved stay."""
-    with tempfile.TemporaryDirectory() as folder:
+    with new_folder() as folder:
         there: dict[int, int] = {}
         for n, (step, overwrite, keep, every) in enumerate(operations):
             if there and step <= max(there) and not overwrite:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from flax_ckpt_compat.orbax_backend import writer
 
-from flax_ckpt_compat import checkpoints, config, errors, iter_checkpoints, open_checkpoint, plan_restore, restore, save
+from flax_ckpt_compat import (
+    checkpoints,
+    config,
+    diff,
+    errors,
+    iter_checkpoints,
+    open_checkpoint,
+    plan_restore,
+    restore,
+    rules,
+    save,
+    verify,
+)
+from flax_ckpt_compat._core.local import temporaries
 from flax_ckpt_compat.cli import main
 from tests.support.saves import names, tree
 
@@ -261,6 +277,64 @@ def test_names_that_no_file_can_have(flag: bool, tmp_path: Path, name: str) -> N
     assert not os.listdir(tmp_path)
 
 
+def test_what_is_too_long_is_called_so(flag: bool, tmp_path: Path) -> None:
+    """A directory, prefix or step that no file can have, and a number of too many digits: not only absent."""
+    tree = {"n": 1}
+    for where, prefix, step in (
+        (tmp_path / ("x" * 4000), "checkpoint_", 1),
+        (tmp_path / "new" / ("x" * 300), "checkpoint_", 1),
+        (tmp_path / "/".join("a" * 4500), "checkpoint_", 1),
+        (tmp_path, "p" * 4000, 1),
+        (tmp_path, "checkpoint_", "s" * 300),
+    ):
+        with pytest.raises(errors.StorageError, match=r"more than the file system allows; shorten") as caught:
+            checkpoints.save_checkpoint(where, tree, step, prefix=prefix)
+        assert caught.value.errno == errno.ENAMETOOLONG
+        with pytest.raises(errors.CheckpointNotFoundError, match=r"more than the file system allows; shorten"):
+            checkpoints.restore_checkpoint(where, tree, step=step, prefix=prefix)
+        if step == 1:
+            with pytest.raises(errors.CheckpointNotFoundError, match=r"more than the file system allows: shorten"):
+                restore(where, tree, prefix=prefix)
+    with pytest.raises(errors.StepError, match="digits"):
+        checkpoints.save_checkpoint(tmp_path, tree, 10**4500)
+    assert not os.listdir(tmp_path)
+
+
+def test_more_directories_than_calls_that_python_nests(tmp_path: Path) -> None:
+    """A path of a thousand new directories is made: it was an error about the depth of the tree."""
+    deep = "d/" * 1100
+    path = save(os.path.join(tmp_path, deep, "checkpoint"), {"n": 1}, format="msgpack")
+    assert restore(path) == {"n": 1}
+    for _ in range(1101):  # shutil nests as many calls
+        os.unlink(path) if os.path.isfile(path) else os.rmdir(path)
+        path = os.path.dirname(path.rstrip("/"))
+
+
+@pytest.mark.parametrize("given", [b"runs", None, 3, ["runs"], bytearray(b"runs")], ids=repr)
+def test_what_is_no_path(tmp_path: Path, given: Any) -> None:
+    """Directories and prefixes that are neither text nor path objects are an error of ours, a TypeError as before."""
+    tree = {"n": 1}
+    for what, where, prefix in (("path", given, "checkpoint_"), ("prefix", tmp_path, given)):
+        calls: list[Callable[[], Any]] = [
+            lambda where=where, prefix=prefix: checkpoints.save_checkpoint(where, tree, 1, prefix=prefix),
+            lambda where=where, prefix=prefix: checkpoints.restore_checkpoint(where, tree, prefix=prefix),
+            lambda where=where, prefix=prefix: checkpoints.latest_checkpoint(where, prefix),
+            lambda where=where, prefix=prefix: checkpoints.available_steps(where, prefix),
+            lambda where=where, prefix=prefix: save(where, tree, step=1, prefix=prefix),
+            lambda where=where, prefix=prefix: restore(where, tree, prefix=prefix),
+            lambda where=where, prefix=prefix: plan_restore(where, tree, prefix=prefix),
+            lambda where=where, prefix=prefix: open_checkpoint(where, prefix=prefix),
+            lambda where=where, prefix=prefix: list(iter_checkpoints(where, prefix=prefix)),
+            lambda where=where, prefix=prefix: verify(where, prefix=prefix),
+            lambda where=where, prefix=prefix: diff(where, where, prefix=prefix),
+            lambda where=where, prefix=prefix: rules.from_checkpoint(where, "n", prefix=prefix),
+        ]
+        for call in calls:
+            with pytest.raises(errors.StepError, match=f"a {what} is text or a path object, found") as caught:
+                call()
+            assert isinstance(caught.value, TypeError)
+
+
 def test_names_without_room_for_the_suffix_of_arrays(flag: bool, tmp_path: Path) -> None:
     """A checkpoint whose name has 255 bytes is evicted like any other."""
     for step in (1, 2):
@@ -276,3 +350,79 @@ def test_a_step_that_links_to_itself_blocks_nothing(flag: bool, tmp_path: Path) 
     assert checkpoints.restore_checkpoint(tmp_path, None) == {"n": 1}
     checkpoints.save_checkpoint(tmp_path, {"n": 12}, 12)
     assert checkpoints.latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint_12")
+
+
+def test_a_directory_whose_link_leads_to_nothing(flag: bool, tmp_path: Path) -> None:
+    """As where the disk behind it is not mounted: a save says where it leads, and no restore starts afresh."""
+    run = tmp_path / "run"
+    run.symlink_to(tmp_path / "disk" / "run")
+    for folder in (run, run / "deep"):
+        with pytest.raises(errors.StorageError, match=f"{run} is a link to {tmp_path}/disk/run, which does not exist"):
+            checkpoints.save_checkpoint(folder, tree(1), 1)
+    for step in (None, 1):
+        with pytest.raises(errors.CheckpointNotFoundError, match=f"{run} is a link to {tmp_path}/disk/run"):
+            checkpoints.restore_checkpoint(run, tree(), step)
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    checkpoints.save_checkpoint(run, tree(1), 1)
+    assert checkpoints.restore_checkpoint(tmp_path / "disk" / "run", None)["n"] == 1
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_directory_that_is_renamed_during_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    """TensorStore makes it anew, without what was written before: the save fails, instead of committing the rest."""
+    run, write_files = tmp_path / "run", writer.write_files
+
+    def rename(contents: dict[str, bytes]) -> None:
+        write_files(contents)
+        run.rename(tmp_path / "renamed")
+        if comes_back:
+            os.makedirs(os.path.dirname(next(iter(contents))))
+        monkeypatch.undo()
+
+    monkeypatch.setattr(writer, "write_files", rename)
+    with pytest.raises(errors.StorageError):
+        save(run, WITH_ARRAYS, step=1, format="orbax")
+    assert checkpoints.available_steps(run) == []
+    save(run, WITH_ARRAYS, step=1, format="orbax")
+    assert checkpoints.restore_checkpoint(run, None)["text"] == "x"
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, call: str, name: str) -> None:
+    """Makes the system refuse a call about a path that ends so, as it does to other users than root."""
+    real = getattr(os, call)
+
+    def refusing(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(name):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, call, refusing)
+
+
+def test_an_older_step_that_may_not_be_read(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops no save of a newer step; what looks into it says what was refused."""
+    save(tmp_path, WITH_ARRAYS, step=1, format="orbax")
+    refuse(monkeypatch, "listdir", "checkpoint_1")
+    with pytest.raises(errors.CleanupError, match="checkpoint_1: Permission denied"):
+        checkpoints.save_checkpoint(tmp_path, tree(2), 2)
+    assert checkpoints.restore_checkpoint(tmp_path, None)["n"] == 2
+    with pytest.raises(errors.StorageError, match="checkpoint_1: Permission denied"):
+        verify(tmp_path)
+
+
+def test_what_is_set_aside_in_a_directory_of_others(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save on another machine ended while it replaced a step; who may not put the old one back is told so."""
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, tree(step), step, keep=2)
+    aside = ".checkpoint_2.0123456789ab-1-2-3old.orbax-checkpoint-tmp_gda"
+    (tmp_path / "checkpoint_2").rename(tmp_path / aside)
+    monkeypatch.setattr(temporaries, "storage_time", lambda _: time.time() + 2 * 3600)
+    for refused in ("link", "rename"):
+        refuse(monkeypatch, refused, aside)
+    with pytest.raises(errors.StorageError, match=r"checkpoint_2 was set aside by a save .* cannot be put back"):
+        checkpoints.restore_checkpoint(tmp_path, tree())
+    assert checkpoints.restore_checkpoint(tmp_path, None, 1)["n"] == 1

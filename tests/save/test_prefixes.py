@@ -81,5 +81,5 @@ def test_a_path_is_a_prefix(flag: bool, tmp_path: Path) -> None:
     assert ours.available_steps(tmp_path, prefix) == [3]
     assert ours.restore_checkpoint(tmp_path, None, prefix=prefix)["n"] == 3
     nothing: Any = None
-    with pytest.raises(TypeError, match="expected str"):
+    with pytest.raises(TypeError, match="a prefix is text or a path object"):
         ours.save_checkpoint(tmp_path, tree(4), 4, prefix=nothing)

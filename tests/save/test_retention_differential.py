@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints as ours
 from tests.support.profiles import examples
-from tests.support.saves import names, tree, use_flag
+from tests.support.saves import names, new_folder, tree, use_flag
 
 # None is the beginning of another: there Flax deletes the other prefix's files, and we do not.
 PREFIXES = ("checkpoint_", "opt_", "best_opt_", "cifar10_64_", "m", "a.b_")
@@ -58,9 +56,8 @@ def one_spelling(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compare(calls: list[dict[str, Any]], flag: bool) -> None:
     """Runs the calls with both, and compares the outcome of every call and what is left after it."""
-    folder = tempfile.mkdtemp()
-    theirs_folder, ours_folder = f"{folder}/theirs", f"{folder}/ours"
-    try:
+    with new_folder() as folder:
+        theirs_folder, ours_folder = f"{folder}/theirs", f"{folder}/ours"
         for index, call in enumerate(calls):
             with use_flag(False):
                 expected = run(flax_checkpoints, theirs_folder, call)
@@ -73,8 +70,6 @@ def compare(calls: list[dict[str, Any]], flag: bool) -> None:
             assert (found and Path(found).name) == (expected and Path(expected).name)
             expected_steps = flax_checkpoints.available_steps(theirs_folder, prefix, float)
             assert ours.available_steps(ours_folder, prefix, float) == expected_steps
-    finally:
-        shutil.rmtree(folder)
 
 
 # The flag is the same for all examples of one test.

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
+from flax_ckpt_compat.orbax_backend import OrbaxBackend
 
 from flax_ckpt_compat import checkpoints, config, convert, verify
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -111,12 +112,14 @@ def test_difference(folder: str, shadowed, monkeypatch: pytest.MonkeyPatch, capl
 def test_failure_does_not_disturb(folder: str, shadowed, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     """A copy that cannot be written is recorded and logged; the save returns."""
 
-    def full(*arguments):
+    def full(path: str, *arguments):
+        os.mkdir(path)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shadow, "_write", full)
+    monkeypatch.setattr(OrbaxBackend, "write", staticmethod(full))
     path = save(folder, 1, False)
     assert "No space left" in shadow_report(folder).records[0]["error"] and "No space left" in caplog.text
+    assert os.listdir(os.path.join(folder, shadow.FOLDER)) == ["checkpoint_1.json"]  # nor what fills the disk
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(path, None)["w"], TREE["w"])
 
 

@@ -1,4 +1,4 @@
-"""The S3 server of the session, a bucket for each test, and a network that fails where a test asks for it."""
+"""The stores of the session, a bucket for each test, and a network that fails where a test asks for it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ collect_ignore_glob = ["test_*.py"] if version("tensorstore") < (0, 1, 86) else 
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[tuple[int, Proxy]]:
-    """Port of the server, and the proxy before it."""
-    with s3.serving() as served:
-        yield served
+def s3_server() -> Iterator[Proxy]:
+    """The proxy before a store."""
+    with s3.serving() as proxy:
+        yield proxy
 
 
 @pytest.fixture
-def bucket(s3_server: tuple[int, Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket(s3_server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """An empty bucket, to which the environment leads the library through a proxy without faults."""
-    _, proxy = s3_server
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in s3.environment(proxy).items():
+    for name, value in s3.environment(s3_server).items():
         monkeypatch.setenv(name, value)
-    proxy.log.clear()
-    yield s3.new_bucket(proxy)
-    proxy.rule = lambda method, path: ""
+    s3_server.log.clear()
+    yield s3.new_bucket(s3_server)
+    s3_server.rule = lambda method, path: ""
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flax_ckpt_compat import config, restore, save
 from flax_ckpt_compat._core.errors import ChecksumError, StorageError
-from flax_ckpt_compat._core.object_store import gs, retrying
+from flax_ckpt_compat._core.object_store import gs, retrying, uploads
 from tests.support.gs import GsBucket
 from tests.support.s3 import Answer, Bucket, Proxy
 from tests.support.trees import fingerprint
@@ -73,14 +74,16 @@ def flipping_bodies(proxy: Proxy, method: str, times: int) -> Iterator[list[str]
         del proxy.forward
 
 
-def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket) -> None:
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_gs_changed_uploads_are_an_error(gs_bucket: GsBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store tells the CRC-32C of what arrived."""
+    monkeypatch.setattr(uploads, "_COMPARE_BYTES", 1 << 20)  # less than there is
     with (
         flipping_bodies(gs_bucket.proxy, "POST", times=1),
         pytest.raises(StorageError, match=r"was changed on its way.*overwrite=True"),
     ):
-        save(f"{gs_bucket.url}/c", TREE, format="msgpack")
-    save(f"{gs_bucket.url}/c", TREE, format="msgpack", overwrite=True)
+        save(f"{gs_bucket.url}/c", TREE, format=format)
+    save(f"{gs_bucket.url}/c", TREE, format=format, overwrite=True)
     assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
 
 

@@ -16,6 +16,7 @@ from flax_ckpt_compat._core.object_store import gs as gs_scheme
 from flax_ckpt_compat._core.object_store import retrying, uploads
 from tests.stores.test_faults import from_request, state
 from tests.support import s3
+from tests.support.gs import GsBucket
 from tests.support.store_places import BY_TURNS, AnyBucket
 from tests.support.trees import fingerprint
 
@@ -84,6 +85,24 @@ def test_a_request_that_is_executed_again_later(
         restored = fingerprint(checkpoints.restore_checkpoint(root, None))
         assert restored == fingerprint(state(3)), (number, method, path)
         put_back(any_bucket, contents)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_removal_that_is_executed_again_later(
+    format: Any, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was removed, and saved again since, stays whole."""
+    root = f"{gs_bucket.url}/run"
+    with recorded(gs_bucket, monkeypatch) as changes:
+        flax_ckpt_compat.save(root, state(1), step=1, format=format)
+        flax_ckpt_compat.save(root, state(2), step=2, format=format, keep=1)
+    flax_ckpt_compat.save(root, state(3), step=1, format=format, overwrite=True)
+    deletions = [request for request in changes if request[0] == "DELETE"]
+    assert deletions
+    for request in deletions:
+        gs_bucket.proxy.forward(*request)
+        assert checkpoints.available_steps(root) == [1, 2], request[1]
+        assert fingerprint(flax_ckpt_compat.restore(root, step=1)) == fingerprint(state(3)), request[1]
 
 
 def save_until_it_succeeds(root: str, tree: Any, step: int, format: Any) -> None:

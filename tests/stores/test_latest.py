@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
+from flax_ckpt_compat._restore import pipeline
 from tests.support.saves import tree
 from tests.support.store_places import BY_TURNS, AnyBucket
 
@@ -72,3 +75,28 @@ def test_a_deletion_that_is_refused(format: Any, any_bucket: AnyBucket) -> None:
     flax_ckpt_compat.save(root, tree(4), step=4, format=format, keep=2)
     assert ours.available_steps(root) == [3, 4]
     assert not [key for key in any_bucket.keys("run/") if "checkpoint_1" in key]
+
+
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
+@pytest.mark.parametrize("step", [None, 1])
+def test_a_step_that_is_replaced_while_it_is_read(
+    any_bucket: AnyBucket, format: Any, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is restored, whether the step was named or is the latest."""
+    root, large = f"{any_bucket.url}/run", np.ones(100_000)
+    path = flax_ckpt_compat.save(root, {"a": large, "b": large}, step=1, format=format)
+    replaced = list[str]()
+    plan = pipeline.plan_all
+
+    def replace(*arguments: Any, **options: Any) -> Any:
+        planned = plan(*arguments, **options)
+        if not replaced:
+            replaced.append(path)
+            arrays = {"a": 2 * large, "b": 2 * large}
+            with ThreadPoolExecutor() as pool:  # what this thread knows of the store is not another program's
+                pool.submit(flax_ckpt_compat.save, root, arrays, step=1, format=format, overwrite=True).result()
+        return planned
+
+    monkeypatch.setattr(pipeline, "plan_all", replace)
+    found = flax_ckpt_compat.restore(root, step=step)
+    assert replaced and found["a"][-1] == found["b"][-1] == 2

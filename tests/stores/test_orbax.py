@@ -233,6 +233,21 @@ def test_flipped_bits_have_the_wrong_checksum(any_bucket: Bucket | GsBucket) -> 
     assert flax_ckpt_compat.verify(url).verified
 
 
+def test_flipped_bits_of_chunks_with_checksums(bucket: Bucket, tmp_path: Path) -> None:
+    """Those that end with their own CRC-32C are compared with it, whole and in parts."""
+    array = np.random.default_rng(0).standard_normal((300, 200))
+    save_locally(tmp_path / "c", {"a": array}, "crc32c")
+    url = bucket.upload(tmp_path / "c", "run/checkpoint_1")
+    (data,) = bucket.keys("run/checkpoint_1/d/")
+    content = bytearray(bucket.get(data))
+    content[content.index(array.tobytes()) + 1000] ^= 1
+    bucket.put(data, bytes(content))
+    leaf = handles(url)["a"]
+    for box in ((slice(0, 300), slice(0, 200)), (slice(0, 300), slice(3, 5)), (slice(7, 9), slice(0, 200))):
+        with pytest.raises(ChecksumError, match=r"'a'.*chunk 'a/c/0/0'"):
+            leaf.reader.read([ArraySlice(leaf, box)])
+
+
 def test_missing_parts_of_the_structure(bucket: Bucket, tmp_path: Path) -> None:
     """Without the manifest or the structure the error names the file, as for a local directory."""
     save_locally(tmp_path / "c", TREE)

@@ -17,13 +17,11 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import commit, visible_objects
-from tests.multiprocess import jobs, store_jobs
+from flax_ckpt_compat._core.object_store import commit, replace_directory, visible_objects
 from tests.stores.test_rules_crash import kill_at
 from tests.support import s3
-from tests.support.s3 import Bucket, Proxy
+from tests.support.s3 import Bucket
 from tests.support.store_places import AnyBucket, put_back
-from tests.support.team import team_of
 from tests.support.trees import fingerprint
 
 CHANGES = ("PUT", "POST", "DELETE")
@@ -227,27 +225,34 @@ def test_arrays_go_with_their_file(any_bucket: AnyBucket) -> None:
     assert sorted(any_bucket.keys("run/")) == ["run/checkpoint_2", "run/checkpoint_9_gda/w/0"]
 
 
-def test_several_processes(bucket: Bucket, s3_server: tuple[int, Proxy]) -> None:
-    """Process 0 of a save by two fails for good from one change on: what the others restore is one of the two."""
-    second = Proxy(s3_server[0])
-    team, seen = team_of(2), []
-    team.call(store_jobs.lead_to, [s3.environment(bucket.proxy), s3.environment(second)])
-    try:
-        for number in range(5, 60, 18):
-            root = f"{bucket.url}/run{number}"
-            team.call(jobs.save_small, root, True, 1)
-            with bucket.proxy.failing(from_change(number)):
-                outcomes = team.run(store_jobs.overwrite, root, True, 1, 5, 20.0, timeout=40)
-            assert ours.available_steps(root) == [1]
-            (value,) = set(team.call(jobs.restore_small, root))
-            assert value in (1, 5)
-            seen.append(value)
-            if not any(outcome.error for outcome in outcomes):
-                break
-        assert set(seen) == {1, 5}
-        assert seen == sorted(seen)
-    finally:
-        second.close()
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_removal_that_is_refused(format: Any, bucket: Bucket) -> None:
+    """The save says that it is complete, and what is left over."""
+    root = f"{bucket.url}/run"
+    flax_ckpt_compat.save(root, state(1), step=1, format=format)
+    with (
+        bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" and "checkpoint_1" in path else ""),
+        pytest.raises(errors.CleanupError, match=r"was saved.*checkpoint_1"),
+    ):
+        flax_ckpt_compat.save(root, state(2), step=2, format=format, keep=1)
+    assert flax_ckpt_compat.restore(root)["n"] == 2
+
+
+def test_the_parts_of_several_processes_are_completed(bucket: Bucket, tmp_path: Path) -> None:
+    """What they wrote of a save that replaced another, and whose writer died behind its commit, stays; and is named."""
+    url, tag = f"{bucket.url}/run/c", "a" * 32
+    flax_ckpt_compat.save(url, state(3), format="orbax")
+    for key in bucket.keys("run/c/"):
+        bucket.put(key.replace("/c/", f"/c/_next.5.{tag}/"), bucket.get(key))
+    bucket.delete("run/c/commit_success.txt")
+    mine, others = (f"run/c/ocdbt.process_1.{one}/d/{'1' * 32}" for one in (tag, "b" * 32))
+    for key in (mine, others):
+        bucket.put(key, b"")
+    replace_directory.resume(url, str(tmp_path / "staged"))
+    there = set(bucket.keys())
+    assert mine in there and others not in there
+    assert tag in bucket.get("run/c/commit_success.txt").decode()
+    assert fingerprint(flax_ckpt_compat.restore(url)) == fingerprint(state(3))
 
 
 def test_visible_objects() -> None:
@@ -269,3 +274,15 @@ def test_visible_objects() -> None:
     assert visible_objects.resolve_key(f"run/c/{one}/ocdbt.process_0.{'1' * 32}/{data}") == (
         f"run/c/ocdbt.process_0.{'1' * 32}/{data}"
     )
+    processes = [f"ocdbt.process_0.{digit * 32}/d/x" for digit in "12"]
+    marker = "_begun.9." + "3" * 32
+    found = visible_objects.visible(sorted([*without, *committed, *processes, marker, f"{one}/_data.txt"]))
+    assert found == sorted([*expected, processes[0], marker])
+    assert visible_objects.order_of(one) == (5, "1" * 32)
+    assert visible_objects.order_of(f"state/{one}") == visible_objects.order_of("_METADATA") == (0, "")
+    last = "commit_success.txt"
+    assert visible_objects.commit_files([f"{two}/{last}", last, f"{one}/{last}"]) == [
+        f"{one}/{last}",
+        f"{two}/{last}",
+        last,
+    ]

@@ -14,7 +14,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import client, lease, uploads
+from flax_ckpt_compat._core.object_store import client, commit, lease, multiprocess, uploads
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
@@ -138,9 +138,12 @@ def test_a_deletion_that_comes_late_deletes_no_newer_version(gs_bucket: GsBucket
 
 
 @pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("there", [None, b"", b"mine", b"other", LARGE, LARGE[::-1]])
-def test_only_where_there_is_nothing(content: bytes, there: bytes | None, bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [None, b"", b"mine", b"other", b"mine too", LARGE, LARGE[::-1], LARGE[:-1] + b"\0"])
+def test_only_where_there_is_nothing(
+    content: bytes, there: bytes | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another's object stays; an empty one is none; one of the same content is what was to be written."""
+    monkeypatch.setattr(uploads, "_COMPARE_BYTES", 1 << 20)
     if there is not None:
         bucket.put("key", there)
     (tmp_path / "file").write_bytes(content)
@@ -198,6 +201,19 @@ def test_ones_own_write_is_no_other_writers(
     assert bucket.get("key") == content
     puts = [asked for asked in bucket.proxy.log if asked.method == "PUT"]
     assert len(puts) <= 2
+
+
+@pytest.mark.parametrize("content", [b"mine", LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("new", [True, False])
+def test_a_write_that_is_refused(new: bool, content: bytes, bucket: Bucket, tmp_path: Path) -> None:
+    """It is an error, and not what another writer wrote, unless that is the same."""
+    (tmp_path / "file").write_bytes(content)
+    with (
+        bucket.proxy.failing(lambda method, path: "403" if method == "PUT" else ""),
+        pytest.raises(errors.StorageError, match="AccessDenied"),
+    ):
+        uploads.publish_file(str(tmp_path / "file"), f"{bucket.url}/key", new=new)
+    assert bucket.keys() == []
 
 
 def at_first(chosen: Callable[[str, str], bool], fault: str) -> Callable[[str, str], str]:
@@ -265,10 +281,28 @@ def test_an_overwrite_that_another_writer_interrupts(moment: str, bucket: Bucket
             bucket.put(marker, b"")
         return ""
 
+    bucket.proxy.log.clear()
     with bucket.proxy.failing(rule), pytest.raises(errors.ConcurrentWriteError, match="another process"):
         flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
+    deleted = [asked.path for asked in bucket.proxy.log if asked.method == "DELETE" and "_begun" not in asked.path]
+    assert deleted[0].endswith("/commit_success.txt")  # what is half removed must not count
     assert bucket.keys("run/") == sorted([*before, *([] if moment == "list" else [marker])])
     check(url, 1)
+
+
+def test_a_save_that_lost_leaves_no_data(bucket: Bucket) -> None:
+    """A newer writer, which began while the last files were sent, has nothing of it to remove."""
+    marker = f"run/checkpoint_1/_begun.{int(time.time()) + 60}.{'f' * 32}"
+
+    def rule(method: str, path: str) -> str:
+        if method == "PUT" and "_begun" not in path:
+            bucket.put(marker, b"")
+        return ""
+
+    with bucket.proxy.failing(rule), pytest.raises(errors.ConcurrentWriteError, match="another process"):
+        flax_ckpt_compat.save(f"{bucket.url}/run/checkpoint_1", tree(1), format="orbax")
+    assert [key for key in bucket.keys("run/checkpoint_1/") if "/d/" in key] == []
+    assert marker in bucket.keys("run/")
 
 
 def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
@@ -290,6 +324,122 @@ def test_a_commit_that_another_writer_respects(bucket: Bucket) -> None:
     timer.join()
     assert len(lost) == 1
     assert bucket.keys("run/") == ["run/checkpoint_1/commit_success.txt"]
+
+
+def test_a_clock_that_is_behind(bucket: Bucket) -> None:
+    """The last one to begin wins, also where the other's machine is an hour ahead."""
+    url, number = f"{bucket.url}/run/checkpoint_1", int(time.time()) + 3600
+    bucket.put(f"run/checkpoint_1/_begun.{number}.{'f' * 32}", b"")
+    mine = lease.WriteLease(url)
+    assert mine.list_others() == {f"_begun.{number}.{'f' * 32}"}
+    bucket.put(f"run/checkpoint_1/_begun.{number + 2}.{'0' * 32}", b"")
+    with pytest.raises(errors.ConcurrentWriteError):
+        mine.list_others()
+
+
+def test_a_commit_that_another_one_replaced(bucket: Bucket) -> None:
+    """Who finds that others removed what it committed removes its own commit file, and not that of another writer."""
+    key, others = "run/checkpoint_1/commit_success.txt", b"_begun.1." + b"0" * 32
+    first = lease.WriteLease(f"{bucket.url}/run/checkpoint_1")
+
+    def rule(method: str, path: str) -> str:
+        if "list-type" in path and bucket.keys(key):
+            bucket.put(key, others)
+        return ""
+
+    with bucket.proxy.failing(rule), pytest.raises(errors.ConcurrentWriteError):
+        first.commit(["gone"])
+    assert bucket.keys() == [key] and bucket.get(key) == others
+
+
+def test_a_marker_outlives_what_it_is_for(bucket: Bucket) -> None:
+    """Only by it others know of what is left over, so it stays where that cannot be removed."""
+    url = f"{bucket.url}/run/checkpoint_1"
+    flax_ckpt_compat.save(url, tree(1), format="orbax")
+    with (
+        bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" and "/_next." in path else ""),
+        pytest.raises(errors.CleanupError, match="was saved"),
+    ):
+        flax_ckpt_compat.save(url, tree(2), format="orbax", overwrite=True)
+    assert [key for key in bucket.keys("run/") if "/_begun." in key]
+    check(url, 2)
+
+
+def test_an_object_that_is_newer_than_the_folder(bucket: Bucket) -> None:
+    """What another writer put in place of the object that a directory replaces is not removed with it."""
+    bucket.put("run/c", b"\x81\xa1n\x01")
+
+    def rule(method: str, path: str) -> str:
+        if method == "PUT" and path.endswith("/commit_success.txt"):
+            bucket.put("run/c", b"\x81\xa1n\x02")
+        return ""
+
+    with bucket.proxy.failing(rule):
+        flax_ckpt_compat.save(f"{bucket.url}/run/c", {"n": 3}, format="orbax", overwrite=True)
+    assert bucket.get("run/c") == b"\x81\xa1n\x02"
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_removal_spares_a_newer_object(replaces: bool, gs_bucket: GsBucket) -> None:
+    """One that came between looking and deleting, for a removal or for the directory that replaces it."""
+    gs_bucket.put("run/c", b"\x81\xa1n\x01")
+
+    def rule(method: str, path: str) -> str:
+        if method == "DELETE" and path.partition("?")[0].endswith("run%2Fc"):
+            gs_bucket.put("run/c", b"\x81\xa1n\x02")
+        return ""
+
+    with gs_bucket.proxy.failing(rule):
+        if replaces:
+            flax_ckpt_compat.save(f"{gs_bucket.url}/run/c", {"n": 3}, format="orbax", overwrite=True)
+        else:
+            commit.discard(f"{gs_bucket.url}/run/c")
+    assert gs_bucket.get("run/c") == b"\x81\xa1n\x02"
+
+
+def test_a_file_that_the_writer_of_a_folder_removes(bucket: Bucket, tmp_path: Path) -> None:
+    """As what it replaces: it is put back, because it came later."""
+    (tmp_path / "file").write_bytes(b"\x81\xa1n\x03")
+    bucket.put("run/c/x", b"")
+
+    def rule(method: str, path: str) -> str:
+        if method == "DELETE" and path.endswith("/c/x"):
+            bucket.delete("run/c")
+        return ""
+
+    with bucket.proxy.failing(rule):
+        commit.publish(str(tmp_path / "file"), f"{bucket.url}/run/c")
+    assert (bucket.keys(), bucket.get("run/c")) == (["run/c"], b"\x81\xa1n\x03")
+
+
+@pytest.mark.parametrize("sign", ["commit_success.txt", "{next}/commit_success.txt"])
+def test_what_is_committed_is_not_aborted(sign: str, bucket: Bucket) -> None:
+    """A save by several processes that fails behind its commit keeps their parts; one before removes them."""
+    upload = multiprocess.begin(f"{bucket.url}/run/c", in_gda_folder=False)
+    part = f"run/c/ocdbt.process_1{upload.tag}/d/{'0' * 32}"
+    bucket.put(part, b"")
+    key = "run/c/" + sign.format(next=upload.marker.replace("_begun", "_next"))
+    bucket.put(key, upload.marker.encode())
+    multiprocess.abort(upload)
+    assert {part, key} <= set(bucket.keys())
+    bucket.delete(key)
+    multiprocess.abort(upload)
+    assert bucket.keys() == []
+
+
+def test_a_store_without_conditions_keeps_what_others_wrote(bucket: Bucket, tmp_path: Path) -> None:
+    """It refuses the conditional request as such, and who looks again does not write."""
+    (tmp_path / "file").write_bytes(b"mine")
+
+    def rule(method: str, path: str) -> str:
+        if method == "PUT":
+            bucket.put("key", b"other")
+            return "501"
+        return ""
+
+    with bucket.proxy.failing(rule):
+        assert not uploads.publish_file(str(tmp_path / "file"), f"{bucket.url}/key", new=True)
+    assert bucket.get("key") == b"other"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -270,3 +271,34 @@ def test_a_key_that_would_have_to_sign(
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
     assert gs.token() is None
     assert issuer[1] == []
+
+
+def test_a_token_is_renewed_before_it_expires(issuer: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour later, less a minute: requests that take it along need some time."""
+    host, asked = issuer
+    monkeypatch.setenv("GCE_METADATA_ROOT", host)
+    for seconds, times in ((0, 1), (3539, 1), (3541, 2)):
+        monkeypatch.setattr(gs, "time", types.SimpleNamespace(monotonic=lambda seconds=seconds: 1e6 + seconds))
+        assert gs.token() == "issued"
+        assert len(asked) == times
+
+
+def test_answers_of_the_json_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty page need not be the last one, and the size of what is sent uncompressed is not the stored one."""
+    monkeypatch.setattr(gs, "token", lambda: None)
+    pages = iter([{"nextPageToken": "1"}, {"nextPageToken": "2", "items": []}, {"items": [{"name": "run/a"}]}])
+    monkeypatch.setattr(gs, "_send", lambda request, timeout: (200, next(pages)))
+    assert gs._request_api("gs://bucket/run", b"run/", b"run0", None) == (200, {"items": [{"name": "run/a"}]})
+    for told, size in (({"size": "5"}, 5), ({"size": "5", "contentEncoding": "gzip"}, None)):
+        monkeypatch.setattr(gs, "_send", lambda request, timeout, told=told: (200, told))
+        assert gs.GS().stored_size("gs://bucket/run/a") == size
+
+
+@pytest.mark.parametrize("fault", ["408", "429", "503"])
+def test_a_store_that_is_busy(fault: str, gs_bucket: GsBucket) -> None:
+    """The JSON API may ask to try again, as the rest of the store does."""
+    gs_bucket.put("run/a", b"x")
+    once = iter([fault])
+    with gs_bucket.proxy.failing(lambda method, path: next(once, "") if "maxResults=1&" in path else ""):
+        assert client.fresh_keys(f"{gs_bucket.url}/none") == []
+    assert next(once, "") == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from flax_ckpt_compat import checkpoints as ours
 from tests.save.test_retention_differential import call, one_spelling, run
 from tests.support.profiles import examples
 from tests.support.s3 import Bucket
-from tests.support.saves import names, use_flag
+from tests.support.saves import names, new_folder, use_flag
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["msgpack", "orbax"])
@@ -26,7 +25,7 @@ def test_the_same_is_left_as_by_flax(bucket: Bucket, flag: bool, calls: list[dic
     """Every call has the same outcome and leaves the same names; the latest and the steps are the same."""
     prefix = uuid.uuid4().hex
     root = f"{bucket.url}/{prefix}"
-    with tempfile.TemporaryDirectory() as folder:
+    with new_folder() as folder:
         for index, one in enumerate(calls):
             with use_flag(False):
                 expected = run(flax_checkpoints, folder, one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +21,7 @@ import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core import paths, storage_errors
-from flax_ckpt_compat._core.object_store import client, retrying, uploads
+from flax_ckpt_compat._core.object_store import client, commit, retrying, uploads
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
 from tests.support import s3
 from tests.support.profiles import examples
@@ -250,6 +251,24 @@ def test_names_that_no_bucket_has(url: str) -> None:
         ours.available_steps(url)
 
 
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\x01b", "a\udcffb", "é" * 460])
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_names_that_no_object_has(scheme: str, name: str) -> None:
+    """Stores refuse them, or list them changed, so that what was saved is not found: refused before any request."""
+    root = f"{scheme}://bucket/run"
+    for call in (
+        lambda: ours.save_checkpoint(f"{root}/{name}", {}, 1),
+        lambda: ours.save_checkpoint(root, {}, 1, prefix=f"{name}_"),
+        lambda: ours.save_checkpoint(root, {}, name),
+        lambda: flax_ckpt_compat.save(f"{root}/{name}", {}),
+    ):
+        with pytest.raises(errors.StorageError, match=r"has the character|without the bucket it has 9\d\d bytes"):
+            call()
+    for look in (ours.latest_checkpoint, ours.available_steps) if len(name) < 9 else ():
+        with pytest.raises(errors.StorageError, match="has the character"):
+            look(root, f"{name}_")
+
+
 def test_a_refusal_within_a_database_is_no_damage() -> None:
     """Whatever TensorStore says while it reads one: answers that tell of an object alone may be of what is stored."""
     told = "ExpiredToken: it is. [http_response_code='{}']"
@@ -358,8 +377,96 @@ def test_what_tensorstore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_in_google_storage_the_commit_file_decides(names: set[str]) -> None:
     """There Orbax itself writes without renaming; a copy by hand is told how to become complete."""
-    from flax_ckpt_compat._core.object_store import commit
-
     why = commit.why_unfinished("gs://bucket/run/checkpoint_1", names)
     assert (why is None) == ("commit_success.txt" in names)
     assert why is None or "add an empty object" in why
+
+
+@pytest.mark.parametrize(
+    ("answers", "sent"),
+    [
+        (["UNAVAILABLE: busy"] * 3 + [""], 4),
+        (["UNAVAILABLE: busy"] * 4, 4),
+        (["PERMISSION_DENIED: no"], 1),
+        (["ABORTED: all 10 retry attempts failed"], 1),
+    ],
+)
+def test_what_is_tried_again(answers: list[str], sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times, for 30 s and 1 s a MiB each, after pauses that double from 0.1 to 0.2 s on; refusals are final."""
+    pauses, waits, left = list[float](), list[float](), iter(answers)
+
+    class Request:
+        """What TensorStore returns for a request."""
+
+        def result(self, timeout: float) -> str:
+            waits.append(timeout)
+            if text := next(left):
+                raise ValueError(text)
+            return "done"
+
+        def cancel(self) -> None:
+            """Nothing to cancel."""
+
+    monkeypatch.setattr(retrying.time, "sleep", pauses.append)
+    if answers[-1]:
+        with pytest.raises(errors.StorageError):
+            retrying.retry("s3://bucket/key", "read", Request, 5 << 20)
+    else:
+        assert retrying.retry("s3://bucket/key", "read", Request, 5 << 20) == "done"
+    assert waits == [35.0] * sent
+    assert len(pauses) == sent - 1
+    assert all(0.1 <= pause / 2**number <= 0.2 for number, pause in enumerate(pauses))
+
+
+def test_how_long_a_read_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer the more bytes there are; an object of unknown size may have 64 MiB."""
+    asked: list[int] = []
+
+    def answer(url: str, operation: str, request: Any, nbytes: int = 0) -> Any:
+        asked.append(nbytes)
+        return types.SimpleNamespace(state="value", value=b"x")
+
+    monkeypatch.setattr(client, "retry", answer)
+    client.read("s3://bucket/key")
+    client.read_range("s3://bucket/key", 3, 10)
+    assert asked == [64 << 20, 7]
+
+
+def test_what_was_learned_of_a_folder_is_forgotten(bucket: Bucket) -> None:
+    """Behind it, sizes and contents are those of now; objects that vanish meanwhile, and others, are no part of it."""
+    url, other = f"{bucket.url}/run", f"{bucket.url}/run2/x"
+    for key in ("run/a", "run2/x"):
+        bucket.put(key, b"12")
+    for content in (b"12", b"345", b""):
+        bucket.put("run/a", content)
+        with client.listing_cache(url):
+            for prefetch in (client.prefetch_sizes, client.prefetch_contents, client.prefetch_emptiness):
+                prefetch([f"{url}/a", f"{url}/gone"])
+            assert client.is_object(other) and not client.is_empty(other)
+            assert client.size(f"{url}/a") == len(content)
+            assert client.read(f"{url}/a") == content
+            assert client.is_empty(f"{url}/a") == (not content)
+
+
+def test_the_largest_object(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into one request is refused before anything is changed."""
+    (tmp_path / "c" / "d").mkdir(parents=True)
+    monkeypatch.setattr(uploads, "MAX_OBJECT", 10)
+    for path in (tmp_path / "c", tmp_path / "c" / "d" / "x"):
+        (tmp_path / "c" / "d" / "x").write_bytes(bytes(10))
+        uploads.check_sizes(str(path), f"{bucket.url}/c")
+        (tmp_path / "c" / "d" / "x").write_bytes(bytes(11))
+        with pytest.raises(errors.StorageError, match="11 bytes is more than the 10"):
+            uploads.check_sizes(str(path), f"{bucket.url}/c")
+    for format in ("msgpack", "orbax"):
+        with pytest.raises(errors.StorageError, match="more than the 10 that stores take"):
+            flax_ckpt_compat.save(f"{bucket.url}/c", {"a": np.arange(9)}, format=format)  # type: ignore[arg-type]
+    assert not [asked for asked in bucket.proxy.log if asked.method in ("PUT", "DELETE")]
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who made it could change what is saved before it is uploaded."""
+    monkeypatch.setattr(commit.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(commit.os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(errors.StorageError, match="is not this user's own folder"):
+        commit.staging_path("s3://bucket/run")

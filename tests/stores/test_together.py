@@ -12,7 +12,8 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat._core.object_store import commit
-from tests.multiprocess import jobs, real_jobs, store_jobs
+from tests.multiprocess import jobs, once_jobs, real_jobs, store_jobs
+from tests.stores.test_overwrites import from_change
 from tests.support import s3
 from tests.support.s3 import Bucket, Proxy
 from tests.support.saves import use_flag
@@ -28,9 +29,9 @@ def orbax(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def proxies(s3_server: tuple[int, Proxy], bucket: Bucket) -> Iterator[list[Proxy]]:
+def proxies(bucket: Bucket) -> Iterator[list[Proxy]]:
     """A proxy for each of two processes."""
-    second = Proxy(s3_server[0])
+    second = Proxy(s3.moto)
     yield [bucket.proxy, second]
     second.close()
 
@@ -83,6 +84,34 @@ def test_overwriting_and_other_formats(bucket: Bucket) -> None:
     with use_flag(False):
         ours.save_checkpoint(root, {"n": 9}, 4, overwrite=True)
     assert bucket.keys("run/") == ["run/checkpoint_4"]
+
+
+@pytest.mark.parametrize("kind", ["replicated", pytest.param("split", marks=pytest.mark.slow)])
+def test_each_byte_is_asked_for_once(orbax: bool, kind: str, bucket: Bucket, proxies: list[Proxy]) -> None:
+    """With ``read_once`` two processes get about half of the bytes each, and restore every bit."""
+    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
+    team.call(once_jobs.save, root, orbax)
+    stored = sum(len(bucket.get(key)) for key in bucket.keys("run/"))
+    for proxy in proxies:
+        proxy.log.clear()
+    # A msgpack object has one checksum, which is verified only where all of it is read.
+    settings = {} if orbax else {"checksums": "write"}
+    assert team.call(once_jobs.restore_with, root, kind, settings) == [[], []]
+    sent = [sum(asked.sent for asked in proxy.log if asked.is_get) for proxy in proxies]
+    more = len(proxies) * 2**18  # headers, and the index
+    assert 0.99 * stored < sum(sent) < stored + more
+    assert max(sent) < stored / 2 + stored / 16 + more
+
+
+def test_each_process_verifies_a_msgpack_object(bucket: Bucket, proxies: list[Proxy]) -> None:
+    """Where checksums are verified, each process reads all of it, so that ``read_once`` changes nothing."""
+    team, root = led(team_of(2), *proxies), f"{bucket.url}/run"
+    team.call(once_jobs.save, root, False)
+    for proxy in proxies:
+        proxy.log.clear()
+    assert team.call(once_jobs.restore, root, "replicated") == [[], []]
+    stored = len(bucket.get("run/checkpoint_1"))
+    assert all(sum(asked.sent for asked in proxy.log if asked.is_get) >= stored for proxy in proxies)
 
 
 def test_in_the_background(orbax: bool, bucket: Bucket) -> None:
@@ -161,6 +190,24 @@ def test_a_process_that_fails(orbax: bool, failing: int, bucket: Bucket, proxies
         assert "credentials" in outcome.error, outcome
     assert bucket.keys() == before
     assert team.call(jobs.restore_small, root) == [1, 1]
+
+
+def test_a_process_0_that_fails_from_one_change_on(bucket: Bucket, proxies: list[Proxy]) -> None:
+    """What the others restore is the old one or the new one, and from one change on the new one."""
+    team, seen = led(team_of(2), *proxies), []
+    for number in range(5, 60, 18):
+        root = f"{bucket.url}/run{number}"
+        team.call(jobs.save_small, root, True, 1)
+        with bucket.proxy.failing(from_change(number)):
+            outcomes = team.run(store_jobs.overwrite, root, True, 1, 5, 20.0, timeout=40)
+        assert ours.available_steps(root) == [1]
+        (value,) = set(team.call(jobs.restore_small, root))
+        assert value in (1, 5)
+        seen.append(value)
+        if not any(outcome.error for outcome in outcomes):
+            break
+    assert set(seen) == {1, 5}
+    assert seen == sorted(seen)
 
 
 def test_a_share_that_is_lost(orbax: bool, bucket: Bucket, proxies: list[Proxy]) -> None:

@@ -23,7 +23,6 @@ from tests.support.suggest_states import Linen as LinenNet
 
 # Two layers that are the same before and after.
 BODY = {"body": dense(4, 16), "mid": dense(16, 8)}
-NORM = {"scale": array(8), "bias": array(8)}
 DEEP = {"l1": dense(8, 16), "l2": dense(16, 3)}
 UNLIKE = [
     "teacher student", "generator discriminator", "encoder decoder", "image_encoder text_encoder", "mean log_std",

@@ -6,21 +6,40 @@ The server (fake-gcs-server) ignores conditions on uploads, and gives every list
 from __future__ import annotations
 
 import dataclasses
+import functools
+import http.client
 import json
+import socket
 import subprocess
+import tempfile
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from tests.support.s3 import Answer, Fault, Folders, Proxy, forward, server
+from tests.support.s3 import ONLY_ONE_HOP, Answer, Fault, Folders, Proxy
 
 TOKEN = "test-token"
-_PATIENCE = 20.0  # s
+_PATIENCE = 60.0  # s
+
+
+def forward(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+    """What the server at a port says to a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
+    try:
+        sent = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}
+        connection.request(method, path, body or None, sent)
+        answer = connection.getresponse()
+        content = answer.read()
+        passed = [(name, value) for name, value in answer.getheaders() if name.lower() not in ONLY_ONE_HOP]
+        return answer.status, passed, content
+    finally:
+        connection.close()
 
 
 def why_not() -> str | None:
@@ -66,7 +85,8 @@ class GsProxy(Proxy):
         self.token = TOKEN
         self.may_list = True
         self._one_writes = threading.Lock()
-        super().__init__(port)
+        self.port = port
+        super().__init__(functools.partial(forward, port))
 
     def refusal(self, fault: Fault) -> tuple[str, bytes] | None:
         """Every number is an answer."""
@@ -86,12 +106,12 @@ class GsProxy(Proxy):
                 name = query.get("name") or urllib.parse.unquote(parts.path.rpartition("/o/")[2])
                 if self._generation(parts.path, name) != query["ifGenerationMatch"]:
                     return _error(412, "Precondition Failed")
-                return forward(self.port, method, path, headers, body)
+                return self.store(method, path, headers, body)
         if method == "GET":
-            answer = forward(self.port, method, path, headers, body)
+            answer = self.store(method, path, headers, body)
             return _error(403, "storage.objects.list denied") if answer[0] == 404 and not self.may_list else answer
         with self._one_writes:
-            return forward(self.port, method, path, headers, body)
+            return self.store(method, path, headers, body)
 
     def _not_let_in(self, path: str, headers: dict[str, str]) -> Answer | None:
         sent = headers.get("authorization")
@@ -99,19 +119,19 @@ class GsProxy(Proxy):
             return None
         if sent is not None:
             return _error(401, "Invalid Credentials")
-        bucket = forward(self.port, "GET", f"/storage/v1/b/{_bucket_of(path)}", {}, b"")
+        bucket = self.store("GET", f"/storage/v1/b/{_bucket_of(path)}", {}, b"")
         return (
             _error(404, "The specified bucket does not exist.") if bucket[0] == 404 else _error(401, "Anonymous caller")
         )
 
     def _generation(self, path: str, name: str) -> str:
         at = f"/storage/v1/b/{_bucket_of(path)}/o/{urllib.parse.quote(name, safe='')}"
-        status, _, content = forward(self.port, "GET", at, {}, b"")
+        status, _, content = self.store("GET", at, {}, b"")
         return str(json.loads(content)["generation"]) if status == 200 else "0"
 
     def _list(self, path: str, query: dict[str, str]) -> Answer:
         asked = {name: query[name] for name in ("startOffset", "endOffset", "prefix") if name in query}
-        status, headers, content = forward(self.port, "GET", f"{path}?{urllib.parse.urlencode(asked)}", {}, b"")
+        status, headers, content = self.store("GET", f"{path}?{urllib.parse.urlencode(asked)}", {}, b"")
         if status != 200:
             return status, headers, content
         items = sorted(json.loads(content).get("items", ()), key=lambda item: item["name"].encode())
@@ -146,7 +166,7 @@ class GsBucket(Folders):
         return f"gs://{self.name}"
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
-        return forward(self.proxy.port, method, path, {"Content-Type": "application/octet-stream"}, body)
+        return self.proxy.store(method, path, {"Content-Type": "application/octet-stream"}, body)
 
     def _at(self, key: str) -> str:
         return f"/storage/v1/b/{self.name}/o/{urllib.parse.quote(key, safe='')}"
@@ -178,12 +198,27 @@ class GsBucket(Folders):
 @contextmanager
 def server_alone(environment: dict[str, str] | None = None) -> Iterator[int]:
     """The port of a new server without a proxy."""
-    at = ["-scheme", "http", "-host", "127.0.0.1", "-backend", "memory"]
-    command = [_binary(), *at]
-    with server(
-        lambda port: [*command, "-port", str(port), "-external-url", f"http://127.0.0.1:{port}"], environment
-    ) as port:
-        yield port
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    at = ["-port", str(port), "-external-url", f"http://127.0.0.1:{port}"]
+    command = [_binary(), "-scheme", "http", "-host", "127.0.0.1", "-backend", "memory", *at]
+    # Into a file: a pipe that nobody empties would stop the server.
+    with (
+        tempfile.TemporaryFile() as told,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=told, stderr=told, env=environment) as process,
+    ):
+        try:
+            end = time.monotonic() + _PATIENCE
+            while True:
+                assert process.poll() is None, f"the server ended: {command}"
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                assert time.monotonic() < end, "the server did not answer"
+                time.sleep(0.02)
+            yield port
+        finally:
+            process.kill()
 
 
 @contextmanager

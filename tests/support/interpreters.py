@@ -1,4 +1,4 @@
-"""Programs in interpreters of their own: forks of one that has imported jax, Flax and Orbax, which takes seconds.
+"""Programs in interpreters of their own: forks of one that has imported jax, Flax, Orbax and the library.
 
 They differ from what ``python -c`` starts in one thing: those modules are loaded before the program begins. A test of
 just that asks for a fresh interpreter; it also gets one where it sets a variable that they read when they are imported.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,7 @@ def _pure_dict(state: Any) -> Any:
     return nnx.to_pure_dict(state)
 
 
-STATES: dict[str, Callable[[], Any]] = {
+_MAKERS: dict[str, Callable[[], Any]] = {
     "linen": linen_variables,
     "frozen dict": lambda: FrozenDict(linen_variables()),
     "train state": _train_state,
@@ -135,3 +136,5 @@ STATES: dict[str, Callable[[], Any]] = {
     "nnx optimizer": _nnx_optimizer,
     **{f"optax {name}": (lambda name=name: _optax(name)) for name in _CHAINS},
 }
+# Made once: each making traces its program anew.
+STATES = {name: functools.cache(make) for name, make in _MAKERS.items()}

@@ -1,16 +1,14 @@
-"""An S3 server on loopback (moto), and a proxy before it that fails as networks and stores do."""
+"""An S3 store on loopback: moto, behind a proxy that fails as networks and stores do."""
 
 from __future__ import annotations
 
 import dataclasses
-import http.client
+import functools
 import io
 import os
 import random
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -22,18 +20,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-# Ends when its standard input does, so also when the tests are killed. moto's own server would first look for the
-# service that each request is for, and werkzeug's take a connection and a thread for it: each as long as the request.
-_SERVER = """
-import sys, threading
-from tests.support import s3
-from moto.moto_server.werkzeug_app import create_backend_app
-server = s3.application_server(int(sys.argv[1]), create_backend_app("s3"))
-threading.Thread(target=server.serve_forever, daemon=True).start()
-sys.stdin.read()
-"""
 PAGE = 200  # keys in one answer; 1,000 on S3 itself
-_PATIENCE = 60.0  # s
 _ANSWERS = {
     "500": b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>",
     "501": b"<Error><Code>NotImplemented</Code><Message>A header implies what is not implemented.</Message></Error>",
@@ -41,7 +28,7 @@ _ANSWERS = {
 }
 _SLOW = 0.3  # s
 _SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"}
-_ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
+ONLY_ONE_HOP = frozenset(["connection", "transfer-encoding", "keep-alive", "server", "date"])
 
 # One of FAULTS or of LATE; or "403", denied for good; "501", not known here; "stall", no answer.
 Fault = str
@@ -121,9 +108,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class Proxy:
-    """Hands requests on to the server and answers back; what it does to them is the `rule`'s to say.
+    """Hands requests on to a store and answers back; what it does to them is the `rule`'s to say.
 
     Attributes:
+        store: method, path, headers and body → answer.
         rule: method and path → fault, or "" for none.
         log: of all requests since it was cleared.
         latency: seconds that each answer takes at least.
@@ -134,8 +122,8 @@ class Proxy:
 
     refuses_conditions = False
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, store: Callable[[str, str, dict[str, str], bytes], Answer]) -> None:
+        self.store = store
         self.rule: Rule = lambda method, path: ""
         self.log: list[Asked] = []
         self.latency = 0.0
@@ -150,8 +138,8 @@ class Proxy:
         return ("application/xml", _ANSWERS[fault]) if fault in _ANSWERS else None
 
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
-        """What the server says to a request."""
-        return forward(self.port, method, path, headers, body, _onward if _onward.keeps else None)
+        """What the store says to a request."""
+        return self.store(method, path, headers, body)
 
     def forward_later(self, *request: Any) -> None:
         """Hands a request on, after a while; nobody hears the answer."""
@@ -197,15 +185,6 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
         fault: Fault = ""
         received = 0
         began = 0.0
-
-        def setup(self) -> None:
-            super().setup()
-            _onward.keeps = True
-
-        def finish(self) -> None:
-            super().finish()
-            if _onward.connection is not None:
-                _onward.connection.close()
 
         def handle_any(self) -> None:
             self.began = time.monotonic()
@@ -282,88 +261,49 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-class _Onward(threading.local):
-    """The connection from a thread of a proxy to its server, in threads that close it."""
-
-    keeps = False
-    connection: http.client.HTTPConnection | None = None
-
-
-_onward = _Onward()
-
-
-def forward(
-    port: int, method: str, path: str, headers: dict[str, str], body: bytes, kept: _Onward | None = None
-) -> Answer:
-    """What the server at a port says to a request; the connection stays open where it is kept."""
-    connection = kept.connection if kept is not None else None
-    if connection is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    is_whole = False
+def moto(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+    """What moto's S3 says to a request: the application of its server, without another connection for each request."""
+    bare, _, query = path.partition("?")
+    environ = {
+        "REQUEST_METHOD": method,
+        "SCRIPT_NAME": "",
+        "PATH_INFO": urllib.parse.unquote(bare, "latin-1"),
+        "QUERY_STRING": query,
+        "REQUEST_URI": path,
+        "RAW_URI": path,
+        "SERVER_NAME": "127.0.0.1",
+        "SERVER_PORT": "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "CONTENT_LENGTH": str(len(body)),
+        "wsgi.url_scheme": "http",
+        "wsgi.input": io.BytesIO(body),
+        "wsgi.errors": sys.stderr,
+        "wsgi.multithread": True,
+        "HTTP_HOST": "127.0.0.1",
+        **{f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()},
+    }
+    answered: list[Any] = []
     try:
-        sent = {name: value for name, value in headers.items() if name.lower() not in ("connection", "expect")}
-        connection.request(method, path, body or None, sent)
-        answer = connection.getresponse()
-        content = answer.read()
-        passed = [(name, value) for name, value in answer.getheaders() if name.lower() not in _ONLY_ONE_HOP]
-        is_whole = True
-        return answer.status, passed, content
-    finally:
-        if kept is not None:
-            kept.connection = connection if is_whole else None
-        if kept is None or not is_whole:
-            connection.close()
+        content = b"".join(_application()(environ, lambda *answer: answered.extend(answer)))
+    except Exception:  # moto's own, where two requests for one object meet
+        return 500, [("Content-Type", "application/xml")], _ANSWERS["500"]
+    passed = [(name, value) for name, value in answered[1] if name.lower() not in ONLY_ONE_HOP]
+    if not any(name.lower() == "content-length" for name, _ in passed):
+        passed.append(("Content-Length", str(len(content))))
+    status = int(answered[0].split()[0])
+    return status, passed, b"" if method == "HEAD" or status in (204, 304) else content
 
 
-def application_server(port: int, application: Callable[..., Any]) -> ThreadingHTTPServer:
-    """A server of a WSGI application on loopback, with connections that stay open."""
+@functools.cache
+def _application() -> Callable[..., Any]:
+    from botocore import utils
+    from moto.moto_server.werkzeug_app import create_backend_app
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-        wbufsize = -1  # an answer is one write
-
-        def handle_any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            path, _, query = self.path.partition("?")
-            environ = {
-                "REQUEST_METHOD": self.command,
-                "SCRIPT_NAME": "",
-                "PATH_INFO": urllib.parse.unquote(path, "latin-1"),
-                "QUERY_STRING": query,
-                "REQUEST_URI": self.path,
-                "RAW_URI": self.path,
-                "SERVER_NAME": "127.0.0.1",
-                "SERVER_PORT": str(port),
-                "SERVER_PROTOCOL": "HTTP/1.1",
-                "CONTENT_TYPE": self.headers.get("Content-Type", ""),
-                "CONTENT_LENGTH": str(len(body)),
-                "wsgi.url_scheme": "http",
-                "wsgi.input": io.BytesIO(body),
-                "wsgi.errors": sys.stderr,
-                "wsgi.multithread": True,
-                **{f"HTTP_{name.upper().replace('-', '_')}": value for name, value in self.headers.items()},
-            }
-            answered: list[Any] = []
-            try:
-                content = b"".join(application(environ, lambda *answer: answered.extend(answer)))
-            except Exception:  # moto's own, where two requests for one object meet
-                answered, content = ["500", [("Content-Type", "application/xml")]], _ANSWERS["500"]
-            self.send_response_only(int(answered[0].split()[0]))
-            for name, value in answered[1]:
-                if name.lower() not in _ONLY_ONE_HOP:
-                    self.send_header(name, value)
-            if not any(name.lower() == "content-length" for name, _ in answered[1]):
-                self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(b"" if self.command == "HEAD" or answered[0][:3] in ("204", "304") else content)
-
-        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_any
-
-        def log_message(self, *_: Any) -> None:
-            """Says nothing."""
-
-    return _Server(("127.0.0.1", port), Handler)
+    # It parses the time of each object in each list, which takes longer than to find them.
+    utils.parse_timestamp = functools.lru_cache(utils.parse_timestamp)
+    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE)
+    application: Callable[..., Any] = create_backend_app("s3")
+    return application
 
 
 class Folders:
@@ -404,7 +344,7 @@ class Bucket(Folders):
 
     def _ask(self, method: str, path: str, body: bytes = b"") -> Answer:
         """The server's own answer, past the proxy."""
-        answer = forward(self.proxy.port, method, f"/{self.name}{path}", dict(_SIGNED), body)
+        answer = self.proxy.store(method, f"/{self.name}{path}", dict(_SIGNED), body)
         assert answer[0] < 300, (method, path, answer)
         return answer
 
@@ -434,38 +374,11 @@ class Bucket(Folders):
 
 
 @contextmanager
-def server(command: Callable[[int], list[str]], environment: dict[str, str] | None = None) -> Iterator[int]:
-    """The port of a new server on loopback, whose command ends with its standard input if it can."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    # Into a file: a pipe that nobody empties would stop the server.
-    with (
-        tempfile.TemporaryFile() as told,
-        subprocess.Popen(command(port), stdin=subprocess.PIPE, stdout=told, stderr=told, env=environment) as process,
-    ):
-        try:
-            end = time.monotonic() + _PATIENCE
-            while True:
-                assert process.poll() is None, f"the server ended: {command(port)}"
-                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                assert time.monotonic() < end, "the server did not answer"
-                time.sleep(0.02)
-            yield port
-        finally:
-            process.kill()
-
-
-@contextmanager
-def serving() -> Iterator[tuple[int, Proxy]]:
-    """The port of a new server, and a proxy before it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "MOTO_"))}
-    environment["MOTO_S3_DEFAULT_MAX_KEYS"], environment["PYTHONPATH"] = str(PAGE), str(Path(__file__).parents[2])
-    with server(lambda port: [sys.executable, "-W", "ignore", "-c", _SERVER, str(port)], environment) as port:
-        proxy = Proxy(port)
-        yield port, proxy
-        proxy.close()
+def serving() -> Iterator[Proxy]:
+    """A store behind a proxy."""
+    proxy = Proxy(moto)
+    yield proxy
+    proxy.close()
 
 
 def new_bucket(proxy: Proxy) -> Bucket:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,11 @@ def use_flag(value: bool) -> Iterator[None]:
             yield
     finally:
         flax.config.update("flax_use_orbax_checkpointing", before)
+
+
+def new_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for one example of hypothesis, where pytest's folders are: in memory by default."""
+    return tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
 
 
 def names(directory: Path | str) -> list[str]:

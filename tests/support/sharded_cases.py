@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice
 from flax_ckpt_compat._core.errors import ShapeMismatchError
 from flax_ckpt_compat._core.tree import normalize_index
+from flax_ckpt_compat.transforms import Transform
+from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import handles
 from tests.support.real_states import STATES
 
@@ -583,6 +584,17 @@ def typed_keys_under_a_guard(folder: Path) -> None:
 
 
 @case
+def inputs_of_another_shape(folder: Path) -> None:
+    """What a function gets is not split as its result is, which has another shape."""
+    spread = NamedSharding(mesh(), P("x"))
+    given = {"new": Transform("old", value_fn=lambda value: value[0])}
+    for path in both_formats(folder, {"old": np.arange(24, dtype=np.float32).reshape(3, 8)}):
+        target = {"new": jax.device_put(np.zeros(8, np.float32), spread)}
+        restored = checkpoints.restore_checkpoint(path, target, orbax_transforms=given)["new"]
+        assert restored.tolist() == list(range(8)) and restored.sharding == spread
+
+
+@case
 def lost_values_of_shards(folder: Path) -> None:
     """Casts that lose values are told for sharded reads as for whole ones; 64 bits without x64 stay whole, and told."""
     tree = {"big": np.array([2**40] * 8), "nan": np.full(8, np.nan), "ok": np.arange(8.0), "imag": np.full(8, 1j)}
@@ -595,28 +607,15 @@ def lost_values_of_shards(folder: Path) -> None:
     ]
     for path in both_formats(folder, tree):
         for target in targets:
-            with logged() as lines:
+            with warnings_logged() as lines:
                 restored = flax_ckpt_compat.restore(path, target, dtype="target")
             (lost,) = [line for line in lines if "does not hold all values" in line]
             assert lost.endswith("big, nan, imag")
             assert {name: leaf.dtype for name, leaf in restored.items()} == wanted
-        with logged() as lines:
+        with warnings_logged() as lines:
             restored = flax_ckpt_compat.restore(path, {"big": jax.ShapeDtypeStruct((8,), np.int64, sharding=spread)})
         assert type(restored["big"]) is np.ndarray and restored["big"].dtype == np.int64
         assert ["whole arrays stay in host memory" in line and "big (int64)" in line for line in lines] == [True]
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """The library's warnings within the block."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("flax_ckpt_compat").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("flax_ckpt_compat").removeHandler(handler)
 
 
 def state_sharding(on: Any, leaf: Any) -> Any:

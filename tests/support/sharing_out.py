@@ -1,4 +1,4 @@
-"""Which tests run in one process of pytest-xdist: those of one file, and those that share servers or teams."""
+"""Which tests run in one process of pytest-xdist: those of one file, and those that share teams."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 _TEAMS = (
     "tests/multiprocess/",
     "tests/stores/test_together.py",
-    "tests/stores/test_overwrites.py",
     "tests/orbax_backend/test_shared",
     "tests/legacy/test_gda_write_team.py",
     "tests/convert/test_convert_sharded.py",
     "tests/benchmarks/test_scale.py",
 )
-_STORES = ("tests/stores/",)
+# They also wait; begun last, they would be waited for.
+_LONG = (_TEAMS[0], "tests/stores/")
 
 
 def group_of(test: str) -> str:
     """Return the name of all tests that run where this one does."""
-    return next((group[0] for group in (_TEAMS, _STORES) if test.startswith(group)), test.partition("::")[0])
+    return _TEAMS[0] if test.startswith(_TEAMS) else test.partition("::")[0]
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """Return what shares out groups of tests, the largest first."""
+    """Return what shares out groups of tests, the longest first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(min(self.workqueue, key=lambda group: not group.startswith(_LONG)), last=False)
+            super()._assign_work_unit(node)
 
     return ByGroup(config, log)

@@ -19,8 +19,13 @@ import warnings
 from contextlib import suppress
 
 _STDIN = 0
-# What takes seconds to import and starts no thread. Our own library is imported anew by each program.
-PRELOAD = ("jax", "flax.linen", "flax.training.checkpoints", "optax", "orbax.checkpoint", "tensorstore")
+# What takes seconds to import and starts no thread.
+PRELOAD = (
+    *("jax", "flax.linen", "flax.training.checkpoints", "optax", "orbax.checkpoint", "tensorstore"),
+    *(f"flax_ckpt_compat.{name}" for name in ("checkpoints", "legacy", "orbax_backend", "rules")),
+)
+# Variables that our library reads when it is imported: a program with one of them imports it anew.
+_OUR_VARIABLES = "FLAX_CKPT_COMPAT_"
 
 
 def serve() -> types.CodeType:
@@ -93,6 +98,9 @@ def _become(stdin: int, stdout: int, stderr: int, answers: int) -> types.CodeTyp
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv[:] = ["-c", *request["arguments"]]
+    if any(name.startswith(_OUR_VARIABLES) for name in request["environment"]):
+        for name in [name for name in sys.modules if name.startswith("flax_ckpt_compat")]:
+            del sys.modules[name]
     if request["environment"].get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     return compile(request["code"], "<string>", "exec", dont_inherit=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat import checkpoints, restore
 from flax_ckpt_compat._trees import plain_values
 
 
@@ -70,7 +70,8 @@ def test_the_plain_value_is_saved(flag: bool, tmp_path: Path, value: Any, plain:
     if manager is not None:
         manager.wait_previous_save()
     restored = checkpoints.restore_checkpoint(tmp_path, None)
-    for found in (restored["a"], restored["b"]["0"], restored["b"]["1"]):
+    again = restore(tmp_path, {"a": value, "b": [value, value]})
+    for found in (restored["a"], restored["b"]["0"], restored["b"]["1"], again["a"], *again["b"]):
         assert type(found) is type(plain) and found == plain
         assert not isinstance(plain, float) or math.copysign(1, found) == math.copysign(1, plain)
 

@@ -48,14 +48,16 @@ def test_random_trees_are_rebuilt(tree: Any) -> None:
     except CheckpointError:
         assert not FROZEN_DICT_TAKES_INT_KEYS
         return
-    assert fingerprint(state_dict.rebuild(tree, state_dict.from_stored(described, None, "flax"))) == fingerprint(tree)
+    assert fingerprint(
+        state_dict.TargetTree(tree).rebuild(state_dict.from_stored(described, None, "flax"))
+    ) == fingerprint(tree)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_sample_trees_are_rebuilt(name: str) -> None:
     """rebuild undoes describe for every kind of tree that users save."""
     tree = SAMPLES[name]()
-    rebuilt = state_dict.rebuild(tree, state_dict.from_stored(state_dict.describe(tree), None, "flax"))
+    rebuilt = state_dict.TargetTree(tree).rebuild(state_dict.from_stored(state_dict.describe(tree), None, "flax"))
     assert fingerprint(rebuilt) == fingerprint(tree)
 
 
@@ -105,7 +107,7 @@ def test_an_overridden_type_names_its_own_state() -> None:
     tree = state_dict.describe({"odd": Odd([1, 2])})
     assert tree.children["odd"].container is Container.DICT
     assert list(tree.children["odd"].children) == ["all"]
-    assert isinstance(state_dict.rebuild({"odd": Odd([1, 2])}, {"odd": {"all": [3]}})["odd"], Odd)
+    assert isinstance(state_dict.TargetTree({"odd": Odd([1, 2])}).rebuild({"odd": {"all": [3]}})["odd"], Odd)
 
 
 @pytest.mark.parametrize("tree", [{1: 2, "1": 3}, {"a": core.freeze({1: 2, "1": 3})}])
@@ -192,4 +194,4 @@ def test_a_type_that_refuses_a_state_is_asked_once() -> None:
 
     serialization.register_serialization_state(Takes, lambda _: {"all": np.ones(2)}, take)
     with pytest.raises(ValueError, match="of another release"):
-        state_dict.rebuild({"takes": Takes()}, {"takes": {"all": np.ones(2)}})
+        state_dict.TargetTree({"takes": Takes()}).rebuild({"takes": {"all": np.ones(2)}})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
 from flax_ckpt_compat.transforms import Transform
 from tests.support.samples import Pair
+from tests.support.saves import new_folder
 
 SHAPES = [(), (1,), (2,), (2, 3)]
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.bool_, np.complex64, jnp.bfloat16, ml_dtypes.int4]
@@ -123,7 +123,7 @@ def test_the_plan_raises_what_the_restore_raises(
     format: Any, stored: Any, target: Any, policies: dict[str, Any], transforms: Any
 ) -> None:
     """For restore by default and with any policies, and for restore_checkpoint under its own defaults."""
-    with tempfile.TemporaryDirectory() as folder:
+    with new_folder() as folder:
         path = save(f"{folder}/x", stored, format=format)
         told = planned(path, target, transforms, **policies)
         assert told == error_of(lambda: restore(path, target, transforms=transforms, **policies))

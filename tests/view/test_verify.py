@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
+from flax_ckpt_compat.orbax_backend import inspection, zarr
 
 import flax_ckpt_compat
 from flax_ckpt_compat import VerifiedCheckpoint, checkpoints, config, errors, verify
@@ -209,6 +210,16 @@ def test_metadata_that_contradicts_the_array(tmp_path: Path) -> None:
     (leaf,) = [leaf for leaf in only(path).leaves if leaf.state == "damaged"]
     assert leaf.path == "a/bias"
     assert "chunk_shape [2] in array_metadatas/process_0 contradicts" in leaf.why
+
+
+@pytest.mark.parametrize(
+    ("write_shape", "fits"),
+    [([6, 4], True), ([3, 4], True), ([2, 4], False), ([7, 4], False), ([6], False), (6, False)],
+)
+def test_what_was_written_at_once(write_shape: Any, fits: bool) -> None:
+    """It is a part of the array, and at least one of its chunks."""
+    info = zarr.parse_array_metadata(b'{"dtype": "<f4", "shape": [6, 4], "chunks": [3, 4]}', zarr3=False)
+    assert inspection._fits(write_shape, info) == fits
 
 
 def test_orphans_beside_msgpack(tmp_path: Path) -> None:

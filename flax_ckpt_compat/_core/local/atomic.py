@@ -97,9 +97,15 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
             continue
         path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
         if not os.path.lexists(original) and os.path.lexists(path) and not is_alive(match, path):
-            with translated(path), suppress(*GONE):  # another process was faster
+            try:
                 if rename_new(path, original):
                     restored.append(match["name"])
+            except GONE:  # another process was faster
+                continue
+            except OSError as error:
+                what = f"{original} was set aside by a save that ended there, and cannot be put back: {error.strerror}"
+                message = f"{what}; look again as somebody who may write to {directory}, or name another step"
+                raise StorageError(message, path=original, errno=error.errno) from error
     return restored
 
 
@@ -178,14 +184,26 @@ def make_directory(path: str) -> None:
         missing = []
         head = path
         while head and not os.path.isdir(head):
+            if (dangling := dangling_link(head)) is not None:
+                raise StorageError(dangling, path=head, errno=errno.ENOENT)
             if os.path.isfile(head):
                 message = f"{head} is a file; a directory was expected"
                 raise StorageError(message, path=head, errno=errno.ENOTDIR)
             missing.append(head)
             head = os.path.dirname(head)
+        for new in reversed(missing):  # os.makedirs calls itself for each
+            with suppress(FileExistsError):
+                os.mkdir(new)
         os.makedirs(path, exist_ok=True)
         for new in missing:
             sync_directory(os.path.dirname(new))
+
+
+def dangling_link(path: str) -> str | None:
+    """Return where a local link leads if nothing is there, with a remedy; None for all else."""
+    if not os.path.islink(path) or os.path.exists(path):
+        return None
+    return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"
 
 
 def rename_new(path: str, final: str) -> bool:

@@ -35,7 +35,7 @@ def stays_inside(relative: str) -> bool:
 
 
 class ContainedFiles:
-    """The files of one local checkpoint's directory, which may itself be a link; remembers what it checked."""
+    """The files of one local checkpoint's directory, which may itself be a link; caches what was checked."""
 
     def __init__(self, path: str):
         self._path = path
@@ -47,10 +47,7 @@ class ContainedFiles:
     def check(self, relative: str) -> int | None:
         """Return the size of a regular file, with links followed; None for a directory and if nothing is there.
 
-        Raises:
-            CorruptCheckpointError: it is something else, or outside the checkpoint's directory.
-            StorageError: the file system refused.
-        """
+        Raise CorruptCheckpointError if it is something else, or outside the checkpoint's directory."""
         file = f"{self._path}/{relative}"
         try:
             self._check_folders(relative)

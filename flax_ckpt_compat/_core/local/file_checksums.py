@@ -24,17 +24,11 @@ _MAX_BLOCKS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileChecksums:
-    """Recorded checksums of a file.
+    """Recorded checksums of a file."""
 
-    Attributes:
-        size: of the file, in bytes.
-        units_per_block: a block is so many units, of `checksums.BLOCK_BYTES`.
-        blocks: of each block, `checksums.total` of the checksums of its units.
-    """
-
-    size: int
-    units_per_block: int
-    blocks: tuple[int, ...]
+    size: int  # of the file, in bytes
+    units_per_block: int  # a block is so many units, of `checksums.BLOCK_BYTES`
+    blocks: tuple[int, ...]  # of each block, `checksums.total` of the checksums of its units
 
     @property
     def n_units(self) -> int:
@@ -48,12 +42,9 @@ class FileChecksums:
 
 
 def record(descriptor: int, units: bytes) -> None:
-    """Record the checksums of a completely written file; do nothing where there are no attributes.
+    """Record the checksums of a written file's units; do nothing where there are no attributes.
 
-    Args:
-        descriptor: of the file, which must not be written to afterwards; sync it after this.
-        units: checksums of its units, as `checksums.BlockSums.encoded` returns them.
-    """
+    Sync the file after this, and write no more to it."""
     if not hasattr(os, "setxattr"):
         return
     per_block = max(1, -(-len(units) // checksums.SUM_BYTES // _MAX_BLOCKS))

@@ -47,23 +47,15 @@ def generation_prefix(temporary: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """Steps done by `place_arrays`, for `undo` and `remove_replaced`.
-
-    Attributes:
-        identity: device and inode of the file ``temporary``, which its rename to ``final`` keeps.
-        generation: subfolder of its arrays, or None.
-        marker: second hard link to the file, or None.
-        renamed: the folder of arrays has its final name.
-        replaces: older arrays must be removed after the file's rename.
-    """
+    """Steps done by `place_arrays`, for `undo` and `remove_replaced`."""
 
     temporary: str
     final: str
-    identity: tuple[int, int]
-    generation: str | None = None
-    marker: str | None = None
-    renamed: bool = False
-    replaces: bool = False
+    identity: tuple[int, int]  # device and inode of the file ``temporary``, which its rename to ``final`` keeps
+    generation: str | None = None  # subfolder of its arrays, or None
+    marker: str | None = None  # second hard link to the file, or None
+    renamed: bool = False  # the folder of arrays has its final name
+    replaces: bool = False  # older arrays must be removed after the file's rename
 
 
 def place_arrays(temporary: str, final: str) -> Move:

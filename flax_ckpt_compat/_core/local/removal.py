@@ -30,10 +30,10 @@ _LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.005
 def locked(directory: str) -> Iterator[None]:
     """Keep out other processes that do this, where the file system has locks; for a while, as one may be stopped."""
     descriptor = None
-    with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-        _lock(descriptor)
     try:
+        with suppress(OSError):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+            _lock(descriptor)
         yield
     finally:
         if descriptor is not None:

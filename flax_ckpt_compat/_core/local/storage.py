@@ -64,6 +64,20 @@ class LocalStorage:
             return False
         return True
 
+    def why_too_long(self, path: str) -> str | None:
+        folder = path
+        while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+            folder = os.path.dirname(folder)
+        names = path[len(folder) :].split(os.sep)
+        for one in (path, *(os.path.join(folder, name) for name in names)):
+            try:
+                os.lstat(one)
+            except (OSError, ValueError) as error:  # a NUL in the path
+                if getattr(error, "errno", None) == errno.ENAMETOOLONG:
+                    size, longest = len(os.fsencode(path)), max(len(os.fsencode(name)) for name in names)
+                    return f"{size} bytes, with a name of {longest}, are more than the file system allows"
+        return None
+
     def is_empty(self, path: str) -> bool:
         return os.path.getsize(path) == 0
 
@@ -78,6 +92,10 @@ class LocalStorage:
             return None
         # A new directory often takes the number of one that was removed just before.
         return status.st_dev, status.st_ino, status.st_ctime_ns
+
+    def version(self, path: str) -> bytes:
+        status = os.stat(path)
+        return b"%d %d" % (status.st_size, status.st_mtime_ns)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_regular(path), "rb") as file:

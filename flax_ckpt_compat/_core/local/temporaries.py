@@ -9,7 +9,6 @@ import itertools
 import os
 import platform
 import re
-import sys
 import time
 from contextlib import suppress
 
@@ -113,7 +112,8 @@ def is_alive(match: re.Match[str], path: str) -> bool:
     if match["tag"] in _abandoned:
         return False
     if match["machine"] == machine():
-        return start_time(int(match["pid"])) == int(match["start"])
+        started, recorded = start_time(int(match["pid"])), int(match["start"])
+        return started >= 0 and (started == recorded or 0 in (started, recorded))
     return storage_time(os.path.dirname(path)) - _last_change(path) < _STALE_AFTER[match["role"]]
 
 
@@ -169,9 +169,7 @@ def start_time(pid: int) -> int:
         return -1 if fields[0] in (b"Z", b"X") else int(fields[19])
     except (OSError, IndexError, ValueError):
         pass
-    if sys.platform.startswith("linux") and os.path.isdir("/proc/self"):
-        return -1
-    try:
+    try:  # Linux too may hide the processes of others, and there may be no descriptor left
         os.kill(pid, 0)
     except ProcessLookupError:
         return -1

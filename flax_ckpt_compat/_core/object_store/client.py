@@ -259,7 +259,7 @@ def request_object(url: str, span: slice | None) -> Any:
 
 
 def stored_crc32c(url: str) -> int | None:
-    """Return the CRC-32C of an object as its store tells it; None if it does not."""
+    """Return the CRC-32C of an object that its store reports, or None."""
     return scheme_of(url).stored_crc32c(_resolve(url))
 
 

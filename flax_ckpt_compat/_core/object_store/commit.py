@@ -119,15 +119,19 @@ def publish_folder(
 
     ``replaced`` is the object's version before the lease began; ``uploaded`` names objects that are there already."""
     names = [name for name in files_below(staged) if name not in {COMMIT_FILE, *uploaded}]
-    if not new and visible_objects.commit_files(lease.initial):
-        replace_directory.replace(lease, staged, names, uploaded)
-    else:
-        versions = replace_directory.shared_versions(lease, names)
-        _write_new(lease, staged, names, versions, uploaded, keep_committed=new)
+    try:
+        if not new and visible_objects.commit_files(lease.initial):
+            replace_directory.replace(lease, staged, names, uploaded)
+        else:
+            versions = replace_directory.shared_versions(lease, names)
+            _write_new(lease, staged, names, versions, uploaded, keep_committed=new)
+    except ConcurrentWriteError:
+        lease.remove_abandoned(names)
+        raise
     # The writer of a newer object sees our marker, and removes the folder.
     with after_commit(lease.url):
         if replaced != client.NO_OBJECT and client.version(lease.url) == replaced:
-            client.delete(lease.url)
+            client.delete_version(lease.url, replaced)
 
 
 def _write_new(

@@ -45,7 +45,7 @@ _TOKEN_TIMEOUT, _METADATA_TIMEOUT = 10.0, 2.0  # s
 _MARGIN = 60.0  # s before expiry at which a token is renewed
 _NO_TOKEN_FOR = 300.0  # s that a failure is cached for
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may save
 _cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token; also "unreachable", the JSON API
 
 

@@ -17,11 +17,13 @@ from contextlib import contextmanager, suppress
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
+from flax_ckpt_compat._core.thread_pools import in_parallel
 
 _MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Seconds after which a writer without a commit counts as dead.
 _EXPIRES_AFTER = 24 * 3600
+_POLLS_OF_LOSER = 10
 _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
 
 
@@ -61,17 +63,15 @@ class WriteLease:
     """Exclusive access of one writer, or remover, to a folder, until a newer one begins.
 
     All methods raise ConcurrentWriteError if it is lost.
-
-    Attributes:
-        initial: names of the objects in the folder before the marker.
-        adopted: names of the folders of other saves whose objects this lease commits.
     """
 
     def __init__(self, url: str, marker: str = "", *, replaces: bool = False, initial: Collection[str] | None = None):
         """Write the marker, or continue with an earlier one; with ``replaces`` the checkpoint there stays complete.
 
         ``initial`` is a list of the folder that was just made."""
+        # adopted: names of the folders of other saves whose objects this lease commits.
         self.url, self.marker, self.adopted = url, marker, list[str]()
+        # Names of the objects in the folder before the marker.
         self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)
         if marker:
             return
@@ -111,11 +111,24 @@ class WriteLease:
         self.remove(visible_objects.commit_files(self.list_others()))
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove objects of the folder, commit files first."""
+        """Remove objects of the folder, commit files first.
+
+        Of names that other writers use too, what is there now: a deletion that comes late deletes nothing newer."""
+        seen = dict[str, bytes]()
+        if client.scheme_of(self.url).needs_commit_file:  # else deletions have no conditions
+            seen = uploads.versions(self.url, list(filter(visible_objects.is_shared, names)))
         commit_files = visible_objects.commit_files(names)
+
+        def delete(name: str) -> None:
+            url = f"{self.url}/{name}"
+            if name in seen:
+                client.delete_version(url, seen[name])
+            else:
+                client.delete(url)
+
         for name in commit_files:
-            client.delete(f"{self.url}/{name}")
-        client.delete_all(f"{self.url}/{name}" for name in names if name not in commit_files)
+            delete(name)
+        in_parallel(delete, set(names).difference(commit_files))
 
     def commit(self, names: Collection[str], leftovers: Collection[str] = ()) -> None:
         """Write the commit file for these objects, remove ``leftovers``, and release the lease."""
@@ -142,13 +155,29 @@ class WriteLease:
 
     def _retract_commit(self) -> None:
         """Remove the commit file if it is ours: the writer that removed the rest may have missed it."""
+        url = f"{self.url}/{COMMIT_FILE}"
         with suppress(FileNotFoundError):
-            if self.marker.encode() in client.read(f"{self.url}/{COMMIT_FILE}"):
-                client.delete(f"{self.url}/{COMMIT_FILE}")
+            there = client.version(url)
+            if self.marker.encode() in client.read(url):
+                client.delete_version(url, there)
 
     def release(self) -> None:
         """Remove the marker."""
         client.delete(f"{self.url}/{self.marker}")
+
+    def remove_abandoned(self, names: Collection[str]) -> None:
+        """Remove objects of this writer, which lost, unless another one commits: alone they would hide a msgpack file.
+
+        Whoever removes the folder may have listed it before they arrived."""
+        with suppress(StorageError):  # the error is that the lease is lost
+            for _ in range(_POLLS_OF_LOSER):
+                there = set(client.fresh_keys(self.url))
+                if visible_objects.commit_files(there):
+                    return
+                if not any(map(is_marker, there)):
+                    client.delete_all(f"{self.url}/{name}" for name in there.intersection(names))
+                    return
+                time.sleep(_PAUSE)
 
     def abort(self) -> None:
         """Release the lease and raise ConcurrentWriteError."""

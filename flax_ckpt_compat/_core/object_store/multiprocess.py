@@ -23,18 +23,12 @@ from flax_ckpt_compat._core.thread_pools import at_once
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MultiprocessUpload:
-    """A multi-process save to a store.
-
-    Attributes:
-        folder: URL that all processes write below: the checkpoint's, or its GDA folder's.
-        marker: name of the marker object in ``folder``.
-        replaced: version of the object at ``url`` before the save, in hexadecimal.
-    """
+    """A multi-process save to a store."""
 
     url: str
-    folder: str
-    marker: str
-    replaced: str
+    folder: str  # URL that all processes write below: the checkpoint's, or its GDA folder's
+    marker: str  # name of the marker object in ``folder``
+    replaced: str  # version of the object at ``url`` before the save, in hexadecimal
 
     @property
     def tag(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
@@ -48,5 +49,5 @@ class OpenedObject:
             result = None
         if result is None or result.state == "missing" or self._version_of(result) != self._version:
             message = f"{self.url} was replaced or removed since it was opened; open it again"
-            raise StorageError(message, path=self.url)
+            raise StorageError(message, path=self.url, errno=errno.ESTALE)
         return bytes(result.value)

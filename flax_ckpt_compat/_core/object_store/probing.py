@@ -1,4 +1,4 @@
-"""Find the size of an object in a store that tells it only of a range that begins inside and ends beyond."""
+"""Find the size of an object in a store that reports it only for a range that begins inside and ends beyond."""
 
 from __future__ import annotations
 
@@ -15,16 +15,9 @@ _AT_ONCE = 16
 
 
 def probed_size(url: str, read: Callable[[int, int], bytes | int]) -> int:
-    """Return the size that the store tells of a range at the end, found by reading single bytes, many at once.
+    """Return the size that the store reports for a range at the end, found by reading single bytes, many at once.
 
-    Args:
-        url: of the object, for messages.
-        read: returns the bytes from one position to another, or the size, or -1, of an object that ends before.
-
-    Raises:
-        FileNotFoundError: by ``read``.
-        StorageError: the object was replaced meanwhile.
-    """
+    ``read`` returns the bytes from one position to another, or the size, or -1, of an object that ends before."""
     first = read(0, _HEAD_BYTES)
     if isinstance(first, int):
         return max(first, 0)  # without a first byte the range begins beyond the end

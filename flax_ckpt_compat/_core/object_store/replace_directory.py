@@ -7,22 +7,16 @@ See `flax_ckpt_compat._core.object_store.visible_objects` for the layout, and
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Collection, Iterable
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit
+from flax_ckpt_compat._core.object_store.visible_objects import is_shared
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
 from flax_ckpt_compat._core.thread_pools import at_once
 
-_RANDOM = re.compile(r"(^|/)d/[0-9a-f]{32}$")
 _ROUNDS = 5
-
-
-def is_shared(name: str) -> bool:
-    """Return whether checkpoints of other writers have a file of this name; data files have random names."""
-    return _RANDOM.search(name) is None
 
 
 def shared_versions(lease: WriteLease, names: Iterable[str]) -> dict[str, bytes]:
@@ -38,12 +32,7 @@ def shared_versions(lease: WriteLease, names: Iterable[str]) -> dict[str, bytes]
 def replace(lease: WriteLease, staged: str, names: Collection[str], uploaded: Collection[str]) -> None:
     """Replace the existing checkpoint; if the lease is lost or the store refuses, the old one is unchanged.
 
-    Args:
-        lease: lease of its folder.
-        staged: local path of the new files.
-        names: names of the files, relative to ``staged``.
-        uploaded: names of objects of the new checkpoint that are uploaded already.
-    """
+    The new files are ``names`` in the local folder ``staged``, and objects that are ``uploaded`` already."""
     next_folder = visible_objects.next_name(lease.marker)
     data = [name for name in names if not is_shared(name)]
     shared = [name for name in names if is_shared(name)]

@@ -21,9 +21,12 @@ from typing import Any
 
 from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
 
 _log = logging.getLogger("flax_ckpt_compat")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
+_REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
+_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.2  # s
@@ -48,7 +51,18 @@ def split(url: str) -> tuple[str, str, str]:
 def normal(url: str) -> str:
     """Normalize a user's URL: resolve ``.`` and ``..``, and remove redundant slashes."""
     scheme, bucket, key = split(url)
+    if found := _REFUSED.search(url):
+        message = f"{url!a} has the character {found[0]!a}, with which stores take no name, or change it; leave it out"
+        raise StorageError(message, path=url)
     return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
+
+
+def check_destination(url: str) -> None:
+    """Raise StorageError if a store takes no checkpoint with this URL."""
+    nbytes = len(key_of(normal(url)).encode())
+    if nbytes > _MAX_KEY - _MAX_INSIDE:
+        message = f"{url} is too long: without the bucket it has {nbytes} bytes, and stores take {_MAX_KEY}, of which"
+        raise StorageError(f"{message} files of a checkpoint need up to {_MAX_INSIDE}; shorten it", path=url)
 
 
 def key_of(url: str) -> str:
@@ -59,7 +73,7 @@ def key_of(url: str) -> str:
 @functools.cache
 def context() -> Any:
     """Return the TensorStore context that all requests share."""
-    import tensorstore as ts  # heavy, and needed for stores alone
+    ts = load_tensorstore()  # heavy, and needed for stores alone
 
     retries = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
     return ts.Context({**retries, "s3_request_concurrency": _AT_ONCE, "gcs_request_concurrency": _AT_ONCE})
@@ -83,7 +97,7 @@ def replaced_context_after_timeout() -> Iterator[None]:
 @functools.lru_cache(maxsize=64)
 def open_bucket(items: tuple[tuple[str, Any], ...]) -> Any:
     """Open a bucket, by the items of its spec, as a TensorStore ``KvStore``."""
-    import tensorstore as ts
+    ts = load_tensorstore()
 
     if "byte_range" not in (ts.KvStore.read.__doc__ or ""):
         raise StorageError(
@@ -96,12 +110,9 @@ def open_bucket(items: tuple[tuple[str, Any], ...]) -> Any:
 def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
     """Run an idempotent request, retried a few times with growing pauses; return its result.
 
-    Args:
-        url: URL of the object or folder, for messages.
-        operation: completes "could not be …".
-        request: starts the request and returns TensorStore's future.
-        nbytes: bytes to transfer, which extend the timeout.
-    """
+    ``request`` starts it and returns TensorStore's future, ``operation`` completes "could not be …", and ``nbytes`` to
+    transfer extend the timeout."""
+    use_tensorstore(url)
     for trial in range(_ATTEMPTS):
         future = None
         try:

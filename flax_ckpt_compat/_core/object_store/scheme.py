@@ -8,15 +8,10 @@ from flax_ckpt_compat._core.object_store import retrying
 
 
 class StoreScheme:
-    """One scheme of URLs.
+    """One scheme of URLs."""
 
-    Attributes:
-        tells_sizes: an error for a range beyond the end of an object has its size.
-        needs_commit_file: a directory without ``commit_success.txt`` is incomplete.
-    """
-
-    tells_sizes: bool
-    needs_commit_file: bool
+    tells_sizes: bool  # an error for a range beyond the end of an object has its size
+    needs_commit_file: bool  # a directory without ``commit_success.txt`` is incomplete
 
     def bucket_spec(self, bucket: str) -> dict[str, Any]:
         """Return TensorStore's spec of a bucket."""
@@ -30,12 +25,12 @@ class StoreScheme:
         """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket."""
         return self.list_once(url, start, stop)
 
-    def stored_crc32c(self, url: str) -> int | None:  # noqa: ARG002  (stores that tell none inherit it)
-        """Return the CRC-32C of an object as the store tells it; None if it does not."""
+    def stored_crc32c(self, url: str) -> int | None:  # noqa: ARG002  (stores that report none inherit it)
+        """Return the CRC-32C of an object that the store reports, or None."""
         return None
 
     def stored_size(self, url: str) -> int | None:  # noqa: ARG002  (see `tells_sizes`)
-        """Return the size of an object as the store tells it in a request of its own; None if it does not."""
+        """Return the size of an object that the store reports in a request of its own, or None."""
         return None
 
     def list_once(self, url: str, start: bytes, stop: bytes) -> list[bytes]:

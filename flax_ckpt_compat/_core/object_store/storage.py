@@ -20,6 +20,7 @@ class ObjectStorage:
     files_below = staticmethod(client.keys)
     getsize = staticmethod(client.size)
     is_empty = staticmethod(client.is_empty)
+    version = staticmethod(client.version)
     delete = staticmethod(client.delete)
     listing_cache = staticmethod(client.listing_cache)
     current_listing = staticmethod(thread_cache.current_listing)
@@ -34,6 +35,9 @@ class ObjectStorage:
 
     def context(self) -> Any:
         return retrying.context()
+
+    def why_too_long(self, path: str) -> None:
+        """Return None: a store says so itself."""
 
     def resolve(self, path: str) -> str:
         return path

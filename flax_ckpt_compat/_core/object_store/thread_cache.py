@@ -1,4 +1,4 @@
-"""Hold what a thread learned of a store while it looks around in a listed folder, to make no request twice."""
+"""Cache the answers of a store within a listed folder, for each thread, to make no request twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax_ckpt_compat._core.object_store import visible_objects
 
 
 class Listing(NamedTuple):
-    """A folder with all its keys, the visible ones, and what was learned of its objects: which are empty."""
+    """A folder with all its keys, the visible ones, and which of its objects are known to be empty or not."""
 
     root: str
     keys: list[str]
@@ -52,7 +52,7 @@ cache = _Cache()
 
 
 def current_listing() -> Listing | None:
-    """Return the listing of the enclosing `client.listing_cache`, with what was learned since, for `offering`."""
+    """Return the listing of the enclosing `client.listing_cache`, with what was found since, for `offering`."""
     return cache.listings[0]._replace(emptiness=dict(cache.emptiness)) if cache.listings else None
 
 

@@ -105,7 +105,7 @@ def publish_file(path: str, url: str, *, new: bool) -> bool:
 
 
 def _check_arrived(url: str, content: np.ndarray[Any, Any]) -> None:
-    """Raise StorageError if the store, where it tells the CRC-32C of an object, tells another one than ours."""
+    """Raise StorageError if the store reports a CRC-32C of the object that is not ours."""
     stored = client.stored_crc32c(url) if checksums.crc32c is not None else None
     if stored is None:
         return

@@ -12,25 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from flax_ckpt_compat._core.orbax_layout import (
-    BEGUN,
-    COMMIT_FILE,
-    DATA_DIRECTORY,
-    DATA_FILE_PATTERN,
-    NEXT,
-    NEXT_DATA_LIST,
-    PROCESS_PREFIX,
-)
+from flax_ckpt_compat._core import orbax_layout as layout
 
-_NEXT = re.compile(rf"(.*/|)({NEXT}\.(\d+)\.([0-9a-f]{{32}}))/(.+)", re.DOTALL)
-_IN_NEXT = re.compile(rf"(.*/{NEXT}\.\d+\.([0-9a-f]{{32}}))(?:/|$)", re.DOTALL)
-_DATA = re.compile(f"{DATA_DIRECTORY}/{DATA_FILE_PATTERN}")
+_NEXT = re.compile(rf"(.*/|)({layout.NEXT}\.(\d+)\.([0-9a-f]{{32}}))/(.+)", re.DOTALL)
+_IN_NEXT = re.compile(rf"(.*/{layout.NEXT}\.\d+\.([0-9a-f]{{32}}))(?:/|$)", re.DOTALL)
+_DATA = re.compile(f"{layout.DATA_DIRECTORY}/{layout.DATA_FILE_PATTERN}")
+_OF_ONE_WRITER = re.compile(rf"(?:{layout.BEGUN}|{layout.NEXT})\..*|(?:.*/)?{_DATA.pattern}", re.DOTALL)
 _Order = tuple[int, str]
+
+
+def is_shared(name: str) -> bool:
+    """Return whether other writers have a file of this name; names of data files, and of one save, are unique."""
+    return _OF_ONE_WRITER.fullmatch(name) is None
 
 
 def next_name(marker: str) -> str:
     """Return the name of the ``_next…`` folder of the save with this marker."""
-    return marker.replace(BEGUN, NEXT, 1)
+    return marker.replace(layout.BEGUN, layout.NEXT, 1)
 
 
 def order_of(name: str) -> _Order:
@@ -44,10 +42,10 @@ def commit_files(names: Iterable[str]) -> list[str]:
 
     The current checkpoint stays complete until the last one is removed.
     """
-    there = [name for name in names if name.endswith(COMMIT_FILE)]
+    there = [name for name in names if name.endswith(layout.COMMIT_FILE)]
     nexts = [name for name in there if name.count("/") == 1 and order_of(name.partition("/")[0])[0]]
     # The folder's own commit file takes precedence over those below ``_next…``.
-    return sorted(nexts, key=order_of_key) + [name for name in there if name == COMMIT_FILE]
+    return sorted(nexts, key=order_of_key) + [name for name in there if name == layout.COMMIT_FILE]
 
 
 def order_of_key(key: str) -> _Order:
@@ -57,7 +55,7 @@ def order_of_key(key: str) -> _Order:
 
 def current_folder(names: Collection[str]) -> str | None:
     """Return the name of the ``_next…`` folder that has the checkpoint; None for the folder itself."""
-    if COMMIT_FILE in names:
+    if layout.COMMIT_FILE in names:
         return None
     last = commit_files(names)
     return last[-1].partition("/")[0] if last else None
@@ -65,7 +63,7 @@ def current_folder(names: Collection[str]) -> str | None:
 
 def visible(keys: list[str]) -> list[str]:
     """Return the keys of the current checkpoints, with those of a committed ``_next…`` under their final names."""
-    if not any(f"{NEXT}." in key for key in keys):
+    if not any(f"{layout.NEXT}." in key for key in keys):
         return keys
     inside: dict[str, list[str]] = {}
     for key in keys:
@@ -73,7 +71,7 @@ def visible(keys: list[str]) -> list[str]:
             inside.setdefault(match[1], []).append(key[match.start(2) :])
     chosen: dict[str, str] = {}
     for folder, names in inside.items():
-        top = [COMMIT_FILE] if folder + COMMIT_FILE in keys else []
+        top = [layout.COMMIT_FILE] if folder + layout.COMMIT_FILE in keys else []
         if name := current_folder([*names, *top]):
             chosen[folder] = name
     return sorted({seen for key in keys if (seen := _visible_key(key, chosen)) is not None})
@@ -82,19 +80,19 @@ def visible(keys: list[str]) -> list[str]:
 def _visible_key(key: str, chosen: dict[str, str]) -> str | None:
     match = _NEXT.fullmatch(key)
     if match:
-        return match[1] + match[5] if chosen.get(match[1]) == match[2] and match[5] != NEXT_DATA_LIST else None
+        return match[1] + match[5] if chosen.get(match[1]) == match[2] and match[5] != layout.NEXT_DATA_LIST else None
     for folder, name in chosen.items():
         if key.startswith(folder):
             rest = key[len(folder) :]
             # Of the rest, only data can be the new checkpoint's; markers show the running save.
-            kept = _DATA.fullmatch(rest) or rest.startswith(f"{BEGUN}.")
+            kept = _DATA.fullmatch(rest) or rest.startswith(f"{layout.BEGUN}.")
             return key if kept or is_of_save(rest, name) else None
     return key
 
 
 def is_of_save(name: str, inside: str) -> bool:
     """Return whether a process of the save that writes below ``inside`` wrote this object."""
-    return name.startswith(PROCESS_PREFIX) and name.partition("/")[0].endswith("." + inside.rpartition(".")[2])
+    return name.startswith(layout.PROCESS_PREFIX) and name.partition("/")[0].endswith("." + inside.rpartition(".")[2])
 
 
 def resolve_key(key: str) -> str:
@@ -103,7 +101,7 @@ def resolve_key(key: str) -> str:
     if match is None:
         return key
     rest = key[match.end() :]
-    if _DATA.fullmatch(rest) or rest.startswith(PROCESS_PREFIX):
+    if _DATA.fullmatch(rest) or rest.startswith(layout.PROCESS_PREFIX):
         return match[1].rpartition("/")[0] + "/" + rest
     return key
 

@@ -1,0 +1,56 @@
+"""Find the checkpoint that a directory lies in, with which it would be removed or replaced."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._discovery import detect
+
+
+def checkpoint_around(directory: str) -> str | None:
+    """Return the checkpoint in Orbax's format that a directory, which need not exist, lies in; None if in none."""
+    storage = paths.storage_of(directory)
+    parent = os.path.dirname(storage.resolve(directory))
+    if storage.is_remote:
+        return _around_in_store(parent)
+    marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in detect.MARKERS))
+    return next(filter(_is_checkpoint, marked), None)
+
+
+@functools.lru_cache(maxsize=64)  # a request for each folder and marker
+def _around_in_store(url: str) -> str | None:
+    marked = set[str]()
+
+    def look(item: tuple[str, str]) -> None:
+        if _is_there(*item):
+            marked.add(item[0])
+
+    in_parallel(look, list(itertools.product(_upwards(url), detect.MARKERS)))
+    return next(filter(_is_checkpoint, sorted(marked, key=len, reverse=True)), None)
+
+
+def _upwards(folder: str) -> Iterator[str]:
+    """Yield a folder and all above it that can be checkpoints."""
+    while folder.strip("/") and paths.is_valid_destination(folder):
+        yield folder
+        folder = os.path.dirname(folder)
+
+
+def _is_there(folder: str, marker: str) -> bool:
+    """Return whether a folder has a marker, without listing the folder; False where a look is refused."""
+    with suppress(StorageError):
+        return paths.isfile(os.path.join(folder, marker))
+    return False
+
+
+def _is_checkpoint(folder: str) -> bool:
+    with suppress(StorageError, OSError):
+        return detect.is_certainly_orbax(folder)
+    return False

@@ -1,0 +1,116 @@
+"""Read stored arrays through TensorStore's zarr drivers: chunks with a codec, and those that only it can locate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorstore as ts
+
+from flax_ckpt_compat._core import grid
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
+from flax_ckpt_compat._core.orbax_layout import key_prefix
+from flax_ckpt_compat._core.thread_pools import in_parallel
+
+from .chunks import ArrayRead, Copy, by_chunk, scatter
+from .files import tensorstore_context, wait
+from .key_index import Index
+
+THREADS = min(8, 2 * (os.cpu_count() or 1))
+_CACHE_BYTES = 64 << 20
+_CHECKSUM_ERROR = "Digest mismatch"  # of TensorStore
+
+
+class DriverReader:
+    """Reads arrays of one open checkpoint."""
+
+    def __init__(self, path: str, index: Index, fills_missing: bool) -> None:
+        self._path, self._index, self._fills_missing = path, index, fills_missing
+        self._context = tensorstore_context(path, _CACHE_BYTES)
+
+    def open(self, read: ArrayRead) -> Any:
+        """Start to open an array; return TensorStore's future."""
+        spec = {
+            "driver": read.info.driver,
+            "kvstore": self._index.kvstore(key_prefix(read.name)),
+            "fill_missing_data_reads": self._fills_missing and read.info.has_fill_value,
+        }
+        with self._tensorstore_errors(read):
+            return ts.open(spec, open=True, read=True, context=self._context)
+
+    def read(self, opened: Sequence[tuple[list[ArrayRead], Any]]) -> None:
+        """Set the ``array`` of reads, whose memory is there; ``opened`` has all reads of an array, and its future."""
+        started: list[tuple[ArrayRead, Any]] = []
+        shared: list[tuple[list[ArrayRead], Any]] = []
+        for group, future in opened:
+            with self._tensorstore_errors(group[0]):
+                store = wait(self._path, future)
+                if store.shape != group[0].info.shape:
+                    raise ValueError(f"the shape {store.shape} was expected to be {group[0].info.shape}")
+                if _share_chunks(group):
+                    shared.append((group, store))
+                else:
+                    started += [(read, _start_copy(read, store)) for read in group]
+        nbytes = sum(read.nbytes for read, _ in started)
+        for read, copied in started:
+            with self._tensorstore_errors(read):
+                wait(self._path, copied, nbytes)
+            if not read.array.dtype.isnative:
+                read.array.view(read.array.dtype.newbyteorder()).byteswap(inplace=True)
+        for group, store in shared:
+            with self._tensorstore_errors(group[0]):
+                # Each chunk is decoded once for all boxes in it.
+                wanted = [(start, copies) for start, (_, copies) in by_chunk(group).items()]
+                in_parallel(functools.partial(_read_chunk, self._path, store), wanted, THREADS)
+
+    @contextlib.contextmanager
+    def _tensorstore_errors(self, read: ArrayRead) -> Iterator[None]:
+        """Translate TensorStore's errors about one array."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except (ValueError, OSError, NotImplementedError) as error:
+            kind = ChecksumError if _CHECKSUM_ERROR in str(error) else CorruptCheckpointError
+            raise corrupt_array(self._path, read, str(error), kind) from error
+
+
+def corrupt_array(
+    path: str, read: ArrayRead, what: str, error: type[CorruptCheckpointError] = CorruptCheckpointError
+) -> CorruptCheckpointError:
+    """Return the error for an array that cannot be read."""
+    return error(
+        f"{path}: the array {read.keystr!r} (stored as {read.name!r}) cannot be read: {what}; "
+        f"restore the files from a copy, or restore the other leaves only",
+        path=path,
+        leaf=read.keystr,
+    )
+
+
+def _start_copy(read: ArrayRead, store: Any) -> Any:
+    """Start TensorStore's copy into the array, in native byte order."""
+    array = read.array
+    native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
+    wanted = store if read.box is None else store[read.box][ts.d[:].translate_to[0]]
+    return ts.array(native).write(wanted)
+
+
+def _share_chunks(group: Sequence[ArrayRead]) -> bool:
+    """Return whether several reads share chunks; only TensorStore fills in missing ones, so all must be stored."""
+    return (
+        len(group) > 1
+        and all(read.complete for read in group)
+        and any(len(copies) > 1 for _, copies in by_chunk(group).values())
+    )
+
+
+def _read_chunk(path: str, store: Any, wanted: tuple[grid.Shape, list[Copy]]) -> None:
+    start, copies = wanted
+    inner = grid.bounding_box([copy.source for copy in copies])
+    box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
+    values = wait(path, store[box].read(), math.prod(grid.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
+    scatter(values, [Copy(grid.relative_to(copy.source, inner), copy.array, copy.target) for copy in copies])

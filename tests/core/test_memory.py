@@ -1,0 +1,41 @@
+"""Small arrays are copied into blocks of memory that they share, and do not overlap there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flax_ckpt_compat._core import memory
+
+
+def test_packed_arrays_are_their_bytes_and_touch_no_other() -> None:
+    """In the order given, of any shape and dtype, aligned and writable; what is written to one stays in it."""
+    dtypes = ["f4", ">i2", "?", "c16", "S5", "U3", ml_dtypes.bfloat16, ml_dtypes.int4]
+    shapes: list[tuple[int, ...]] = [(), (3,), (0,), (2, 0, 3), (5, 2), (1,), (17,)]
+    random = np.random.default_rng(0)
+    expected = []
+    for number in range(300):
+        dtype: Any = np.dtype(dtypes[number % len(dtypes)])  # type: ignore[call-overload]
+        shape = shapes[number % len(shapes)]
+        expected.append(random.integers(0, 2, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape))
+    found = memory.pack([(one.shape, one.dtype, one.tobytes()) for one in expected])
+    for one, array in zip(expected, found, strict=True):
+        assert type(array) is np.ndarray
+        assert (array.shape, array.dtype) == (one.shape, one.dtype)
+        assert array.flags.writeable and array.flags.c_contiguous
+        assert array.ctypes.data % memory.ALIGNMENT == 0 or not array.size
+    for one, array in zip(expected, found, strict=True):  # each changes only after its neighbours have
+        assert array.tobytes() == one.tobytes()
+        memory.as_bytes(array)[:] = b"\xff" * array.nbytes
+
+
+def test_an_array_holds_on_to_few_others() -> None:
+    """Of thousands of arrays, the one that is kept holds a block of at most 64, or 256 KiB."""
+    for nbytes, most in ((8, 64), (4096, 64), (20_000, 13), (300_000, 1)):
+        found = memory.pack([((nbytes,), np.dtype(np.uint8), bytes(nbytes))] * 200)
+        blocks: dict[int, list[Any]] = {}
+        for array in found:
+            blocks.setdefault(id(array.base), []).append(array)
+        assert max(map(len, blocks.values())) == most

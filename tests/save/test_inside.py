@@ -1,0 +1,60 @@
+"""Checkpoints within checkpoints, and directories of checkpoints that are named like one: none is lost with another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from flax.training import checkpoints as flax_checkpoints
+
+from flax_ckpt_compat import checkpoints, errors, restore, save
+from tests.support.saves import names, saved_by_peer, tree
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A step that real Orbax wrote."""
+    return Path(saved_by_peer(tmp_path, tree(1), real_orbax=True))
+
+
+@pytest.mark.parametrize("below", ["sub", "sub/deep"])
+def test_a_save_below_a_checkpoint_is_refused(flag: bool, step: Path, tmp_path: Path, below: str) -> None:
+    """The step's eviction would take it along; the message names a directory outside."""
+    (tmp_path / "link").symlink_to(step)
+    before, told = names(step), f"{step} is a checkpoint, and would be removed .* such as {tmp_path}$"
+    for call in (
+        lambda: checkpoints.save_checkpoint(step / below, tree(2), 2),
+        lambda: checkpoints.save_checkpoint(step / below, tree(2), 2, overwrite=True),
+        lambda: checkpoints.save_checkpoint(tmp_path, tree(2), 2, prefix=f"{step.name}/{below}/x_"),
+        lambda: checkpoints.save_checkpoint(tmp_path / "link" / below, tree(2), 2),
+        lambda: save(step / below / "best", tree(2)),
+    ):
+        with pytest.raises(errors.InvalidCheckpointError, match=told):
+            call()
+    assert names(step) == before
+
+
+def test_a_link_out_of_a_checkpoint_is_elsewhere(flag: bool, step: Path, tmp_path: Path) -> None:
+    """The eviction of the step takes the link, and not where it leads."""
+    (tmp_path / "elsewhere").mkdir()
+    (step / "sub").symlink_to(tmp_path / "elsewhere")
+    checkpoints.save_checkpoint(step / "sub", tree(7), 7)
+    checkpoints.save_checkpoint(tmp_path, tree(2), 2)
+    assert names(tmp_path) == ["checkpoint_2", "elsewhere"]
+    assert checkpoints.restore_checkpoint(tmp_path / "elsewhere", None)["n"] == 7
+
+
+def test_a_directory_of_checkpoints_named_like_a_step(flag: bool, tmp_path: Path) -> None:
+    """It is named by look-ups, as by Flax, and neither evicted nor replaced, whatever dead writers left in it."""
+    inner = tmp_path / "checkpoint_5"
+    checkpoints.save_checkpoint(inner, tree(7), 7)
+    (inner / ".checkpoint_8.0123456789ab-1-2-3new.orbax-checkpoint-tmp_gda").write_bytes(b"x")
+    assert checkpoints.latest_checkpoint(tmp_path) == flax_checkpoints.latest_checkpoint(tmp_path) == str(inner)
+    with pytest.raises(errors.UnrecognizedFormatError, match="checkpoint_7"):
+        checkpoints.restore_checkpoint(tmp_path, tree())
+    for overwrite in (False, True):
+        with pytest.raises(errors.InvalidCheckpointError, match="only checkpoints are replaced"):
+            checkpoints.save_checkpoint(tmp_path, tree(5), 5, overwrite=overwrite)
+    checkpoints.save_checkpoint(tmp_path, tree(6), 6)
+    assert names(tmp_path) == ["checkpoint_5", "checkpoint_6"]
+    assert restore(inner)["n"] == 7

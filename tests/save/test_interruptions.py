@@ -1,0 +1,319 @@
+"""Signals and forks in the middle of saves: Ctrl-C, handlers that save before a job is preempted, data loaders."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import errors
+from flax_ckpt_compat._core import thread_pools
+from flax_ckpt_compat._core.local import atomic
+from tests.support.saves import names, run_python, tree
+
+HANDLER = """
+import signal, sys, threading
+import flax, numpy as np
+from flax_ckpt_compat import checkpoints
+folder, flag = sys.argv[1], sys.argv[2] == "True"
+flax.config.update("flax_use_orbax_checkpointing", flag)
+signal.alarm(30)
+tree = {"w": np.arange(1_000_000.0), **{f"a{n}": np.ones(300) for n in range(20)}}
+start, preempted = threading.Thread.start, []
+def preempted_here(thread):
+    if not preempted:
+        preempted.append(thread)
+        signal.raise_signal(signal.SIGTERM)
+    start(thread)
+def save_last(*_):
+    checkpoints.save_checkpoint(folder + "/last", tree, 7)
+threading.Thread.start = preempted_here
+signal.signal(signal.SIGTERM, save_last)
+checkpoints.save_checkpoint(folder, tree, 1)
+assert preempted
+"""
+
+
+def test_a_handler_saves_while_a_save_starts_a_thread(flag: bool, tmp_path: Path) -> None:
+    """Jobs save once more on SIGTERM, wherever it comes: neither save waits for ever for a lock of the other."""
+    run_python(HANDLER, tmp_path, flag)
+    for saved in (tmp_path / "last", tmp_path):
+        np.testing.assert_array_equal(ours.restore_checkpoint(saved, None)["w"], np.arange(1_000_000.0))
+
+
+WAITING = """
+import signal, sys, threading
+import flax
+from flax.training import checkpoints as theirs
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core.local import atomic
+folder, module = sys.argv[1], {"ours": checkpoints, "Flax's": theirs}[sys.argv[2]]
+flax.config.update("flax_use_orbax_checkpointing", False)
+broke, manager = threading.Event(), module.AsyncManager()
+publish = atomic.publish
+def fail(temporary, final, **options):
+    if final.endswith("1"):
+        assert broke.wait(30)
+        raise OSError("the disk broke")
+    publish(temporary, final, **options)
+atomic.publish = fail
+checkpoints.save_checkpoint(folder, {"n": 1}, 1, async_manager=manager)
+interrupt = signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
+threading.Timer(0.3, *interrupt).start()
+try:
+    checkpoints.save_checkpoint(folder, {"n": 2}, 2, async_manager=manager)
+except KeyboardInterrupt:
+    print("interrupted")
+threading.Timer(0.3, broke.set).start()
+try:
+    checkpoints.save_checkpoint(folder, {"n": 2}, 2)
+except OSError as error:
+    print("the disk broke" in str(error))
+checkpoints.save_checkpoint(folder, {"n": 2}, 2, async_manager=manager)
+manager.wait_previous_save()
+"""
+
+
+@pytest.mark.parametrize("manager", ["ours", "Flax's"])
+def test_an_interrupted_wait_loses_no_failure(tmp_path: Path, manager: str) -> None:
+    """After Ctrl-C the background save still runs: the next call waits for it, and raises its failure, once."""
+    out, _ = run_python(WAITING, tmp_path, manager)
+    assert out.split() == ["interrupted", "True"]
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_the_interrupt_is_raised_instead_of_a_locks_error() -> None:
+    """Python's locks raise a RuntimeError of their own where Ctrl-C comes while they are released or acquired."""
+    condition = threading.Condition(threading.Lock())
+
+    def interrupted_wait() -> None:
+        with condition:
+            condition.release()
+            raise KeyboardInterrupt
+
+    with pytest.raises(RuntimeError, match="release unlocked lock"):
+        interrupted_wait()
+    with pytest.raises(KeyboardInterrupt), thread_pools.raising_interrupts():
+        interrupted_wait()
+
+
+class Shared(ours.AsyncManager):
+    """A manager of two threads: before a call has ended, the other thread's sets ``save_future``."""
+
+    def save_async(self, task: Callable[[], Any]) -> Future[Any]:
+        future = super().save_async(task)
+        self.save_future = self.executor.submit(int)
+        return future
+
+
+def test_threads_that_share_a_manager_lose_no_failure(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save is known by its own future, not by the manager's last one."""
+    publish = atomic.publish
+
+    def fail(temporary: str, final: str, **options: Any) -> None:
+        if final.endswith("checkpoint_1"):
+            raise errors.StorageError("the disk broke", path=final, errno=5)
+        publish(temporary, final, **options)
+
+    monkeypatch.setattr(atomic, "publish", fail)
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=Shared())
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.save_checkpoint(tmp_path, tree(2), 2)
+
+
+ORPHAN = """
+import sys, threading, time
+from flax_ckpt_compat import checkpoints
+start, manager = threading.Thread.start, checkpoints.AsyncManager()
+def interrupted(thread):
+    threading.Thread.start = start
+    start(thread)
+    raise KeyboardInterrupt
+threading.Thread.start = interrupted
+try:
+    checkpoints.save_checkpoint(sys.argv[1], {"n": 1}, 1, async_manager=manager)
+except KeyboardInterrupt:
+    print("interrupted")
+time.sleep(0.3)  # that thread is idle, so that the executor starts no other
+checkpoints.save_checkpoint(sys.argv[1], {"n": 2}, 2, async_manager=manager)
+"""
+
+
+def test_the_interpreter_ends_after_an_interrupted_start(tmp_path: Path) -> None:
+    """Where Ctrl-C came while the manager's thread was started, the program ends all the same, and its save too."""
+    assert run_python(ORPHAN, tmp_path, timeout=20)[0] == "interrupted\n"
+    assert ours.restore_checkpoint(tmp_path, None)["n"] == 2
+
+
+IMPORT = """
+import os, signal, sys
+import ml_dtypes, numpy
+from flax_ckpt_compat._core.load_library import load_tensorstore
+
+def interrupted_after(seconds):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        load_tensorstore()
+    except KeyboardInterrupt:
+        pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    load_tensorstore().KvStore.open({"driver": "memory"}).result()
+    os._exit(0)
+
+children = []
+for number in range(3):
+    if not (child := os.fork()):
+        interrupted_after(0.05 + 0.07 * number)
+    children.append(child)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+def test_an_interrupted_import_of_tensorstore(tmp_path: Path) -> None:
+    """Ctrl-C in the first save of Orbax's format: TensorStore aborts a process that imports it a second time."""
+    assert run_python(IMPORT, fresh=True)[0] == "[0, 0, 0]\n"
+
+
+FORKED = """
+import os, signal, sys
+import flax, numpy as np
+from flax_ckpt_compat import checkpoints, errors
+signal.alarm(30)
+folder, tree = sys.argv[1], {"w": np.arange(9.0)}
+
+def save(name, flag):
+    flax.config.update("flax_use_orbax_checkpointing", flag)
+    checkpoints.save_checkpoint(f"{folder}/{name}", tree, 1)
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(f"{folder}/{name}", None)["w"], tree["w"])
+
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except errors.ForkedProcessError as error:
+        return "spawn" in str(error)
+
+if not os.fork():
+    save("first", True)  # in a child of a parent that has not used TensorStore
+    os._exit(0)
+assert os.wait()[1] == 0
+save("parent", True)
+if not os.fork():
+    save("child", False)
+    assert refused(save, "child2", True) and not os.path.exists(f"{folder}/child2/checkpoint_1")
+    assert refused(checkpoints.restore_checkpoint, f"{folder}/parent", None)
+    os._exit(0)
+assert os.wait()[1] == 0
+save("parent2", True)
+"""
+
+
+def test_a_fork_of_a_process_that_used_tensorstore(tmp_path: Path) -> None:
+    """TensorStore aborts such a child: an error says so instead, and msgpack works."""
+    run_python(FORKED, tmp_path, PYTHONWARNINGS="ignore")
+
+
+NO_DESCRIPTOR = """
+import os, resource, sys
+import flax
+from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.local import temporaries
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+def without_descriptors(call, *arguments):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        return call(*arguments)
+    except errors.StorageError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+"""
+
+LOOK_UPS = """
+folder, flag = sys.argv[1], sys.argv[2] == "True"
+flax.config.update("flax_use_orbax_checkpointing", flag)
+checkpoints.save_checkpoint(folder, {"w": 1.0}, 1)
+for call in (checkpoints.latest_checkpoint, lambda path: checkpoints.restore_checkpoint(path, None)):
+    call(folder)
+    answer = without_descriptors(call, folder)
+    assert "ulimit -n" in str(answer), answer
+"""
+
+
+def test_no_descriptor_is_left_for_a_look_up(flag: bool, tmp_path: Path) -> None:
+    """It is an error that says what to do, and no older checkpoint."""
+    run_python(NO_DESCRIPTOR + LOOK_UPS, tmp_path, flag)
+
+
+PAUSED = """
+import gc, os, sys, threading
+from flax_ckpt_compat._core import memory
+paused, end = threading.Event(), threading.Event()
+def save():
+    with memory.pause_gc():
+        paused.set()
+        end.wait()
+thread = threading.Thread(target=save)
+thread.start()
+assert paused.wait(20)
+if not (child := os.fork()):
+    os._exit(0 if gc.isenabled() else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert not gc.isenabled()
+end.set()
+thread.join()
+assert gc.isenabled()
+"""
+
+
+def test_a_fork_during_a_save_has_a_garbage_collector(tmp_path: Path) -> None:
+    """A data loader that starts while a background save pauses Python's collector would never collect again."""
+    run_python(PAUSED, PYTHONWARNINGS="ignore")
+
+
+BLIND = """
+path = sys.argv[1] + "/checkpoint_1"
+def is_alive(temporary):
+    return temporaries.is_alive(temporaries.parse(os.path.basename(temporary)), temporary)
+assert without_descriptors(is_alive, temporaries.temporary_path(path))
+assert is_alive(without_descriptors(temporaries.temporary_path, path))
+"""
+
+
+def test_a_writer_is_alive_though_there_is_no_descriptor_left(tmp_path: Path) -> None:
+    """Where its start cannot be read, a running process counts as alive: its temporaries are not removed."""
+    run_python(NO_DESCRIPTOR + BLIND, tmp_path)
+
+
+def test_threads_that_wait_for_a_task_that_another_began() -> None:
+    """A task runs once, on whoever wants it first; all get its outcome, and a withdrawn one is cancelled."""
+    begun, end, calls = threading.Event(), threading.Event(), list[int]()
+
+    def work() -> int:
+        begun.set()
+        assert end.wait(20)
+        calls.append(1)
+        return 5
+
+    task = thread_pools.Once(work)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(task)
+        assert begun.wait(20)
+        others = [pool.submit(task.result) for _ in range(2)]
+        assert not task.wait(0.01)
+        task.withdraw()
+        end.set()
+        assert [first.result(20), *(other.result(20) for other in others)] == [5, 5, 5]
+    assert calls == [1]
+    late = thread_pools.Once(work)
+    late.withdraw()
+    with pytest.raises(thread_pools.CancelledError):
+        late.result()

@@ -1,0 +1,27 @@
+"""Checkpoints within checkpoints of a store, and folders of checkpoints that are named like one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flax_ckpt_compat import checkpoints, errors, restore, save
+from tests.support.saves import tree, use_flag
+from tests.support.store_places import BY_TURNS, AnyBucket
+
+
+@pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
+def test_none_is_lost_with_another(any_bucket: AnyBucket, format: Any) -> None:
+    """As on a disk: see `tests.save.test_inside`."""
+    root = f"{any_bucket.url}/run"
+    save(root, tree(1), step=1, format="orbax")
+    with pytest.raises(errors.InvalidCheckpointError, match=f"{root}/checkpoint_1 is a checkpoint.* such as {root}$"):
+        save(f"{root}/checkpoint_1/sub", tree(2), step=2, format=format)
+    save(f"{root}/checkpoint_5", tree(7), step=7, format=format)
+    with (
+        use_flag(format == "orbax"),
+        pytest.raises(errors.InvalidCheckpointError, match="only checkpoints are replaced"),
+    ):
+        checkpoints.save_checkpoint(root, tree(5), 5, overwrite=True)
+    assert restore(f"{root}/checkpoint_5")["n"] == 7
