@@ -43,7 +43,7 @@ BACKGROUND: dict[str, tuple[Any, ...]] = {
 _COLD: tuple[Any, ...] = (*_FEWER_PEERS, COMPRESSED, peers.SAFETENSORS, *RAW)
 # What takes hundredths of a second is measured more often, or the minutes in which a host is slow decide who is faster;
 # one save of the small leaves takes Orbax seconds.
-SMALL_REPEATS, SLOW_ROUNDS = 5, 3
+SMALL_REPEATS, SLOW_ROUNDS = 10, 3
 
 
 def rounds_of(workload: Workload, rounds: int) -> int:

@@ -98,7 +98,17 @@ _FLAG_COLUMNS = ("operation", "ratio", "goal", "met")
 
 @dataclasses.dataclass(frozen=True)
 class _Figures:
-    """One row of a table: what a system took, beside its fastest peer and the machine's limit."""
+    """One row of a table: what a system took, beside its fastest peer and the machine's limit.
+
+    Attributes:
+        system: its name.
+        seconds: of each round.
+        peer: how many times faster than the fastest peer, and that one's name.
+        limit: seconds that the machine's own limit took.
+        goal: what the ratios should become.
+        other: how many times the time of the other system that the goal names.
+        unsynced: bytes that a save left in memory only; None if unknown.
+    """
 
     system: str
     seconds: list[float]
@@ -114,7 +124,7 @@ class _Figures:
 
     @property
     def beside_peer(self) -> str:
-        return f"{self.peer[0] / self.median:.2f} ({self.peer[1]})" if self.peer else ""
+        return f"{self.peer[0]:.2f} ({self.peer[1]})" if self.peer else ""
 
     @property
     def beside_limit(self) -> str:
@@ -125,19 +135,19 @@ class _Figures:
         """The figures that decide, in one line."""
         parts = [f"{_seconds(self.median)} s"]
         if self.peer and self.goal and self.goal.peer:
-            parts.append(f"{self.peer[0] / self.median:.2f}x {self.peer[1]}")
+            parts.append(f"{self.peer[0]:.2f}x {self.peer[1]}")
         if self.limit and self.goal and self.goal.limit:
             parts.append(f"{self.beside_limit}x limit")
         if self.other and self.goal and self.goal.other:
-            parts.append(f"{self.median / self.other:.2f}x {self.goal.other[1]}")
+            parts.append(f"{self.other:.2f}x {self.goal.other[1]}")
         return ", ".join(parts)
 
     @property
     def met(self) -> bool | None:
         if self.goal is None:
             return None
-        peer = self.peer[0] / self.median if self.peer else None
-        return self.goal.met(peer, *(self.median / one if one else None for one in (self.limit, self.other)))
+        limit = self.median / self.limit if self.limit else None
+        return self.goal.met(self.peer[0] if self.peer else None, limit, self.other)
 
 
 def _all_figures(workload: Workload, series: Series, operation: str) -> list[_Figures]:
@@ -152,12 +162,18 @@ def _figures(workload: Workload, series: Series, operation: str, system: str) ->
     return _Figures(
         system,
         series.seconds[system, operation],
-        series.fastest(lineup.peers_of(system, operation), operation),
+        _beside_peer(series, operation, system),
         series.raw(raw),
         goal,
-        series.median(goal.other[1], operation) if goal and goal.other else None,
+        series.ratio(operation, system, goal.other[1]) if goal and goal.other else None,
         series.unsynced.get(system),
     )
+
+
+def _beside_peer(series: Series, operation: str, system: str) -> tuple[float, str] | None:
+    found = series.fastest(lineup.peers_of(system, operation), operation)
+    ratio = series.ratio(operation, found[1], system) if found else None
+    return (ratio, found[1]) if found and ratio is not None else None
 
 
 def _row(one: _Figures) -> tuple[str, ...]:
@@ -174,10 +190,10 @@ def _copy_row(series: Series) -> tuple[str, ...]:
 def _flag_rows(workload: Workload, series: Series) -> list[tuple[str, ...]]:
     rows = []
     for operation in (SAVE, RESTORE):
-        off, on = (series.median(system.name, operation) for system in OURS)
-        goal = goals.FLAG.get(workload.kind)
-        if off and on and goal:
-            rows.append((operation, f"{on / off:.2f}", f"≤ {goal:g}", _yes(on / off <= goal)))
+        off, on = (system.name for system in OURS)
+        ratio, goal = series.ratio(operation, on, off), goals.FLAG.get(workload.kind)
+        if ratio and goal:
+            rows.append((operation, f"{ratio:.2f}", f"≤ {goal:g}", _yes(ratio <= goal)))
     return rows
 
 

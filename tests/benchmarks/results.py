@@ -21,8 +21,10 @@ rounds, in an order of each round's own. On the small leaves all ran {small} rou
   in the background beside Orbax's fastest. safetensors and `np.savez` are shown only: they hold arrays, no checkpoint.
 - *÷ limit*: how many times the machine's own limit it took. That is the faster of one thread and of one for each CPU
   that write and sync, or read into fresh memory, the same bytes as one file; for *blocked* it is one copy in memory.
-- *goal*, *met*: by medians. A save or restore of a large tree may meet either of its two ratios: where disk or memory
-  is the bottleneck nobody is faster than that. Everything else has to meet all that it names.
+- Ratios of systems that ran equally often are medians of the ratios within each round: the host of a virtual machine
+  may slow down by half from one second to the next. All other ratios are those of medians.
+- *goal*, *met*: by these ratios. A save or restore of a large tree may meet either of its two ratios: where disk or
+  memory is the bottleneck nobody is faster than that. Everything else has to meet all that it names.
 - *synced*: what the kernel says of the files right after the save returned.
 - *cold*: the files were synced and then put out of the page cache one by one (`posix_fadvise`) until the kernel said
   that nothing of them was in it. Where they lie on the disk was still known, and the host of a virtual machine may

@@ -36,6 +36,19 @@ class Series:
         seconds = self.seconds.get((system, operation))
         return statistics.median(seconds) if seconds else None
 
+    def ratio(self, operation: str, system: str, other: str) -> float | None:
+        """How many times the other's time a system took, or None where one was not measured.
+
+        The host of a virtual machine may slow down by half from one second to the next, so systems that ran in every
+        round are compared within each, and the median of those ratios counts. Otherwise it is the ratio of medians.
+        """
+        ours, theirs = (self.seconds.get((name, operation), []) for name in (system, other))
+        if not ours or not theirs:
+            return None
+        if len(ours) == len(theirs):
+            return statistics.median(one / beside for one, beside in zip(ours, theirs, strict=True))
+        return statistics.median(ours) / statistics.median(theirs)
+
     def fastest(self, systems: list[str], operation: str) -> tuple[float, str] | None:
         """Least median of some systems and whose it is, or None where none was measured."""
         medians = ((self.median(system, operation), system) for system in systems)

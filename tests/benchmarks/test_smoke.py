@@ -72,6 +72,18 @@ def test_everyone_has_a_place() -> None:
             assert names & set(lineup.peers_of(system.name, SAVE))
 
 
+def test_ratios_are_those_within_a_round() -> None:
+    """A host that slows down in some rounds decides nothing; who ran less often is compared by medians."""
+    series = Series()
+    for ours, theirs in ((0.5, 1.0), (1.0, 2.0), (1.0, 2.0), (0.5, 1.0), (1.0, 1.0)):
+        series.add("ours", SAVE, ours)
+        series.add("theirs", SAVE, theirs)
+    series.add("slow", SAVE, 30)
+    assert series.ratio(SAVE, "theirs", "ours") == 2  # the ratio of medians is 1
+    assert series.ratio(SAVE, "slow", "ours") == 30
+    assert series.ratio(SAVE, "nobody", "ours") is None
+
+
 @pytest.mark.parametrize(
     ("goal", "ratios", "met"),
     [
