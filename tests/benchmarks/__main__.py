@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.benchmarks import charts, disk, extras, growth, peak, report, results, rounds, team
+from tests.benchmarks import charts, checksum_cost, disk, extras, growth, peak, report, results, rounds, team
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.workloads import Workload, workloads
 
@@ -78,6 +78,8 @@ def _measure(options: argparse.Namespace, workdir: str) -> _Run:
     if not options.only:
         run.growth = growth.measure(min(options.rounds, _GROWTH_ROUNDS), workdir, _say, quick=options.quick)
         run.show(growth.table(run.growth))
+        (numpy_tree,) = [one for one in chosen if one.name == "gpt2-numpy"]
+        run.show(checksum_cost.table(numpy_tree, options.rounds, workdir))
         run.show(extras.opening_table(options.rounds, workdir, quick=options.quick))
         run.show(extras.import_table(options.rounds))
         run.show(extras.matching_table((100,) if options.quick else (5000, 50000), options.rounds))

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tests.benchmarks.systems import BLOCKED, OTHER_MESH, OURS, RESTORE, SAVE
+from tests.benchmarks.systems import BLOCKED, COLD, COMPRESSED, OTHER_MESH, OURS, RESTORE, SAVE
 
 _MSGPACK, _ORBAX = (system.name for system in OURS)
 _MAPPED = (f"{_MSGPACK}, mapped", f"{_ORBAX}, mapped")
@@ -62,6 +62,10 @@ GOALS = {
     ("large", RESTORE, _MSGPACK): _RESTORE_MSGPACK,
     ("large", SAVE, _ORBAX): _LARGE_ORBAX,
     ("large", RESTORE, _ORBAX): _LARGE_ORBAX,
+    ("large", COLD, _MSGPACK): Goal(limit=1.25),
+    ("large", COLD, _ORBAX): Goal(limit=1.25),
+    ("large", SAVE, COMPRESSED.name): Goal(2),
+    ("large", RESTORE, COMPRESSED.name): Goal(4),
     ("large", BLOCKED, _MSGPACK): _BLOCKED,
     ("large", BLOCKED, _ORBAX): _BLOCKED,
     # Of a mapping, before anything in it was touched.

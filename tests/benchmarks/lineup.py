@@ -40,7 +40,10 @@ BACKGROUND: dict[str, tuple[Any, ...]] = {
     "gpt2-jax": (*_FLAX_ONLY, peers.ASYNC, *peers.V1),
     "gpt2-numpy": _FLAX_ONLY,
 }
-_COLD: tuple[Any, ...] = (*_FEWER_PEERS, COMPRESSED, peers.SAFETENSORS, *RAW)
+_COLD: dict[str, tuple[Any, ...]] = {
+    "gpt2-jax": (*_FEWER_PEERS, COMPRESSED, peers.SAFETENSORS, *RAW),
+    "gpt2+adamw": (*_FLAX_ONLY, *RAW),
+}
 # What takes hundredths of a second is measured more often, or the minutes in which a host is slow decide who is faster;
 # one save of the small leaves takes Orbax seconds.
 SMALL_REPEATS, SLOW_ROUNDS = 10, 3
@@ -70,7 +73,7 @@ def restores(workload: Workload, system: Any) -> list[str]:
     # What comes out of msgpack is in numpy arrays, whatever the mesh.
     if workload.devices > 1 and system not in (OURS[0], FLAX[0], *RAW):
         found.append(OTHER_MESH)
-    return [*found, COLD] if workload.name == "gpt2-jax" and system in _COLD else found
+    return [*found, COLD] if system in _COLD.get(workload.name, ()) else found
 
 
 def peers_of(system: str, operation: str) -> list[str]:
