@@ -37,7 +37,7 @@ def table(workload: Workload, rounds: int, workdir: str) -> Table:
             verdict = "yes" if ratio <= goal else "no"
             rows.append((f"{operation}, {system.name}", *medians, f"{ratio:.2f}", spread, f"≤ {goal:g}", verdict))
     columns = ("what", "off, median s", "on, median s", "on ÷ off", "min to max", "goal", "met")
-    return Table(f"What checksums cost ({workload.summary})", columns, rows)
+    return Table(f"What checksums cost: {workload.summary}", columns, rows)
 
 
 def _run(
