@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,9 @@ from tests.reliability.workloads import System, same_leaves
 _BATCH = 400
 _SECONDS = 120  # a restore that takes longer hangs, also where the processor is busy
 Change = Callable[[bytes], bytes]
+Case = tuple[str, str, Change]  # a file, and where it is changed
+# From the sizes of the files.
+Cases = Callable[[dict[str, int], random.Random], Iterable[Case]]
 # Makes the tree, in a fork: jax starts threads.
 Tree = Callable[[], Any]
 
@@ -56,36 +60,33 @@ def variants(system: System) -> Sequence[System]:
 
 def every_byte(system: System, tally: Tally, extent: Extent) -> None:
     """Flip a bit of every byte of a small checkpoint, and cut every file to every length; or as many as extent says."""
-    for variant in variants(system):
 
-        def cases(sizes: dict[str, int], variant: System = variant) -> Iterator[tuple[str, str, Change]]:
-            chance = random.Random(str(variant.settings))
-            every = [(name, at, cut) for name, size in sizes.items() for at in range(size) for cut in (False, True)]
-            for name, at, cut in chance.sample(every, extent.times(len(every), 20)):
-                yield (
-                    name,
-                    f"{'cut' if cut else 'flipped'} at {at}",
-                    _cut(at) if cut else _flip(at, chance.randrange(8)),
-                )
+    def cases(sizes: dict[str, int], chance: random.Random) -> Iterator[Case]:
+        every = [(name, at, cut) for name, size in sizes.items() for at in range(size) for cut in (False, True)]
+        for name, at, cut in chance.sample(every, extent.times(len(every), 20)):
+            yield (
+                name,
+                f"{'cut' if cut else 'flipped'} at {at}",
+                _cut(at) if cut else _flip(at, chance.randrange(8)),
+            )
 
-        _damage(variant, small, cases, tally, extent)
+    _damage(system, small, cases, tally, extent)
 
 
 def random_flips(system: System, tally: Tally, extent: Extent) -> None:
     """Flip bits at random places of a larger checkpoint."""
-    for variant in variants(system):
 
-        def cases(sizes: dict[str, int], variant: System = variant) -> Iterator[tuple[str, str, Change]]:
-            chance, total = random.Random(str(variant.settings)), sum(sizes.values())
-            for _ in range(extent.times(20_000 // len(variants(system)), 10)):
-                at = chance.randrange(total)
-                for name, size in sizes.items():
-                    if at < size:
-                        yield name, f"flipped at {at}", _flip(at, chance.randrange(8))
-                        break
-                    at -= size
+    def cases(sizes: dict[str, int], chance: random.Random) -> Iterator[Case]:
+        total = sum(sizes.values())
+        for _ in range(extent.times(20_000 // len(variants(system)), 10)):
+            at = chance.randrange(total)
+            for name, size in sizes.items():
+                if at < size:
+                    yield name, f"flipped at {at}", _flip(at, chance.randrange(8))
+                    break
+                at -= size
 
-        _damage(variant, large, cases, tally, extent)
+    _damage(system, large, cases, tally, extent)
 
 
 def _flip(at: int, bit: int) -> Change:
@@ -96,17 +97,25 @@ def _cut(at: int) -> Change:
     return lambda data: data[:at]
 
 
-def _damage(system: System, tree: Tree, cases: Any, tally: Tally, extent: Extent) -> None:
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        saved = forks.run(lambda: save(system, folder, tree))
-        assert saved.value, saved
-        todo = list(cases(saved.value))
-        while todo and not extent.is_over:
-            batch = todo[:_BATCH]
-            outcomes = try_all(lambda batch=batch: _outcomes(system, folder, tree, batch), folder, len(batch))
-            for (name, where, _), outcome in zip(batch, outcomes, strict=False):
-                tally.add(outcome, f"{dict(system.settings) or ''} {os.path.relpath(name, folder)} {where}")
-            todo = todo[len(outcomes) :]
+def _damage(system: System, tree: Tree, cases: Cases, tally: Tally, extent: Extent) -> None:
+    batches = []
+    with contextlib.ExitStack() as stack:
+        for variant in variants(system):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="reliability-"))
+            saved = forks.run(lambda variant=variant, folder=folder: save(variant, folder, tree))
+            assert saved.value, saved
+            todo = list(cases(saved.value, random.Random(str(variant.settings))))
+            batches += [((variant, folder), todo[at : at + _BATCH]) for at in range(0, len(todo), _BATCH)]
+        for (variant, folder), batch in extent.through(batches, tally):
+            _damage_batch(variant, folder, tree, batch, tally)
+
+
+def _damage_batch(system: System, folder: str, tree: Tree, batch: Sequence[Case], tally: Tally) -> None:
+    while batch:  # a restore that ends the process ends a round
+        outcomes = try_all(lambda batch=batch: _outcomes(system, folder, tree, batch), folder, len(batch))
+        for (name, where, _), outcome in zip(batch, outcomes, strict=False):
+            tally.add(outcome, f"{dict(system.settings) or ''} {os.path.relpath(name, folder)} {where}")
+        batch = batch[len(outcomes) :]
 
 
 def save(system: System, folder: str, tree: Tree) -> dict[str, int]:
@@ -143,7 +152,7 @@ def try_all(function: Callable[[], Iterator[str]], folder: str, count: int) -> l
     return outcomes
 
 
-def _outcomes(system: System, folder: str, tree: Tree, batch: list[tuple[str, str, Change]]) -> Iterator[str]:
+def _outcomes(system: System, folder: str, tree: Tree, batch: Sequence[Case]) -> Iterator[str]:
     system.use()
     signal.alarm(_SECONDS)
     for name, _, change in batch:

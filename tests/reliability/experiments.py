@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tests.reliability import concurrent, damage, fuzz, kills, network, power, processes, stores
 from tests.reliability.extent import Extent
 from tests.reliability.tally import Tally
-from tests.reliability.workloads import SCENARIOS, SHARED_SYSTEMS, SYSTEMS, System
+from tests.reliability.workloads import SHARED_SYSTEMS, SYSTEMS, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,35 +30,22 @@ class Experiment:
 
 def _calls(*injections: str) -> Callable[[System, Tally, Extent], None]:
     def run(system: System, tally: Tally, extent: Extent) -> None:
-        for scenario in extent.of(SCENARIOS):
-            kills.at_calls(system, scenario, injections, tally, extent)
+        kills.at_calls(system, injections, tally, extent)
 
     return run
-
-
-def _random_kills(system: System, tally: Tally, extent: Extent) -> None:
-    for number in range(extent.times(500)):
-        if not extent.is_over:
-            kills.random_time(system, number, tally)
-
-
-def _power(system: System, tally: Tally, extent: Extent) -> None:
-    for scenario in extent.of(SCENARIOS):
-        if not extent.is_over:
-            power.lose_power(system, scenario, tally, samples=extent.times(16, 2), limit=extent.times(400, 10))
 
 
 WITH_SHIM = (
     Experiment(
         "calls", "killed at a call, or in the middle of a write", _calls("killed", "killed in the middle of a write")
     ),
-    Experiment("kills", "killed at a random time, saving step after step", _random_kills),
+    Experiment("kills", "killed at a random time, saving step after step", kills.random_times),
     Experiment(
         "errors",
         "a call fails once (EIO, ENOSPC), or the disk stays full from it on",
         _calls("EIO", "ENOSPC", "a disk that stays full"),
     ),
-    Experiment("power", "power lost during or after a save", _power),
+    Experiment("power", "power lost during or after a save", power.lose_power),
     Experiment(
         "team calls",
         "two processes save; one is killed at a call, or the call fails",

@@ -46,15 +46,15 @@ def fuzz(system: System, tally: Tally, extent: Extent) -> None:
         writers = [one for one in SYSTEMS if one.orbax == system.orbax]
         for number, writer in enumerate(writers):
             forks.run(lambda number=number, writer=writer: damage.save(writer, f"{folder}/{number}", damage.small))
-        left, seed = extent.times(_INPUTS, 20), int(os.environ.get("RELIABILITY_SEED", "0"))
-        while left > 0 and not extent.is_over:
-            count = min(_BATCH, left)
+        whole, first = extent.times(_INPUTS, 20), int(os.environ.get("RELIABILITY_SEED", "0"))
+        batches = [(first + at // _BATCH, range(min(_BATCH, whole - at))) for at in range(0, whole, _BATCH)]
+        for seed, numbers in extent.through(batches, tally):
+            count = len(numbers)
             outcomes = damage.try_all(
-                lambda count=count, seed=seed: _outcomes(system, folder, seed, count), folder, count
+                lambda seed=seed, count=count: _outcomes(system, folder, seed, count), folder, count
             )
             for number, outcome in enumerate(outcomes):
                 tally.add(outcome, f"seed {seed}, input {number}")
-            left, seed = left - len(outcomes), seed + 1
 
 
 def _outcomes(system: System, folder: str, seed: int, count: int) -> Iterator[str]:

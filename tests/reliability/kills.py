@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from flax_ckpt_compat.errors import CheckpointError
 from tests.reliability import forks, shim
@@ -16,7 +16,7 @@ from tests.reliability.extent import Extent
 from tests.reliability.judge import judge, leftovers
 from tests.reliability.shim import Action
 from tests.reliability.tally import Tally
-from tests.reliability.workloads import Save, Scenario, System
+from tests.reliability.workloads import SCENARIOS, Save, Scenario, System
 
 INJECTIONS = {
     "killed": (Action.KILL, 0),
@@ -57,25 +57,29 @@ def _hit(system: System, scenario: Scenario, folder: str, at: int, action: Actio
     return calls, raised
 
 
-def at_calls(system: System, scenario: Scenario, names: Sequence[str], tally: Tally, extent: Extent) -> None:
-    """Hit each call of a scenario's last save, or as many as the extent says, in a fresh copy of the directory."""
-    states = scenario.states()
-    with _base(system, scenario) as base:
-        calls = _count_calls(system, scenario, base)
-        cases = [(name, at) for name in names for at in range(1, calls + 1)]
-        for name, at in random.Random(scenario.name).sample(cases, extent.times(len(cases))):
-            if extent.is_over:
-                return
-            with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-                copy(base, folder)
-                hit = forks.run(
-                    lambda name=name, at=at, folder=folder: _hit(system, scenario, folder, at, *INJECTIONS[name])
-                )
-                acknowledged = hit.value is not None and not hit.value[1]
-                wrong = "hung: the save" if hit.hung else hit.error
-                wrong = hit.value[1] if hit.value and hit.value[1].startswith("raw: ") else wrong
-                wrong = wrong or judged(system, f"{folder}/run", states[-2:], acknowledged=acknowledged)
+def at_calls(system: System, names: Sequence[str], tally: Tally, extent: Extent) -> None:
+    """Hit each call of each scenario's last save, or as many as the extent says, in a fresh copy of the directory."""
+    with ExitStack() as stack:
+        batches = []
+        for scenario in extent.of(SCENARIOS):
+            base = stack.enter_context(_base(system, scenario))
+            calls = _count_calls(system, scenario, base)
+            cases = [(name, at) for name in names for at in range(1, calls + 1)]
+            chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
+            batches += [((scenario, base, calls), [case]) for case in chosen]
+        for (scenario, base, calls), [(name, at)] in extent.through(batches, tally):
+            wrong = _case(system, scenario, base, name, at)
             tally.add(wrong, f"{scenario.name}, {name} at call {at} of {calls}")
+
+
+def _case(system: System, scenario: Scenario, base: str, name: str, at: int) -> str:
+    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+        copy(base, folder)
+        hit = forks.run(lambda: _hit(system, scenario, folder, at, *INJECTIONS[name]))
+        acknowledged = hit.value is not None and not hit.value[1]
+        wrong = "hung: the save" if hit.hung else hit.error
+        wrong = hit.value[1] if hit.value and hit.value[1].startswith("raw: ") else wrong
+        return wrong or judged(system, f"{folder}/run", scenario.states()[-2:], acknowledged=acknowledged)
 
 
 def _count_calls(system: System, scenario: Scenario, base: str) -> int:
@@ -108,8 +112,13 @@ def judged(system: System, folder: str, states: list[dict[int, int]], *, acknowl
     return ended.error or str(ended.value)
 
 
-def random_time(system: System, number: int, tally: Tally) -> None:
+def random_times(system: System, tally: Tally, extent: Extent) -> None:
     """Kill a process that saves one step after the other, every second time in the background, at a random time."""
+    for number, _ in extent.through([(number, [number]) for number in range(extent.times(500))], tally):
+        _random_time(system, number, tally)
+
+
+def _random_time(system: System, number: int, tally: Tally) -> None:
     chance, keep, background = random.Random(f"{system.name} {number}"), 3, bool(number % 2)
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
         notes = f"{folder}/notes"

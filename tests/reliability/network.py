@@ -8,14 +8,12 @@ from tests.reliability import concurrent, kills
 from tests.reliability.extent import Extent
 from tests.reliability.shim import Network
 from tests.reliability.tally import Tally
-from tests.reliability.workloads import SCENARIOS, System
+from tests.reliability.workloads import System
 
 
 def at_calls(system: System, tally: Tally, extent: Extent) -> None:
     """Kill each kind of save at each of its calls."""
-    there = dataclasses.replace(system, network=Network.ONE_MACHINE)
-    for scenario in extent.of(SCENARIOS):
-        kills.at_calls(there, scenario, ["killed"], tally, extent)
+    kills.at_calls(dataclasses.replace(system, network=Network.ONE_MACHINE), ["killed"], tally, extent)
 
 
 def reader(system: System, tally: Tally, extent: Extent) -> None:

@@ -25,10 +25,11 @@ class Cell:
 
     Attributes:
         counts: outcome → how often.
-        scale: part of the long form.
+        scale: part of the long form that was planned.
         seconds: it took.
         date: of the run.
         versions: of what ran.
+        planned: cases, whether they ran or not; None where they are not counted beforehand.
     """
 
     counts: dict[str, int]
@@ -36,6 +37,7 @@ class Cell:
     seconds: float
     date: str
     versions: str
+    planned: int | None = None
 
     @property
     def wrong(self) -> int:
@@ -44,8 +46,9 @@ class Cell:
 
     def __str__(self) -> str:
         total = sum(self.counts.values())
+        short = f", {self.planned:,} planned" if self.planned and self.planned > total else ""
         kinds = ", ".join(f"{outcome} {times:,}" for outcome, times in sorted(self.counts.items()) if outcome)
-        return f"{f'**{self.wrong:,}**' if self.wrong else '0'} of {total:,}" + (f" ({kinds})" if kinds else "")
+        return f"{f'**{self.wrong:,}**' if self.wrong else '0'} of {total:,}{short}" + (f" ({kinds})" if kinds else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +76,10 @@ class Row:
 
 
 def cell(tally: Tally, scale: float, seconds: float) -> Cell:
-    """Return the cell of an experiment that has ended."""
+    """Return the cell of an experiment that has ended, or whose time is over."""
     versions = ", ".join(f"{one} {importlib.metadata.version(one)}" for one in ("flax", "orbax-checkpoint", "jax"))
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    return Cell(dict(tally.counts), scale, round(seconds, 1), date, versions)
+    return Cell(dict(tally.counts), scale, round(seconds, 1), date, versions, tally.planned)
 
 
 def show(system: str, cell: Cell) -> None:
@@ -96,6 +99,12 @@ def write(row: Row) -> None:
         DATA.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1) + "\n", encoding="utf-8")
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
         PAGE.write_text(f"{before}{_BEGIN}\n{_table(rows)}{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+
+
+def kept(name: str, system: str) -> Cell | None:
+    """Return the cell of an experiment and a system that `write` has kept."""
+    rows = map(_row, json.loads(DATA.read_text(encoding="utf-8")))
+    return next((row.cells.get(system) for row in rows if row.name == name), None)
 
 
 def _row(stored: dict[str, Any]) -> Row:

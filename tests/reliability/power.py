@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from flax_ckpt_compat._core.local import temporaries
 from tests.reliability import forks, shim
+from tests.reliability.extent import Extent
 from tests.reliability.judge import judge
 from tests.reliability.power_loss import Call, Disk, digest, materialise, read_record
 from tests.reliability.tally import Tally
-from tests.reliability.workloads import STEPS, Scenario, System
+from tests.reliability.workloads import SCENARIOS, STEPS, Scenario, System
 
 _BATCH = 50
 _NEXT_SAVE_EVERY = 5
@@ -37,32 +37,27 @@ class State(NamedTuple):
     where: str
 
 
-def lose_power(system: System, scenario: Scenario, tally: Tally, samples: int, limit: int = 10**9) -> None:
-    """Judge states of a scenario.
-
-    Args:
-        system: that saves.
-        scenario: all of its saves are recorded.
-        tally: of the outcomes.
-        samples: about how many states after each call; equal ones are judged once.
-        limit: of states, chosen by chance.
-    """
-    with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        record = f"{folder}/record"
-        os.mkdir(f"{folder}/root")
-        ended = forks.run(lambda: _save_all(system, scenario, f"{folder}/root", record))
-        assert not ended.error and not ended.code, ended
-        calls = list(read_record(record))
-        judge_all(
-            system, list(states(calls, f"{folder}/root", scenario.states(), samples)), tally, scenario.name, limit
-        )
+Batch = tuple[str, list[State]]  # of the scenario with this name
 
 
-def _save_all(system: System, scenario: Scenario, root: str, record: str) -> None:
+def lose_power(system: System, tally: Tally, extent: Extent) -> None:
+    """Judge states of each scenario, all of whose saves are recorded."""
+    batches = []
+    for scenario in extent.of(SCENARIOS):
+        with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
+            os.mkdir(f"{folder}/root")
+            ended = forks.run(lambda scenario=scenario, folder=folder: _save_all(system, scenario, folder))
+            assert not ended.error and not ended.code, ended
+            calls = list(read_record(f"{folder}/record"))
+        batches += batches_of(calls, f"{folder}/root", scenario, extent, limit=400)
+    judge_all(system, batches, tally, extent)
+
+
+def _save_all(system: System, scenario: Scenario, folder: str) -> None:
     system.use()
-    shim.arm(root, record=record)
+    shim.arm(f"{folder}/root", record=f"{folder}/record")
     for number, save in enumerate(scenario.saves, 1):
-        save.run(system, f"{root}/run", number)
+        save.run(system, f"{folder}/root/run", number)
         shim.mark(str(number))
     shim.disarm()
 
@@ -92,23 +87,28 @@ def states(calls: list[Call], root: str, steps: list[STEPS], samples: int) -> It
                 yield State(tree, before, after, acknowledged, where)
 
 
-def judge_all(system: System, found: list[State], tally: Tally, name: str, limit: int) -> None:
-    """Write each state to a directory, look at it as the system does after a reboot, and count the outcome."""
+def batches_of(calls: list[Call], root: str, scenario: Scenario, extent: Extent, limit: int) -> list[Batch]:
+    """Return the different states that a recorded scenario may leave, or, of more than the limit, some by chance."""
+    found = list(states(calls, root, scenario.states(), samples=extent.times(16, 2)))
     random.Random(len(found)).shuffle(found)
-    found = found[:limit]
-    for start in range(0, len(found), _BATCH):
-        batch = found[start : start + _BATCH]
-        ended = forks.run(lambda batch=batch, start=start: _judged(system, batch, start), timeout=120)
+    found = found[: extent.times(limit, 10)]
+    return [(scenario.name, found[start : start + _BATCH]) for start in range(0, len(found), _BATCH)]
+
+
+def judge_all(system: System, batches: list[Batch], tally: Tally, extent: Extent) -> None:
+    """Write each state to a directory, look at it as the system does after a reboot, and count the outcome."""
+    for name, batch in extent.through(batches, tally):
+        ended = forks.run(lambda batch=batch: _judged(system, batch), timeout=120)
         outcomes = ended.value or [f"crash: {ended.error or ended}"] * len(batch)
         for state, wrong in zip(batch, outcomes, strict=True):
             tally.add(wrong, f"{name}, {state.where}")
 
 
-def _judged(system: System, batch: list[State], start: int) -> list[str]:
+def _judged(system: System, batch: Sequence[State]) -> list[str]:
     system.use()
     temporaries.machine = lambda: "0" * 12  # after a reboot the boot id, and with it the machine's, is another
     outcomes = []
-    for number, state in enumerate(batch, start):
+    for number, state in enumerate(batch):
         with tempfile.TemporaryDirectory(prefix="reliability-", ignore_cleanup_errors=True) as folder:
             materialise(state.tree, f"{folder}/root")
             goes_on, acknowledged = number % _NEXT_SAVE_EVERY == 0, state.acknowledged
@@ -116,6 +116,5 @@ def _judged(system: System, batch: list[State], start: int) -> list[str]:
             outcomes.append(judge(system, run, state.before, state.after, acknowledged=acknowledged, goes_on=goes_on))
             keep = os.environ.get("RELIABILITY_KEEP")
             if outcomes[-1] and keep:
-                shutil.rmtree(f"{keep}/{system.name} {number}", ignore_errors=True)
-                materialise(state.tree, f"{keep}/{system.name} {number}")
+                materialise(state.tree, tempfile.mkdtemp(prefix=f"{system.name} ", dir=keep) + "/root")
     return outcomes

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import tempfile
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -79,23 +80,23 @@ def _hit(name: str, scenario: Scenario, folder: str, victim: int, at: int, injec
 
 def lose_power(system: System, tally: Tally, extent: Extent) -> None:
     """Lose power during saves of two processes of one machine."""
-    team = Team(_COUNT)
+    team, batches = Team(_COUNT), []
     for scenario in extent.of(SCENARIOS) or SCENARIOS[1:]:
         with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
             os.mkdir(f"{folder}/root")
             team.call(_record_all, system.name, scenario.saves, f"{folder}/root", f"{folder}/record")
             calls = list(read_record(f"{folder}/record"))
-        found = power.states(calls, f"{folder}/root", scenario.states(), samples=extent.times(16, 2))
-        power.judge_all(system, list(found), tally, scenario.name, extent.times(1_500, 10))
+        batches += power.batches_of(calls, f"{folder}/root", scenario, extent, limit=1_500)
     team.close()
+    power.judge_all(system, batches, tally, extent)
 
 
 def at_calls(system: System, tally: Tally, extent: Extent) -> None:
     """Hit the calls of each of the two processes; the other one ends with an error, or both have saved."""
-    team = Team(_COUNT)
-    for scenario in extent.of(SCENARIOS) or SCENARIOS[1:]:
-        with tempfile.TemporaryDirectory(prefix="reliability-") as base:
-            team = team if not team.broken else Team(_COUNT)
+    team, batches = Team(_COUNT), []
+    with ExitStack() as stack:
+        for scenario in extent.of(SCENARIOS) or SCENARIOS[1:]:
+            base = stack.enter_context(tempfile.TemporaryDirectory(prefix="reliability-"))
             team.call(_save_all, system.name, scenario.saves[:-1], base)
             counts = _counts(system, scenario, base, team)
             cases = [
@@ -105,14 +106,13 @@ def at_calls(system: System, tally: Tally, extent: Extent) -> None:
                 for at in range(1, count + 1)
             ]
             chosen = random.Random(scenario.name).sample(cases, extent.times(len(cases)))
-            for case in sorted(chosen, key=lambda case: case[0] != "killed"):  # first, should time run out
-                if extent.is_over:
-                    break
-                if team.broken:
-                    team.close()
-                    team = Team(_COUNT)
-                wrong = _case(system, scenario, base, team, *case)
-                tally.add(wrong, f"{scenario.name}, {case} of {counts}")
+            batches += [((scenario, base, counts), [case]) for case in chosen]
+        for (scenario, base, counts), [case] in extent.through(batches, tally):
+            if team.broken:
+                team.close()
+                team = Team(_COUNT)
+            wrong = _case(system, scenario, base, team, *case)
+            tally.add(wrong, f"{scenario.name}, {case} of {counts}")
     team.close()
 
 

@@ -16,10 +16,19 @@ class Tally:
     Attributes:
         prints: the first examples of what goes wrong are printed at once.
         counts: outcome → how often; those of `GOOD` are right.
+        planned: how many cases there are, whether they ran or not; None where they are not counted beforehand.
     """
 
     prints: bool = False
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    planned: int | None = None
+
+    def plan(self, count: int) -> int:
+        """Note how many cases are planned; return how many of them are counted already, from an earlier run."""
+        if self.planned != count:
+            self.counts.clear()  # of another plan: other calls, or another scale
+        self.planned = count
+        return self.counts.total()
 
     def add(self, wrong: str, where: str, times: int = 1) -> None:
         """Count an outcome.
