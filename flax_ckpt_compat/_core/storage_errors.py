@@ -67,6 +67,11 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     message += str(getattr(error, "strerror", None) or error)
     if number in (errno.EMFILE, errno.ENFILE):
         message += f"; {_REMEDIES[number]}"
+    elif number == errno.EXDEV:
+        message += (
+            "; on overlayfs, a directory of a lower layer, such as that of a container's image, cannot be replaced: "
+            "save to another directory, or remove this one first"
+        )
     elif number == errno.ENAMETOOLONG:
         message += "; shorten the path, to which up to 255 bytes are added while it is written"
     elif doing:

@@ -191,7 +191,7 @@ def detect(path: str) -> DetectedItems:
 
 def _looks_begun(path: str) -> bool:
     """Return whether a directory is empty or a checkpoint that was begun: it, or an item, has a marker."""
-    names = set(paths.listdir(path))
+    names = _names_in(path)
     if not names or names.intersection(MARKERS) or _lost_structure(path, names):
         return True
     inside = {os.path.join(path, name): _names_in(os.path.join(path, name)) for name in names}

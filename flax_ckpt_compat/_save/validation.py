@@ -154,10 +154,12 @@ def _check_stable(path: str, find_reason: Callable[[str], str | None]) -> str | 
             return None  # another writer has just removed it
         try:
             reason = find_reason(path)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            if _file_id(path) != before:
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+            if gone and _file_id(path) != before:
                 continue
-            raise
+            with translated(path):
+                raise
         if reason is None or _file_id(path) == before:
             return reason
     return "other writers keep replacing it"

@@ -271,6 +271,50 @@ def test_without_exchange_a_failing_rename_puts_the_old_one_back(
     assert read(tmp_path / "c_1") == "old"
 
 
+def test_without_exchange_what_cannot_be_put_back_is_put_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither rename works for a while: the next look-up of the same process finds the old checkpoint."""
+    make(tmp_path / "c_1", "old", "directory")
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", "directory")
+    rename = os.rename
+
+    def refuse(source: str, target: str) -> None:
+        if target == str(tmp_path / "c_1"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StorageError):
+        atomic.publish(temporary, str(tmp_path / "c_1"))
+    monkeypatch.setattr(os, "rename", rename)
+    assert atomic.restore_set_aside(str(tmp_path), names(tmp_path)) == ["c_1"]
+    assert read(tmp_path / "c_1") == "old"
+
+
+def test_without_exchange_what_was_replaced_goes_though_the_sync_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a later process would put it back, as what a dead writer set aside, once the new one is evicted."""
+    make(tmp_path / "c_1", "old", "directory")
+    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
+    make(temporary, "new", "directory")
+
+    def refuse(_: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_exchange", lambda *_: False)
+        patch.setattr(atomic, "sync_directory", refuse)
+        with pytest.raises(StorageError):
+            atomic.publish(temporary, str(tmp_path / "c_1"))
+    assert read(tmp_path / "c_1") == "new"
+    assert len(atomic.remove_stale(str(tmp_path))) == 1
+    assert names(tmp_path) == ["c_1"]
+
+
 def test_reclaim_removes_the_dead_and_spares_the_living(tmp_path: Path, kind: str, dead: int, living: int) -> None:
     """A temporary goes when its process has ended; a living process's and our own stay."""
     final = tmp_path / "c_1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic
@@ -123,3 +126,93 @@ def test_arrays_stay_with_a_checkpoint_that_cannot_be_removed(tmp_path: Path, mo
         assert array.exists()
         ours.save_checkpoint(tmp_path, tree(3), 3)
     assert names(tmp_path) == ["checkpoint_3"]
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> None:
+    """Let a function of os fail about a path, as where the disk cannot be read there."""
+    function = getattr(os, name)
+
+    def failing(where: Any, *args: Any, **options: Any) -> Any:
+        if str(where) == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), where)
+        return function(where, *args, **options)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+def test_another_program_removes_an_old_checkpoint_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real Flax deletes files of a directory one by one; the save, which has committed, is no failure."""
+    (tmp_path / "checkpoint_1").mkdir()
+    (tmp_path / "checkpoint_1" / "manifest.ocdbt").touch()
+    (tmp_path / "checkpoint_1" / "ocdbt.process_0").mkdir()
+    listdir, listed = os.listdir, list[Any]()
+
+    def removed(path: Any = ".") -> list[str]:
+        if str(path) == str(tmp_path / "checkpoint_1"):
+            listed.append(path)
+            if len(listed) == 1:
+                return ["ocdbt.process_0", "d"]  # the manifest is gone already
+            shutil.rmtree(path, ignore_errors=True)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", removed)
+    ours.save_checkpoint(tmp_path, tree(1), 2)
+    assert len(listed) == 2
+    assert names(tmp_path) == ["checkpoint_2"]
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error_of_ours(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is replaced, a save looks at it."""
+    flax_ckpt_compat.save(tmp_path / "checkpoint_1", tree(1), format="orbax")
+    with monkeypatch.context() as patch:
+        _failing(patch, "listdir", tmp_path / "checkpoint_1")
+        with pytest.raises(errors.StorageError, match="Input/output error"):
+            ours.save_checkpoint(tmp_path, tree(1), 1, overwrite=True)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+def test_what_an_eviction_hid_goes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the eviction ended in between, because the new checkpoint could not be looked at."""
+    for step in (1, 2):
+        flax_ckpt_compat.save(tmp_path / f"checkpoint_{step}", tree(1), format="orbax")
+    rename = os.rename
+    with monkeypatch.context() as patch:
+
+        def last(source: str, target: str) -> None:
+            rename(source, target)
+            if source == str(tmp_path / "checkpoint_1"):
+                _failing(patch, "lstat", tmp_path / "checkpoint_3")
+
+        patch.setattr(os, "rename", last)
+        with pytest.raises(errors.CleanupError, match="checkpoint_3 was saved"):
+            ours.save_checkpoint(tmp_path, tree(1), 3, keep=1)
+    assert len(os.listdir(tmp_path)) == 3
+    ours.save_checkpoint(tmp_path, tree(1), 4, keep=1)
+    assert os.listdir(tmp_path) == ["checkpoint_4"]
+
+
+def test_a_directory_that_cannot_be_closed_ends_no_eviction(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On network file systems, closing may fail; what is closed is only what was locked."""
+    ours.save_checkpoint(tmp_path, tree(1), 1)
+    close, flock, locked = os.close, fcntl.flock, set[int]()
+
+    def failing(descriptor: int) -> None:
+        close(descriptor)
+        if descriptor in locked:
+            locked.clear()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def noting(descriptor: int, how: int) -> None:
+        locked.add(descriptor)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", noting)
+    monkeypatch.setattr(os, "close", failing)
+    ours.save_checkpoint(tmp_path, tree(1), 2)
+    assert os.listdir(tmp_path) == ["checkpoint_2"]

@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
-from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, is_alive, parse
+from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, abandon, is_alive, parse
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
@@ -132,6 +132,7 @@ def _remove_replaced(replaced: str, final: str) -> None:
         delete(_never_put_back(replaced))
         sync_directory(os.path.dirname(final))
     except OSError as error:
+        abandon(replaced)
         _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
 
 
@@ -158,7 +159,11 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
             raise
         replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
-    sync_directory(os.path.dirname(final))
+    try:
+        sync_directory(os.path.dirname(final))
+    except OSError:
+        abandon(replaced or "")  # what was set aside must not be put back once the new one is evicted
+        raise
     return replaced
 
 
@@ -173,7 +178,10 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
     try:
         os.rename(temporary, final)
     except BaseException:
-        os.rename(aside, final)
+        try:
+            os.rename(aside, final)
+        except OSError:
+            abandon(aside)  # the next look-up puts it back
         raise
     return aside
 

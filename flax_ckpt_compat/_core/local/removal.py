@@ -17,12 +17,14 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
-from flax_ckpt_compat._core.local.syncing import sync_directory
+from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.local.temporaries import GONE, abandon, temporary_path
+from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
 _STILL_OPEN = ".nfs"
+_DOOMED = "removed" + TEMPORARY
 _LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.005
 
 
@@ -39,7 +41,8 @@ def locked(directory: str) -> Iterator[None]:
         if descriptor is not None:
             with suppress(OSError):  # a fork of this process may have the descriptor, too
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def _lock(descriptor: int) -> None:
@@ -60,24 +63,32 @@ def discard(paths: Iterable[str]) -> dict[str, StorageError]:
     assert not isinstance(paths, str)  # its characters would be paths
     failures: dict[str, StorageError] = {}
     hidden: dict[str, str | None] = {}
-    for path in paths:
-        try:
-            hidden[path] = _hide(path)
-        except GONE:
-            continue
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:  # arrays of a checkpoint whose name leaves no room for their suffix
-                failures[path] = storage_error(path, error)
-    for folder in {os.path.dirname(path) for path in hidden}:
-        try:
-            sync_directory(folder)
-        except OSError as error:  # the names may come back, so the contents have to stay
-            for path in [path for path in hidden if os.path.dirname(path) == folder]:
-                failures[path] = storage_error(path, error, "removed")
-                abandon(hidden.pop(path) or "")
+    try:
+        for path in paths:
+            try:
+                hidden[path] = _hide(path)
+            except GONE:
+                continue
+            except OSError as error:
+                # Arrays of a checkpoint may have a name that leaves no room for their suffix.
+                if error.errno != errno.ENAMETOOLONG:
+                    failures[path] = storage_error(path, error)
+        for folder in {os.path.dirname(path) for path in hidden}:
+            try:
+                sync_directory(folder)
+            except OSError as error:  # the names may come back, so the contents have to stay
+                for path in [path for path in hidden if os.path.dirname(path) == folder]:
+                    failures[path] = storage_error(path, error, "removed")
+                    abandon(hidden.pop(path) or "")
+    except BaseException:
+        for aside in hidden.values():
+            abandon(aside or "")
+        raise
     for path, aside in hidden.items():
         try:
-            if aside is not None:
+            if aside == path:
+                _delete_in_place(path)
+            elif aside is not None:
                 delete(aside)
         except StorageError as error:
             failures[path] = error
@@ -85,27 +96,49 @@ def discard(paths: Iterable[str]) -> dict[str, StorageError]:
 
 
 def _hide(path: str) -> str | None:
-    """Rename a directory and return its new path; delete anything else."""
+    """Rename a directory and return its new path; delete anything else.
+
+    On overlayfs, directories of lower layers, such as those of a container's image, cannot be renamed: they get a mark
+    that makes them incomplete for all readers of ours, and keep their path."""
     if os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
         return None
     aside = temporary_path(path)
-    os.rename(path, aside)
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        write_file(os.path.join(path, _DOOMED), b"", new=False)
+        sync_directory(path)
+        return path
     return aside
+
+
+def _delete_in_place(path: str) -> None:
+    """Delete a directory that `_hide` marked: the mark goes last."""
+    with translated(path), suppress(*GONE):
+        for name in os.listdir(path):
+            if name != _DOOMED:
+                delete(os.path.join(path, name))
+        sync_directory(path)
+        delete(path)
 
 
 def delete(path: str) -> None:
     """Delete a file or directory whose name counts for nothing, such as a temporary; or let the next save do it.
 
     NFS renames what is open to ``.nfs...`` until it is closed, so that its directory stays, which is no failure."""
+    is_gone = False
     try:
         with translated(path), suppress(*GONE):
             if os.path.isdir(path) and not os.path.islink(path):
                 _delete_tree(path)
             else:
                 os.unlink(path)
+        is_gone = not os.path.lexists(path)
     finally:
-        if os.path.lexists(path):
+        if not is_gone:
             abandon(path)
 
 
