@@ -26,6 +26,7 @@ _REMEDIES = {
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 _TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_MARGIN = 2**20  # bytes
 _EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
 # S3 refuses bytes that do not have the SHA-256 with which TensorStore signs each upload.
 _DAMAGED_UPLOAD = re.compile(r"XAmzContentSHA256Mismatch|BadDigest")
@@ -116,7 +117,11 @@ def _space(temporary: str, tree: Node) -> str:
     folder = os.path.dirname(temporary)
     needed = f"it needs {format_size(_nbytes(tree))} and " if tree is not None else ""
     with suppress(OSError):
-        return f"{needed}{format_size(shutil.disk_usage(folder).free + _disk_space(temporary))} are free in {folder}"
+        free = shutil.disk_usage(folder).free + _disk_space(temporary)
+        # Files take a little more than their leaves.
+        is_enough = tree is not None and free > 2 * _nbytes(tree) + _MARGIN
+        other = ", so what is used up is a quota, or the number of files (df -i)" if is_enough else ""
+        return f"{needed}{format_size(free)} are free in {folder}{other}"
     return f"{needed}nothing is free in {folder}"
 
 

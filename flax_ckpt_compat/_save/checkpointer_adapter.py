@@ -16,7 +16,7 @@ from typing import Any
 
 from flax_ckpt_compat._core import thread_pools
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._save import validation
@@ -43,7 +43,10 @@ def save(request: SaveRequest, target: Any, written: str | None = None, coordina
     written = written or written_path(request.path)
     try:
         checkpointer.save(written, target)
-    except (TypeError, AttributeError, KeyError) as error:  # its other errors say what is wrong with the tree
+    except BaseException as error:
+        temporaries.abandon(written)  # the next save removes what is left of it
+        if not isinstance(error, (TypeError, AttributeError, KeyError)):  # its others say what is wrong with the tree
+            raise
         raise CheckpointerError(
             f"{request.path}: the given orbax_checkpointer ({described(checkpointer)}) cannot save this tree: {error}; "
             "pass one for pytrees, or leave orbax_checkpointer out",
@@ -82,15 +85,16 @@ def _publish(request: SaveRequest, written: str) -> None:
     """Publish what was committed, and retain."""
     if not os.path.lexists(written):
         return
-    with translated(written):
-        sync_tree(written)  # Orbax does not (0.12.8, measured)
-        sync_directory(os.path.dirname(written))
-    if written != request.path:
-        try:
+    try:
+        with translated(written):
+            sync_tree(written)  # Orbax does not (0.12.8, measured)
+            sync_directory(os.path.dirname(written))
+        if written != request.path:
             validation.publish(request, functools.partial(atomic.publish, written, request.path))
-        except BaseException:
+    except BaseException:
+        if written != request.path:
             atomic.remove_temporary(written)
-            raise
+        raise
     retain(request)
 
 
@@ -108,6 +112,7 @@ def _publish_after(
         own_wait()
         _publish(request, written)
     except BaseException as error:
+        temporaries.abandon(written)
         failed = error
         raise
     finally:

@@ -1,5 +1,6 @@
 """Checkpointer objects of real Orbax: they do the work, our naming, overwrite and retention rules stay around them."""
 
+import errno
 import os
 import sys
 import threading
@@ -14,7 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat.errors import InvalidCheckpointError
+from flax_ckpt_compat._core.local import syncing
+from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
 from tests.support.interpreters import run_python
 from tests.support.peers import needs, skip_without_typed_keys
 from tests.support.saves import use_flag
@@ -35,6 +37,11 @@ class Gated(ocp.PyTreeCheckpointHandler):
         if self.error:
             raise RuntimeError("the disk caught fire")
         super().finalize(directory)
+
+
+def failing_sync(path: str) -> None:
+    """A disk that cannot be written any more."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 class TextHandler(ocp.CheckpointHandler):
@@ -229,6 +236,27 @@ def test_a_failed_overwrite_leaves_the_old(kind: str, tmp_path: Path) -> None:
     checkpoints.save_checkpoint(tmp_path, new, 1, overwrite=True, orbax_checkpointer=checkpointer)
     settle(checkpointer)
     assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), new)
+    assert os.listdir(tmp_path) == ["checkpoint_1"]
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_overwrite_that_cannot_be_synced_leaves_the_old(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one, of which Orbax has synced nothing, is removed."""
+    checkpointer = (ocp.AsyncCheckpointer if kind == "async" else ocp.Checkpointer)(ocp.PyTreeCheckpointHandler())
+    checkpoints.save_checkpoint(tmp_path, TREE, 1, orbax_checkpointer=checkpointer)
+    settle(checkpointer)
+    with monkeypatch.context() as patch:
+        patch.setattr(syncing, "sync_file", failing_sync)
+        with pytest.raises(StorageError, match="Input/output error"):
+            checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1, overwrite=True, orbax_checkpointer=checkpointer)
+            settle(checkpointer)
+    assert_same(checkpoints.restore_checkpoint(tmp_path, TREE), TREE)
+    checkpoints.save_checkpoint(tmp_path, TREE, 2, orbax_checkpointer=checkpointer)
+    settle(checkpointer)
+    assert os.listdir(tmp_path) == ["checkpoint_2"]
     checkpointer.close()
 
 
