@@ -21,7 +21,8 @@ if _typing.TYPE_CHECKING:
     from flax_ckpt_compat._view.checkpoint_view import Checkpoint, open_checkpoint
     from flax_ckpt_compat._view.diff import Diff, LeafDifference, diff
     from flax_ckpt_compat._view.inventory import CheckpointRecord, iter_checkpoints
-    from flax_ckpt_compat._view.plan import Plan, PlannedLeaf, plan_restore
+    from flax_ckpt_compat._view.plan import Plan, plan_restore
+    from flax_ckpt_compat._view.planned_leaves import PlannedLeaf
     from flax_ckpt_compat._view.verify import verify
     from flax_ckpt_compat._view.verify_report import Verification, VerifiedCheckpoint, VerifiedLeaf
     from flax_ckpt_compat.api import restore, save
@@ -52,7 +53,8 @@ _NAMES = {
     "_view.checkpoint_view": ("Checkpoint", "open_checkpoint"),
     "_view.diff": ("Diff", "LeafDifference", "diff"),
     "_view.inventory": ("CheckpointRecord", "iter_checkpoints"),
-    "_view.plan": ("Plan", "PlannedLeaf", "plan_restore"),
+    "_view.plan": ("Plan", "plan_restore"),
+    "_view.planned_leaves": ("PlannedLeaf",),
     "_view.verify": ("verify",),
     "_view.verify_report": ("Verification", "VerifiedCheckpoint", "VerifiedLeaf"),
     "api": ("restore", "save"),

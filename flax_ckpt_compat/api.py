@@ -150,7 +150,8 @@ def save(
 
     Raises:
         InvalidCheckpointError: the path is taken and may not be replaced, or the step is older than the newest.
-        StepError: an invalid step, prefix, ``keep`` or path.
+        StepError: an invalid step, prefix, ``keep``, path or flag.
+        CheckpointerError: ``async_manager`` has no methods of one.
         SettingError: no such format or codec, or a codec for a format that has none.
         UnsupportedLeafError, NameCollisionError: the format cannot hold the tree; nothing was written.
         MPACheckpointingRequiredError: an array is not fully addressable from this process.

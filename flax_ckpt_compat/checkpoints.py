@@ -13,7 +13,7 @@ from typing import Any
 from flax import core
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import module_names, orbax_layout, paths, steps
+from flax_ckpt_compat._core import arguments, module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
 from flax_ckpt_compat._discovery import directory, listing
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
@@ -23,7 +23,7 @@ from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._save import pipeline as save_pipeline
 from flax_ckpt_compat._save import request as save_request
 from flax_ckpt_compat._save.async_saves import AsyncManager
-from flax_ckpt_compat.errors import StepError
+from flax_ckpt_compat.errors import CheckpointerError, StepError
 
 __all__ = [
     "COMMIT_SUCCESS_FILE", "MODULE_NUM_RE", "MP_ARRAY_PH", "MP_ARRAY_POSTFIX", "ORBAX_CKPT_FILENAME",
@@ -74,7 +74,8 @@ def save_checkpoint(
 
     Raises:
         InvalidCheckpointError: without ``overwrite``, the step exists or is older than the newest.
-        StepError: an invalid step, ``keep`` or prefix.
+        StepError: an invalid step, ``keep``, prefix or flag.
+        CheckpointerError: ``async_manager`` or ``orbax_checkpointer`` cannot save this.
         UnsupportedLeafError, NameCollisionError: the format cannot hold the tree; nothing was written.
         MPACheckpointingRequiredError: an array is not fully addressable from this process.
         CleanupError: the step was saved, but an old checkpoint could not be removed.
@@ -135,7 +136,10 @@ def save_checkpoint_multiprocess(
         MultiprocessSaveError: another process failed, or saves something else; nothing was saved.
         CheckpointError: an error of `save_checkpoint`, raised in every process.
     """
-    if gda_manager is not None:
+    if gda_manager:  # as Flax asks
+        if not hasattr(gda_manager, "wait_until_finished"):
+            remedy = "leave it out: arrays of several processes are saved without one"
+            raise CheckpointerError(f"gda_manager has no wait_until_finished, {arguments.found(gda_manager)}; {remedy}")
         gda_manager.wait_until_finished()
     request = save_request.of_step(
         _directory(ckpt_dir),
@@ -196,11 +200,11 @@ def restore_checkpoint(
         >>> checkpoints.restore_checkpoint("runs", target={"w": np.zeros(2)})
         {'w': array([1., 1.])}
     """
-    if gda_manager is not None:
+    if gda_manager is not None and hasattr(gda_manager, "wait_until_finished"):
         gda_manager.wait_until_finished()
     options = RestoreOptions(config.current(), TransformSpec(orbax_transforms))
     return restore_pipeline.restore(
-        _directory(ckpt_dir), target, step, paths.as_text(prefix, "prefix"), options, orbax_checkpointer
+        _directory(ckpt_dir), target, step, paths.as_text(prefix, "prefix"), options, orbax_checkpointer or None
     )
 
 
@@ -237,7 +241,7 @@ def available_steps(
         step_type: type of the returned steps.
 
     Raises:
-        StepError: a step that ``step_type`` does not take, such as 2.5 for int.
+        StepError: a step that ``step_type`` does not take, such as 2.5 for int; or it is no type.
 
     Example:
         >>> _ = checkpoints.save_checkpoint("runs", {"w": np.ones(2)}, step=1)
@@ -250,11 +254,13 @@ def available_steps(
     for entry in directory.available(checkpoint_dir):
         try:
             found.append(step_type(entry.text))
-        except ValueError as error:
-            raise StepError(
-                f"{entry.path}: its step is no {step_type.__name__}; call available_steps(…, step_type=float)",
-                path=entry.path,
-            ) from error
+        except (ValueError, ArithmeticError) as error:  # of a Decimal
+            name = getattr(step_type, "__name__", step_type)
+            message = f"{entry.path}: its step is no {name}; call available_steps(…, step_type=float)"
+            raise StepError(message, path=entry.path) from error
+        except TypeError as error:
+            message = f"step_type must be a type of numbers, such as int or float, {arguments.found(step_type)}"
+            raise StepError(message) from error
     return found
 
 

@@ -51,7 +51,8 @@ from contextvars import ContextVar
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from flax_ckpt_compat._core.errors import SettingError
+from flax_ckpt_compat._core import arguments
+from flax_ckpt_compat._core.errors import SettingError, StepError
 
 __all__ = ["STRICT", "Settings", "current", "defaults", "override", "update", "use_orbax_format"]
 
@@ -100,16 +101,25 @@ STRICT = Settings(shape_mismatch="error", kind_mismatch="error", structure="stor
 
 
 def _validated(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name, value in changes.items():
-        if name not in _NAMES:
-            raise SettingError(_unknown(name))
-        if name in _SECONDS:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise SettingError(f"setting {name} takes a positive number of seconds; found {value!r}")
-        elif value not in _VALUES[name]:
-            allowed = ", ".join(repr(choice) for choice in _VALUES[name])
-            raise SettingError(f"setting {name} takes {allowed}; found {value!r}")
-    return changes
+    return {name: _value(name, given) for name, given in changes.items()}
+
+
+def _value(name: str, given: Any) -> Any:
+    """Return the value that a setting gets; a 0-d array counts as its value."""
+    if name not in _NAMES:
+        raise SettingError(_unknown(name))
+    try:
+        value = arguments.number(given, name)
+    except StepError:
+        value = given
+    if name in _SECONDS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise SettingError(f"setting {name} takes a positive number of seconds; {arguments.found(given)}")
+        return value
+    if not isinstance(value, str | int | float | None) or value not in _VALUES[name]:
+        allowed = ", ".join(repr(choice) for choice in _VALUES[name])
+        raise SettingError(f"setting {name} takes {allowed}; {arguments.found(given)}")
+    return _VALUES[name][_VALUES[name].index(value)]
 
 
 def _unknown(name: str) -> str:

@@ -36,12 +36,7 @@ def check_tree(tree: Node) -> None:
                 continue
             if kind not in jax_types:
                 jax_types[kind] = is_jax_array(child)
-            if (
-                not jax_types[kind]
-                or not supported[child.dtype]
-                or not addressable.is_fully_addressable(child)
-                or child.is_deleted()
-            ):
+            if not jax_types[kind] or not supported[child.dtype] or not addressable.is_fully_addressable(child):
                 stack.append(((*path, name), child))
 
 
@@ -128,5 +123,3 @@ def _check_jax(path: Path, array: Any) -> None:
         raise _invalid(path, f"a jax array of dtype {array.dtype}", "pass a PRNG key as KeyData")
     if not array.is_fully_addressable:
         raise _invalid(path, "an array that is not fully addressable", "use save_checkpoint_multiprocess")
-    if array.is_deleted():
-        raise _invalid(path, "a jax array that was deleted or donated", "save before donating its buffer")

@@ -128,10 +128,7 @@ def _chunks(array: Any) -> tuple[int, ...]:
 
 
 def _metadata(path: Path, array: Any) -> bytes:
-    if not isinstance(array, HostCopy) and array.is_deleted():
-        raise UnsupportedLeafError(
-            f"{show_path(path)} was deleted or donated; save before donating its buffer", leaf=show_path(path)
-        )
+
     name = array.dtype.name
     try:
         return _zarray(tuple(array.shape), _chunks(array), name)

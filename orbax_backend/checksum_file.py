@@ -1,4 +1,4 @@
-"""The file of checksums beside a database: those of its chunks, and of the JSON files; one a process.
+"""Read and check the checksum file beside a database: of its chunks and of the JSON files, one file per process.
 
     bytes     msgpack of {version, algorithm, block_bytes, data_files, chunks, files}, then their CRC-32
     chunks    key → checksums of the blocks of the stored chunk
@@ -21,8 +21,9 @@ from flax_ckpt_compat._core.errors import ChecksumError
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.storage_errors import translated
 
+from .database_index import process_databases
 from .files import ByteRange, refuse_escape
-from .key_index import StoredValue, process_databases
+from .key_index import StoredValue
 
 _VERSION = 1
 

@@ -43,7 +43,7 @@ class DriverReader:
             return ts.open(spec, open=True, read=True, context=self._context)
 
     def read(self, opened: Sequence[tuple[list[ArrayRead], Any]]) -> None:
-        """Set the ``array`` of reads, whose memory is there; ``opened`` has all reads of an array, and its future."""
+        """Fill the ``array`` of reads, which is allocated; ``opened`` has all reads of an array, and its future."""
         started: list[tuple[ArrayRead, Any]] = []
         shared: list[tuple[list[ArrayRead], Any]] = []
         for group, future in opened:

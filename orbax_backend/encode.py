@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ class EncodedLeaf:
         return self._stored_form(_whole(self.source))
 
     def written_by_one(self, *, is_here: bool) -> EncodedLeaf:
-        """Return this array, which several processes hold whole, as one that is written by this or by another one."""
+        """Return an array that several processes hold whole as one that this process, or another, writes."""
         shards = (all_of(_whole(self.source)),) if is_here else ()
         source = HostCopy(self.source.shape, np.dtype(self.source.dtype), shards, self.sharding)
         return dataclasses.replace(self, source=source, spans_processes=True)
@@ -107,7 +106,7 @@ class Encoder:
         kind = type(leaf)
         if kind is np.ndarray and self._is_plain[leaf.dtype]:
             return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
-        if kind in self._jax_types and not leaf.is_deleted() and self._is_plain[dtype := leaf.dtype]:
+        if kind in self._jax_types and self._is_plain[dtype := leaf.dtype]:
             sharding, parts = self._shardings.of(leaf.sharding)
             known = parts.get(shape := leaf.shape)
             if known is not None:
@@ -205,11 +204,7 @@ def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
 
 
 def _jax_array(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
-    jax = sys.modules["jax"]
-    if isinstance(leaf, jax.core.Tracer):
-        raise _unsupported(keystr, "an abstract value that jax is tracing")
-    if leaf.is_deleted():
-        raise _unsupported(keystr, "a jax.Array that was deleted or donated")
+
     if not isinstance(leaf.dtype, np.dtype):
         raise _unsupported(keystr, f"a jax.Array of the extended dtype {leaf.dtype}")
     return _placed(leaf, keystr, multiprocess)

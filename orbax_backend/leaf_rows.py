@@ -1,4 +1,4 @@
-"""The keys of an OCDBT database in arrays: one of many hosts has millions, of which a process looks up few."""
+"""Hold the keys of an OCDBT database in arrays: a database of many hosts has millions, and a process looks up few."""
 
 from __future__ import annotations
 

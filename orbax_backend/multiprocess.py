@@ -7,16 +7,11 @@ import hashlib
 import json
 import operator
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
-
-import numpy as np
 
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.errors import MultiprocessSaveError, StorageError
-from flax_ckpt_compat._core.grid import Shape, cells, full_box
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.memory import pause_gc
@@ -24,15 +19,15 @@ from flax_ckpt_compat._core.object_store import multiprocess
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
-from flax_ckpt_compat._core.tree import normalize_index, show_path
 
 from . import metadata, writer
+from .completeness import check_complete
 from .database import Database, file_locator
+from .database_index import open_database
 from .encode import EncodedLeaf
-from .files import ByteRange, make_directory, sizes_of, sync_directory, write_file, write_files
-from .key_index import Index, StoredValue, open_database
+from .files import make_directory, sizes_of, sync_directory, write_file, write_files
 from .recording import Recorder, file_of_database
-from .save_plan import Entry, SavePlan
+from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .writer import (
     array_metadatas,
@@ -44,7 +39,7 @@ from .writer import (
     sync_database,
     tree_files,
 )
-from .zarr import ArrayInfo, Encoding, parse_array_metadata
+from .zarr import Encoding
 
 
 def begin(
@@ -159,14 +154,14 @@ def _merge(path: str, databases: list[str], upload: MultiprocessUpload | None) -
 def _check(path: str, plan: SavePlan, encoding: Encoding, upload: MultiprocessUpload | None) -> None:
     if upload is None:
         known = functools.cache(lambda file: sizes_of([file])[file])
-        _check_complete(path, plan, encoding, open_database(path), lambda file: known(os.path.join(path, file)))
+        check_complete(path, plan, encoding, open_database(path), lambda file: known(os.path.join(path, file)))
         return
     index = open_database(upload.url, locate=file_locator(path, upload.folder))
     folder = upload.folder
     sizes = sizes_of(
         [f"{folder}/{key}" for key in upload.written() if not key.endswith((layout.MANIFEST, layout.PROCESS_DONE))]
     )
-    _check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(f"{folder}/{file}"))
+    check_complete(upload.url, plan, encoding, index, lambda file: sizes.get(f"{folder}/{file}"))
 
 
 def _database_of(path: str, process: int, upload: MultiprocessUpload | None) -> str:
@@ -215,97 +210,3 @@ def _remove_done_file(database: str) -> None:
     file = os.path.join(database, layout.PROCESS_DONE)
     with translated(file, "removed"):
         paths.storage_of(file).delete(file)
-
-
-def _check_complete(
-    path: str, plan: SavePlan, encoding: Encoding, index: Index, size: Callable[[str], int | OSError | None]
-) -> None:
-    """Check that all chunks of the planned arrays are stored; name the leaf and the process of a missing one.
-
-    ``size`` returns the bytes in a file, relative to the checkpoint, or an error, or None if there is none."""
-    arrays = list(_stored_arrays(path, plan, encoding, index))
-    for array in arrays:
-        if not index.holds(array.prefix, array.chunks.keys):
-            for cell, value in array.values(index):
-                if value is None:
-                    raise _incomplete(path, _leaf_of(array.entry), f"{_chunk_owner(array, cell)} is missing")
-    ends = index.ends()
-    sizes = {file: size(file) for file in ends}
-    short = {file for file, found in sizes.items() if not isinstance(found, int) or found < ends[file]}
-    for array in arrays if short else ():
-        for cell, value in array.values(index):
-            if isinstance(value, ByteRange) and value.file in short:
-                found = sizes[value.file]
-                if not isinstance(found, int) or found < value.offset + value.length:
-                    what = f"should be in {value.file}, which is missing or too short"
-                    raise _incomplete(path, _leaf_of(array.entry), f"{_chunk_owner(array, cell)} {what}")
-
-
-class _Chunks(NamedTuple):
-    """The chunks of arrays that are stored alike."""
-
-    info: ArrayInfo  # metadata of the arrays
-    cells: dict[str, Shape]  # index of each chunk, by its key
-    keys: Any  # the keys below an array's prefix, in ascending order and padded with zeros
-
-
-class _Array(NamedTuple):
-    """A planned array, the prefix of its keys, and its chunks."""
-
-    entry: Entry
-    prefix: str
-    chunks: _Chunks
-
-    def values(self, index: Index) -> Iterator[tuple[Shape, StoredValue | None]]:
-        """Yield every chunk, with its value in the index."""
-        for key, cell in self.chunks.cells.items():
-            yield cell, index.find(self.prefix + key)
-
-
-def _stored_arrays(path: str, plan: SavePlan, encoding: Encoding, index: Index) -> Iterator[_Array]:
-    """Yield the planned arrays, as their metadata in the index describes them."""
-
-    @functools.lru_cache(maxsize=64)
-    def chunks_of(text: bytes) -> _Chunks:
-        info = parse_array_metadata(text, zarr3=encoding.checksums)
-        found = {info.chunk_key(cell): cell for cell, _ in cells(full_box(info.shape), info.chunks)}
-        return _Chunks(info, found, np.array(sorted(map(str.encode, found)), bytes))
-
-    for entry in plan.entries:
-        if entry.stored is None or entry.stored.value_type == layout.STRING:
-            continue
-        prefix = layout.key_prefix(entry.name)
-        text = index.get(prefix + encoding.metadata_file)
-        if text is None:
-            raise _incomplete(path, _leaf_of(entry), "its metadata is missing, which process 0 writes")
-        yield _Array(entry, prefix, chunks_of(text))
-
-
-def _leaf_of(entry: Entry) -> str:
-    return show_path(tuple(name for name, _ in entry.keys))
-
-
-def _incomplete(path: str, keystr: str, what: str) -> StorageError:
-    error = StorageError(
-        f"{path}: the leaf {keystr!r} is not complete: {what}. All processes must save to one directory that they "
-        f"share, and nothing else may change it. Nothing was saved",
-        path=path,
-    )
-    error.leaf = keystr
-    return error
-
-
-def _chunk_owner(array: _Array, cell: Shape) -> str:
-    """Name a chunk and the process that writes it."""
-    stored = cast(EncodedLeaf, array.entry.stored)
-    at = [number * length for number, length in zip(cell, array.chunks.info.chunks, strict=True)]
-    devices = stored.sharding.devices_indices_map(stored.shape) if stored.spans_processes else {}
-    holders = (
-        device.process_index
-        for device, index in devices.items()
-        if all(
-            side.start <= start < side.stop
-            for side, start in zip(normalize_index(index, stored.shape), at, strict=True)
-        )
-    )
-    return f"the chunk {list(cell)} of process {next(holders, array.entry.writer)}"

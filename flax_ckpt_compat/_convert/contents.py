@@ -124,7 +124,7 @@ def _like_target(tree: Node, target: Node, path: str) -> Node:
         parts += [f"not in the target: {one_line(extra)}"] if extra else []
         raise MissingLeavesError(
             f"{path}: the target does not have the leaves of the checkpoint ({'; '.join(parts)}); pass the state that "
-            "was saved, or transforms= that lead from the checkpoint to this target",
+            "was saved, or transforms= that map the checkpoint to this target",
             path=path,
             missing=tuple(missing),
         )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from flax_ckpt_compat._convert import find, layouts
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
 from flax_ckpt_compat._convert.one import Progress, convert_one, loaded
-from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._core import arguments, paths
 from flax_ckpt_compat._core.errors import ConversionError, SettingError
 from flax_ckpt_compat._core.folding import MAX_SHOWN
 
@@ -63,14 +63,19 @@ def convert(
     Raises:
         ConversionError: some checkpoints could not be converted; all others were.
         CheckpointNotFoundError: there is none, or not the step.
-        SettingError: no such layout, shard, target or transforms.
-        StepError: a result would be in ``src``.
+        SettingError: no such layout, shard, executor, target or transforms.
+        StepError: a result would be in ``src``, or ``progress`` is no function.
+        InvalidCheckpointError: a result would be in another checkpoint, in Orbax's format.
 
     Example:
         >>> _ = save("runs", {"w": np.ones(2)}, step=1, format="msgpack")
         >>> [result.status for result in convert("runs", "runs_orbax", "orbax")]
         ['converted']
     """
+    arguments.check_function(progress, "progress")
+    dry_run, resume = arguments.flag(dry_run, "dry_run"), arguments.flag(resume, "resume")
+    if executor is not None and not hasattr(executor, "submit"):
+        raise SettingError(f"executor takes a concurrent.futures.Executor; {arguments.found(executor)}")
     jobs = plan(src, dst, to, step=step, target=target, transforms=transforms, shard=shard)
     by_source: dict[str, Conversion] = {}
     with closing(run(jobs, executor, dry_run=dry_run, resume=resume)) as results:
@@ -91,7 +96,7 @@ def convert(
 def plan(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    to: str,
+    to: Any,
     *,
     step: Any = None,
     target: Any = None,
@@ -99,8 +104,8 @@ def plan(
     shard: tuple[int, int] | None = None,
 ) -> list[Job]:
     """Return the jobs of a conversion; arguments as for `convert`."""
-    if to not in LAYOUTS:
-        raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; found {to!r}")
+    if not isinstance(to, str) or to not in LAYOUTS:
+        raise SettingError(f"to takes {', '.join(map(repr, LAYOUTS))}; {arguments.found(to)}")
     source, destination = paths.absolute(paths.as_text(src)), paths.absolute(paths.as_text(dst))
     is_one = step is None or isinstance(step, str) or not isinstance(step, Sequence)
     steps = None if step is None else [step] if is_one else list(step)

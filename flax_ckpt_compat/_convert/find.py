@@ -13,6 +13,7 @@ from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StepError
 from flax_ckpt_compat._discovery import detect, locating
+from flax_ckpt_compat._discovery.around import why_inside
 from flax_ckpt_compat._discovery.below import MSGPACK_SUFFIX, checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
@@ -27,7 +28,8 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
     """Return a job for each checkpoint to convert, or for the ``wanted`` steps; an impossible one has an ``error``.
 
     Paths are absolute; ``destination`` is that of the one result, or of the directory for all. Raise StepError if a
-    result would be in the source, and CheckpointNotFoundError if there is no checkpoint, or not the step."""
+    result would be in the source, InvalidCheckpointError if in another checkpoint, and CheckpointNotFoundError if there
+    is no checkpoint, or not the step."""
     with paths.listing_cache(source):
         found = [source] if _is_checkpoint(source) else list(checkpoints_below(source))
         missing = {path: detect.what_is_missing(path) for path in found}
@@ -49,7 +51,17 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         else job
         for job in jobs
     ]
+    _check_outside(jobs)
     return _without_collisions(jobs)
+
+
+def _check_outside(jobs: Sequence[Job]) -> None:
+    """Raise InvalidCheckpointError if a result would be in a checkpoint in Orbax's format."""
+    for path in {os.path.dirname(job.destination): job.destination for job in jobs if job.error is None}.values():
+        if why := why_inside(path):
+            from flax_ckpt_compat.errors import InvalidCheckpointError  # it imports flax
+
+            raise InvalidCheckpointError(f"cannot convert to {path}: {why}", path=path, step=None)
 
 
 def _is_checkpoint(path: str) -> bool:

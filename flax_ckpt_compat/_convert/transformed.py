@@ -18,7 +18,7 @@ from flax_ckpt_compat._restore import execute, policies
 from flax_ckpt_compat._restore.items import plan_all
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived
 
 
@@ -55,7 +55,7 @@ def _node(state: Any, like: Node) -> Node:
 
 
 def _leaf(plan: TreePlan, leaf: LeafPlan) -> Any:
-    """Return a leaf to write; its value is computed when it is written, unless only that tells its shape."""
+    """Return a leaf to write; its value is computed when it is written, or now if its shape is unknown."""
     source = leaf.source
     if isinstance(source, LeafHandle) and source.kind is LeafKind.ARRAY and leaf.cast is None:
         return stored_trees.to_write(source)
@@ -76,7 +76,7 @@ def _compute(plan: TreePlan, leaf: LeafPlan) -> Any:
     with config.override(mapped=False):
         values, shapes = execute.read_and_place(dataclasses.replace(plan, leaves=[host]))
     policies.enforce_shapes(plan, shapes)
-    value = state_dict.split_key(values[0])
+    value = prng_keys.split_key(values[0])
     if isinstance(value, KeyData):
         return KeyData(value.impl, np.asarray(value.data))
     return np.asarray(value) if hasattr(value, "sharding") else value

@@ -209,11 +209,12 @@ class Backend(Protocol):
     def prepare(self, tree: Node, process: ProcessInfo | None = None) -> Any:
         """Validate a tree and plan its storage, before anything is written; copy no array data.
 
-        Leaves are ``np.ndarray``, ``jax.Array`` (fully addressable), numpy scalars, int, float, bool, complex, str,
-        bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`, whose data is one of the arrays. In
-        a multi-process save with this ``process``, a ``jax.Array`` or `HostCopy` may be distributed: each process
-        writes its addressable shards of ``replica_id`` 0. All else is taken from process 0. Return the argument
-        ``prepared`` of the other methods. Raise UnsupportedLeafError or NameCollisionError with the key path."""
+        Leaves are ``np.ndarray``, ``jax.Array`` (fully addressable, neither traced nor deleted), numpy scalars, int,
+        float, bool, complex, str, bytes, None, `HostCopy` (stored as the jax.Array that it was), or `KeyData`, whose
+        data is one of the arrays. In a multi-process save with this ``process``, a ``jax.Array`` or `HostCopy` may be
+        distributed: each process writes its addressable shards of ``replica_id`` 0. All else is taken from process 0.
+        Return the argument ``prepared`` of the other methods. Raise UnsupportedLeafError or NameCollisionError with the
+        key path."""
         ...
 
     def write(self, path: str, prepared: Any, options: WriteOptions) -> None:

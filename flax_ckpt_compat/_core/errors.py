@@ -14,9 +14,9 @@ CheckpointError
 ├── TransformError(ValueError)               a transform or rule that is invalid, or does not fit this checkpoint
 ├── UnsupportedLeafError(TypeError, ValueError)   a leaf that no checkpoint format can hold
 ├── DepthError(ValueError, RecursionError)   a tree that is nested too deeply
-├── CheckpointerError(ValueError)            the given ``orbax_checkpointer`` cannot save or restore this
+├── CheckpointerError(ValueError)            the given ``orbax_checkpointer``, or a manager, cannot save or restore this
 ├── NameCollisionError(ValueError)           two key paths with one stored name
-├── StepError(TypeError, ValueError)         an invalid step, ``keep``, prefix or path
+├── StepError(TypeError, ValueError)         an invalid step, ``keep``, prefix, path, flag or function
 ├── SettingError(ValueError)                 an unknown setting, or a value it does not take
 ├── ConversionError(ValueError)              some checkpoints could not be converted
 ├── MultiprocessSaveError(RuntimeError)      another of the processes that save together failed

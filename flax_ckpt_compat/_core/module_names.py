@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +11,7 @@ _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 SIGNED_FLOAT_RE = re.compile(rf"([-+]?{_NUMBER})")
 UNSIGNED_FLOAT_RE = re.compile(rf"[-+]?({_NUMBER})")
 MODULE_NUM_RE = re.compile(r"(.*)_\d+$")
+_NUMBERED = re.compile(r"(.*?)(\d{1,15})", re.ASCII | re.DOTALL)  # Python refuses to convert thousands of digits
 
 
 def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
@@ -25,6 +27,13 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
         return [float(piece) if pattern.match(piece) else piece for piece in pattern.split(name)]
 
     return sorted(file_list, key=key)
+
+
+@functools.lru_cache(10_000)
+def numbered(name: str) -> tuple[str, int] | None:
+    """Return (text before the number, number) of a name that ends in one; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def linen_names(names: Iterable[str]) -> dict[str, str]:

@@ -26,7 +26,7 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
 
     ``content_root``: the folder with a checkpoint's files; in a store it may be a subfolder of the path.
     ``files_below``: the paths of all files below a directory, relative to it.
-    ``why_too_long``: why no file can have a path of that length, or None if one can; stores say it themselves.
+    ``why_too_long``: why no checkpoint can have a path of that length, or None if one can.
     ``resolve``: the path without symbolic links. ``identity``: device and inode of a local path, or None.
     ``version``: bytes that change when a file is replaced; equal for all machines that share it.
     ``is_empty``: whether a file is empty; one request in a store, where its size may take many.
@@ -100,12 +100,6 @@ def _refuse_mangled(path: str) -> None:
 def is_valid_destination(path: str) -> bool:
     """Return whether a checkpoint can have this path: a store's bucket cannot be one."""
     return not is_url(path) or path.count("/") > _SLASHES_OF_BUCKET
-
-
-def check_destination(path: str) -> None:
-    """Raise StorageError if a store takes no checkpoint with this URL; local file systems say so themselves."""
-    if is_url(path):
-        retrying.check_destination(path)
 
 
 def listing_cache(path: str) -> AbstractContextManager[None]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import numbers
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any
 
-from flax_ckpt_compat._core import orbax_layout
+from flax_ckpt_compat._core import arguments, orbax_layout
 from flax_ckpt_compat._core.errors import StepError
 
 # The same number grammar as Flax's SIGNED_FLOAT_RE, anchored by fullmatch.
 _STEP = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _WHOLE = re.compile(r"[-+]?\d+")
+_SPLIT = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _ENDS_IN_STEP = re.compile(r".*(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
 _SEPARATED = re.compile(r"(?:.*[^0-9A-Za-z.])?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.DOTALL)
 
@@ -60,6 +60,12 @@ def _text_of(name: str, prefix: str) -> str | None:
     return None if not name.startswith(prefix) or not text or text == FLAX_TEMPORARY or is_foreign(name) else text
 
 
+def split_step(name: str) -> tuple[str, str] | None:
+    """Split a name into a prefix and an unsigned step: the dash of ``ckpt-3`` belongs to the prefix; or None."""
+    match = _SPLIT.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
 def ends_in_step(name: str) -> bool:
     """Return whether a name may be a prefix and a step."""
     return _ENDS_IN_STEP.fullmatch(name) is not None
@@ -87,11 +93,9 @@ def step_text(step: Any) -> str:
         if parse_step(step) is None and step.lower().lstrip("+-") in ("nan", "inf", "infinity"):
             raise StepError(f"step {step!r} is not finite")
         return step
-    number = _number(step)
+    number = arguments.number(step, "step")
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise StepError(
-            f"step must be an int, a float or a 0-d array of them, found {type(step).__name__}: {step!r:.100}"
-        )
+        raise StepError(f"step must be an int, a float or a 0-d array of them, {arguments.found(step)}")
     try:
         text = f"{step}"
     except ValueError as error:  # an int of thousands of digits
@@ -106,27 +110,3 @@ def check_name(name: str) -> str:
     if is_foreign(name):
         raise StepError(f"{name!r} cannot be a checkpoint's name: Flax and Orbax use such names for unfinished ones")
     return name
-
-
-def _number(step: Any) -> Any:
-    # 0-d arrays of numpy and jax, and numpy scalars, have item(), which turns numpy's and jax's bools into bool.
-    if isinstance(step, (int, float)) or not hasattr(step, "item"):
-        return step
-    if getattr(step, "shape", ()) != ():
-        raise StepError(f"step must be one number, found an array of shape {step.shape}")
-    if _is_traced(step):
-        raise StepError(
-            f"step has no value yet, because jax is tracing this function (found {step!r:.100}); call this outside of "
-            "jit and other transformations"
-        )
-    try:
-        number = step.item()
-    except RuntimeError as error:  # of a jax array that was deleted or donated
-        raise StepError(f"step cannot be read: {error}") from error
-    return float(step) if not isinstance(number, (bool, int, float)) and hasattr(step, "__float__") else number
-
-
-def _is_traced(step: Any) -> bool:
-    """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(step, jax.core.Tracer)

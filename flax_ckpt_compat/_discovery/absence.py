@@ -16,8 +16,6 @@ from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._discovery import foreign, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
-# Unsigned: the dash of ckpt-3 belongs to the prefix.
-_NUMBERED = re.compile(r"(.*?)(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)", re.DOTALL)
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
 _DIGITS = re.compile(r"\d+")
 _MAX_OTHERS = 5
@@ -116,7 +114,7 @@ def _is_unrelated(name: str) -> bool:
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
     names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]
-    found = [match.groups() for match in map(_NUMBERED.fullmatch, names) if match]
+    found = filter(None, map(steps.split_step, names))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step
         if steps.step_of(name, checkpoint_dir.prefix) is None and listing.is_checkpoint(checkpoint_dir.path(name)):

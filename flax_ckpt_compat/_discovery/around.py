@@ -14,14 +14,21 @@ from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import detect
 
 
-def checkpoint_around(directory: str) -> str | None:
-    """Return the checkpoint in Orbax's format that a directory, which need not exist, lies in; None if in none."""
-    storage = paths.storage_of(directory)
-    parent = os.path.dirname(storage.resolve(directory))
+def why_inside(path: str) -> str | None:
+    """Return why nothing is saved to a path that lies in a checkpoint in Orbax's format; None if it lies in none.
+
+    The path need not exist."""
+    storage = paths.storage_of(path)
+    parent = os.path.dirname(storage.resolve(path))
     if storage.is_remote:
-        return _around_in_store(parent)
-    marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in detect.MARKERS))
-    return next(filter(_is_checkpoint, marked), None)
+        around = _around_in_store(parent)
+    else:
+        marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in detect.MARKERS))
+        around = next(filter(_is_checkpoint, marked), None)
+    if around is None:
+        return None
+    outside = f"pass a directory outside of it, such as {os.path.dirname(around)}"
+    return f"{around} is a checkpoint, and would be removed with all in it; {outside}"
 
 
 @functools.lru_cache(maxsize=64)  # a request for each folder and marker

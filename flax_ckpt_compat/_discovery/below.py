@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import module_names, paths, steps
@@ -11,7 +10,6 @@ from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import absence, detect, foreign
 
 DEFAULT_PREFIX = "checkpoint_"
-_NUMBERED = re.compile(r"(.*?)\d+(?:\.\d*)?(?:[eE][-+]?\d+)?", re.DOTALL)
 MSGPACK_SUFFIX = ".msgpack"
 
 
@@ -73,12 +71,12 @@ class _Prefixes:
         self._known: dict[str, bool] = {}
 
     def include(self, name: str) -> bool:
-        match = _NUMBERED.fullmatch(name)
-        if match is None:
+        split = steps.split_step(name)
+        if split is None:
             return False
-        prefix = match[1]
+        prefix, _ = split
         if prefix not in self._known:
-            alike = (other for other in self._names if other.startswith(prefix) and _NUMBERED.fullmatch(other))
+            alike = (other for other in self._names if other.startswith(prefix) and steps.split_step(other))
             files = (os.path.join(self._directory, other) for other in alike)
             self._known[prefix] = any(paths.isfile(file) and foreign.may_be_msgpack_tree(file) for file in files)
         return self._known[prefix]

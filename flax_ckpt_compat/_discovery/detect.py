@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import re
-from contextlib import suppress
 
 from flax_ckpt_compat._core import errors, paths, steps
 from flax_ckpt_compat._core import orbax_layout as layout
@@ -14,29 +13,28 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery.foreign import folder_looks_like, foreign_remedy, may_be_msgpack_tree
+from flax_ckpt_compat._discovery.orbax_directory import (
+    FINISHED,
+    ITEMS_MARKERS,
+    RANDOM_KEYS,
+    TREE_MARKERS,
+    Item,
+    is_checkpoint_itself,
+    is_never_merged,
+    is_tree,
+    items_in,
+    json_file,
+    lost_structure,
+    names_in,
+    only_orbax_has,
+)
 
-# Any of these marks a directory as an Orbax pytree; Flax itself checks for the first two.
-_TREE_MARKERS = (layout.TREE_METADATA, layout.MANIFEST)
-_ITEMS_MARKERS = (layout.STEP_METADATA, layout.V1_MARKER)
-MARKERS = (*_TREE_MARKERS, *_ITEMS_MARKERS)  # that only Orbax writes
-_FINISHED = (layout.STEP_METADATA, layout.COMMIT_FILE)  # custom handlers leave these too
-_PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other files of a tree
-_DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
-_RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
+MARKERS = (*TREE_MARKERS, *ITEMS_MARKERS)  # that only Orbax writes
 # Orbax's own names for the tree of a step, for directories without other markers.
 USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
 _NO_ITEMS = {layout.DESCRIPTOR}
-_FIRST_BYTES = 512
 ABSENT = "it does not exist"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-    """One tree of a checkpoint."""
-
-    format: Format | None  # on-disk format; None for a plain JSON item
-    path: str  # the file or directory of this tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,21 +71,21 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
     unfinished = sorted(name for name in names if layout.TEMPORARY in name)
     if unfinished:
         return f"the directory still holds {unfinished[0]}, which Orbax had not finished"
-    if _is_tree(path, names):
+    if is_tree(path, names):
         unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
-        if unmerged and not _is_never_merged(path, names):
+        if unmerged and not is_never_merged(path, names):
             return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
         if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
             return f"{layout.TREE_METADATA} is missing"
         return None
-    if _items(path, names) or _json_file(path, names):
+    if items_in(path, names) or json_file(path, names):
         return None
-    if _lost_structure(path, names):
+    if lost_structure(path, names):
         structure = (
             f"no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where they belong"
         )
         return f"there are arrays, but {structure}, nor the {layout.ZARR2_METADATA} of a single one"
-    if names.issuperset(_FINISHED):
+    if names.issuperset(FINISHED):
         return None
     return f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
 
@@ -96,28 +94,22 @@ def is_orbax_directory(path: str) -> bool:
     """Return whether a path is a directory that Orbax, or our Orbax backend, wrote as one checkpoint."""
     if not paths.isdir(path):
         return False
-    names = _names_in(path)
-    if _is_tree(path, names) or _json_file(path, names):
+    names = names_in(path)
+    if is_tree(path, names) or json_file(path, names):
         return True
-    items = _items(path, names)
-    named = names.intersection((*_ITEMS_MARKERS, *USUAL_ITEMS, *_RANDOM_KEYS))
-    return bool(items and (named or _only_orbax_has(items))) or _lost_structure(path, names)
-
-
-def _only_orbax_has(items: dict[str, Item]) -> bool:
-    """Return whether a tree is beside a JSON or key item: before 0.5.11 composites had no other marker."""
-    kinds = {os.path.basename(item.path) in _RANDOM_KEYS or item.format for item in items.values()}
-    return True in kinds or kinds == {None, Format.ORBAX}
+    items = items_in(path, names)
+    named = names.intersection((*ITEMS_MARKERS, *USUAL_ITEMS, *RANDOM_KEYS))
+    return bool(items and (named or only_orbax_has(items))) or lost_structure(path, names)
 
 
 def has_no_orbax_marker(path: str) -> bool:
     """Return whether a directory has no marker that only Orbax writes, just a common name."""
-    return not _names_in(path).intersection(MARKERS)
+    return not names_in(path).intersection(MARKERS)
 
 
 def is_only_arrays(path: str) -> bool:
     """Return whether a folder named like the arrays of a msgpack file has no structure, so is no checkpoint itself."""
-    return has_no_orbax_marker(path) and layout.MSGPACK_FILE not in _names_in(path)
+    return has_no_orbax_marker(path) and layout.MSGPACK_FILE not in names_in(path)
 
 
 def is_certainly_orbax(path: str) -> bool:
@@ -132,20 +124,20 @@ def is_unfinished(path: str) -> bool:
     Temporaries of whole checkpoints do not count: their parents are directories of checkpoints.
     """
     begun = tuple(item + layout.TEMPORARY for item in USUAL_ITEMS)
-    return any(name in _ITEMS_MARKERS or name.startswith(begun) for name in _names_in(path))
+    return any(name in ITEMS_MARKERS or name.startswith(begun) for name in names_in(path))
 
 
 def is_step_of_manager(path: str) -> bool:
     """Return whether a path is a complete step of an Orbax CheckpointManager: a directory of items."""
     # A flat directory may be a checkpoint of any prefix.
-    return paths.isdir(path) and not _is_tree(path, _names_in(path)) and what_is_missing(path) is None
+    return paths.isdir(path) and not is_tree(path, names_in(path)) and what_is_missing(path) is None
 
 
 def is_step_by_name(path: str) -> bool:
     """Return whether a directory holds items and is named like a step, the only signs before Orbax 0.5.11."""
     if not STEP_DIRECTORY.fullmatch(os.path.basename(path)) or not paths.isdir(path):
         return False
-    return bool(_items(path, _names_in(path)))
+    return bool(items_in(path, names_in(path)))
 
 
 def foreign_look(path: str) -> str | None:
@@ -174,10 +166,10 @@ def detect(path: str) -> DetectedItems:
         )
     if paths.isdir(path):
         names = set(paths.listdir(path))
-        if _is_tree(path, names):
+        if is_tree(path, names):
             return DetectedItems(path, {"": Item(Format.ORBAX, paths.storage_of(path).content_root(path))})
-        note = _json_file(path, names)
-        items = {"": Item(None, note)} if note else _items(path, names)
+        note = json_file(path, names)
+        items = {"": Item(None, note)} if note else items_in(path, names)
         if not items:
             raise errors.UnrecognizedFormatError(
                 f"{path} was written by Orbax, but holds no tree, array or JSON item that is known here; "
@@ -191,10 +183,10 @@ def detect(path: str) -> DetectedItems:
 
 def _looks_begun(path: str) -> bool:
     """Return whether a directory is empty or a checkpoint that was begun: it, or an item, has a marker."""
-    names = _names_in(path)
-    if not names or names.intersection(MARKERS) or _lost_structure(path, names):
+    names = names_in(path)
+    if not names or names.intersection(MARKERS) or lost_structure(path, names):
         return True
-    inside = {os.path.join(path, name): _names_in(os.path.join(path, name)) for name in names}
+    inside = {os.path.join(path, name): names_in(os.path.join(path, name)) for name in names}
     if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
         return False  # a directory of checkpoints, which would be lost with it
     return _has_marker(path, names) or any(_has_marker(child, found) for child, found in inside.items())
@@ -206,7 +198,7 @@ def _is_whole_checkpoint(path: str, inside: set[str]) -> bool:
     if steps.is_foreign(name) or commit.is_marker(name):
         return False
     if inside:
-        return _is_checkpoint_itself(name, inside, is_marked=False) and _has_marker(path, inside)
+        return is_checkpoint_itself(name, inside, is_marked=False) and _has_marker(path, inside)
     try:
         return steps.ends_in_step(name) and paths.isfile(path) and may_be_msgpack_tree(path)
     except errors.StorageError as error:
@@ -217,101 +209,6 @@ def _is_whole_checkpoint(path: str, inside: set[str]) -> bool:
 
 def _has_marker(path: str, names: set[str]) -> bool:
     # A checkpoint that is being removed from a store may have only commit_success.txt left.
-    if names.intersection((*MARKERS, *_FINISHED)) or _lost_structure(path, names):
+    if names.intersection((*MARKERS, *FINISHED)) or lost_structure(path, names):
         return True
     return any(layout.TEMPORARY in name or commit.is_marker(name) for name in names)
-
-
-def _names_in(path: str) -> set[str]:
-    with translated(path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
-        return set(paths.listdir(path)) if paths.isdir(path) else set()
-    return set()
-
-
-def _is_tree(path: str, names: set[str]) -> bool:
-    if names.intersection(_TREE_MARKERS):
-        return True
-    child = os.path.join(path, layout.MSGPACK_FILE)
-    # Orbax's handler of single arrays calls its array by the same name.
-    return layout.MSGPACK_FILE in names and (_holds_msgpack_tree(child) or is_array(child))
-
-
-def is_array(path: str) -> bool:
-    """Return whether a directory has the zarr metadata of one array."""
-    return any(paths.isfile(os.path.join(path, name)) for name in layout.ARRAY_METADATA_FILES)
-
-
-def _is_never_merged(path: str, names: set[str]) -> bool:
-    """Return whether Orbax 0.4.3 to 0.4.7 wrote it without OCDBT: one process' database, and empty array folders."""
-    folders = [name for name in names if paths.isdir(os.path.join(path, name))]
-    databases = [name for name in folders if name.startswith(layout.PROCESS_PREFIX)]
-    finished = names.issuperset((layout.TREE_METADATA, layout.MSGPACK_FILE)) and not names & {
-        layout.STEP_METADATA,
-        layout.DATA_DIRECTORY,
-    }
-    return finished and len(databases) == 1 and len(folders) > 1
-
-
-def _lost_structure(path: str, names: set[str]) -> bool:
-    """Return whether a directory has parts of a tree, or folders of single arrays, but lost the structure file."""
-    if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
-        return True
-    data = os.path.join(path, layout.DATA_DIRECTORY)
-    if layout.DATA_DIRECTORY in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, _names_in(data))):
-        return True
-    chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
-    if (
-        layout.MSGPACK_FILE in names
-        and paths.isdir(chunks)
-        and any(map(layout.ZARR2_CHUNK.fullmatch, _names_in(chunks)))
-    ):
-        return True
-    # Beside other files, a folder of a single array is a data set.
-    folders = [os.path.join(path, name) for name in names.difference(_FINISHED) if not steps.is_foreign(name)]
-    return all(map(paths.isdir, folders)) and any(map(is_array, folders))
-
-
-def _json_file(path: str, names: set[str]) -> str | None:
-    """Return the one file of a JSON item that was saved as a checkpoint of its own, or None."""
-    rest = names.difference(_FINISHED)
-    file = os.path.join(path, *rest)
-    return file if len(rest) == 1 and rest.intersection(layout.JSON_FILES) and paths.isfile(file) else None
-
-
-def _holds_msgpack_tree(path: str) -> bool:
-    """Return whether a file begins like Orbax's aggregate file: a map, an array, or a placeholder's text."""
-    if not paths.isfile(path):
-        return False
-    with translated(path):
-        first = paths.read(path, 0, _FIRST_BYTES)
-    return bool(first) and (first[0] in range(0x80, 0xA0) or first[0] in (0xDC, 0xDD, 0xDE, 0xDF) or b"://" in first)
-
-
-def _is_checkpoint_itself(name: str, inside: set[str], is_marked: bool) -> bool:
-    """Return whether a directory is not an item, but a checkpoint in a directory of checkpoints.
-
-    Since 0.5.11 a whole checkpoint has a metadata file, and its items have none. Before, a name that ends in a step
-    decides, unless the parent directory has the metadata file.
-    """
-    return layout.STEP_METADATA in inside or (not is_marked and steps.ends_in_step(name))
-
-
-def _items(path: str, names: set[str]) -> dict[str, Item]:
-    """Return the named items of a CheckpointManager step or an Orbax v1 directory."""
-    items = {}
-    is_marked = bool(names.intersection(_ITEMS_MARKERS))
-    for name in sorted(names):
-        child = os.path.join(path, name)
-        if not paths.isdir(child):
-            continue
-        inside = _names_in(child)
-        if _is_checkpoint_itself(name, inside, is_marked):
-            continue
-        keys = sorted(inside.intersection(_RANDOM_KEYS))
-        if _is_tree(child, inside):
-            items[name] = Item(Format.ORBAX, child)
-        elif keys:
-            items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
-        elif len(inside - {layout.COMMIT_FILE}) == 1 and inside.intersection(layout.JSON_FILES):
-            items[name] = Item(None, os.path.join(child, *inside.intersection(layout.JSON_FILES)))
-    return items

@@ -13,7 +13,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafK
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path
-from flax_ckpt_compat._discovery import detect, foreign
+from flax_ckpt_compat._discovery import detect, foreign, orbax_directory
 from flax_ckpt_compat._discovery.formats import backend_for
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -32,8 +32,8 @@ class Opened:
             found = detect.detect(path)
             self.path: str = path  # of the checkpoint
             # Name → format and path; a checkpoint that is one tree has the single item ''.
-            self.items: dict[str, detect.Item] = found.items
-            self.trees: dict[str, detect.Item] = found.trees  # the items that are not JSON
+            self.items: dict[str, orbax_directory.Item] = found.items
+            self.trees: dict[str, orbax_directory.Item] = found.trees  # the items that are not JSON
             if paths.is_url(path) and len(found.items) == 1:
                 self.reader(*found.items)  # now, while the listing is cached
         if found.unknown:
@@ -71,7 +71,7 @@ class Opened:
             reader.tree = None
 
 
-def open_item(item: detect.Item, *, verify: bool = False) -> Reader:
+def open_item(item: orbax_directory.Item, *, verify: bool = False) -> Reader:
     """Open one tree or JSON item; see `Backend.open`. Raise UnrecognizedFormatError for a file of another kind."""
     if item.format is None:
         return JsonReader(item.path)

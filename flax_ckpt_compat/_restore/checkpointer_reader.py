@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafK
 from flax_ckpt_compat._core.errors import CheckpointerError
 from flax_ckpt_compat._core.tree import Branch, KeyData, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._save.checkpointer_adapter import described
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 
 _TYPES = {
     LeafKind.BOOL: bool,
@@ -112,8 +112,8 @@ def _example(leaf: Any) -> Any:
 
 def _in_memory(value: Any, handle: LeafHandle) -> Any:
     """Convert a value to what our own readers return: writable arrays, PRNG keys as `KeyData`."""
-    if state_dict.is_prng_key(value):
-        return state_dict.split_key(value)
+    if prng_keys.is_prng_key(value):
+        return prng_keys.split_key(value)
     if handle.kind is not LeafKind.ARRAY or value is None or value is _ABSENT:
         return value
     array = np.asarray(value)

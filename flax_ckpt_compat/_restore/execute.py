@@ -18,7 +18,7 @@ from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
 from flax_ckpt_compat._restore.plan import LeafPlan, ShapeDifference, TreePlan
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own, shape_and_dtype
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -143,7 +143,7 @@ class _Run:
                 value = list(map(cast, value))
         else:
             dtype = source.dtype if leaf.cast is None else leaf.cast
-            value = state_dict.without_shards(source.shape, dtype, leaf.sharding)
+            value = prng_keys.without_shards(source.shape, dtype, leaf.sharding)
         if cast is not None and cast.is_lossy:
             self._lost.append(show_path(source.path))
         return value
@@ -152,10 +152,10 @@ class _Run:
         value = self._compute(source)
         if isinstance(value, KeyData):
             with placement.all_transfers_allowed():
-                return state_dict.join_key(value, shardings.of(leaf.target))
+                return prng_keys.join_key(value, shardings.of(leaf.target))
         if isinstance(value, np.generic) and hasattr(leaf.target, "shape"):
             value = np.array(value)
-        if not isinstance(value, np.ndarray) and (not is_jax_array(value) or state_dict.is_prng_key(value)):
+        if not isinstance(value, np.ndarray) and (not is_jax_array(value) or prng_keys.is_prng_key(value)):
             return value
         if source.shape is None:
             self._check_unforeseen(leaf, source, value)

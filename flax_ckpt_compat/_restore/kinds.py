@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLea
 from flax_ckpt_compat._core.folding import Row, listed
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -72,7 +72,7 @@ def target_kind(leaf: Any) -> TargetKind:
     if isinstance(leaf, np.ndarray):
         return TargetKind.ARRAY
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return TargetKind.KEY if state_dict.is_prng_key(leaf) else TargetKind.ARRAY
+        return TargetKind.KEY if prng_keys.is_prng_key(leaf) else TargetKind.ARRAY
     if isinstance(leaf, str):
         return TargetKind.TEXT
     if isinstance(leaf, bytes | bytearray | memoryview):
@@ -175,11 +175,11 @@ def _hint(stored: Any, target: Any) -> str:
 
 def _key_hint(stored: Any, target: Any) -> str:
     if isinstance(target, _ARRAYS) and isinstance(stored, LeafHandle):
-        if stored.kind is LeafKind.PRNG_KEY and not state_dict.is_prng_key(target):
+        if stored.kind is LeafKind.PRNG_KEY and not prng_keys.is_prng_key(target):
             return "Add rules.key_data(pattern) to the transforms, or give the target a typed key (jax.random.key)."
-        if stored.kind is LeafKind.ARRAY and state_dict.is_prng_key(target):
+        if stored.kind is LeafKind.ARRAY and prng_keys.is_prng_key(target):
             return "Add rules.wrap_key_data(pattern) to the transforms, or give the target jax.random.key_data(key)."
-        if stored.kind in PYTHON_NUMBERS and target.shape == () and not state_dict.is_prng_key(target):
+        if stored.kind in PYTHON_NUMBERS and target.shape == () and not prng_keys.is_prng_key(target):
             return "Stored numbers become arrays with dtype='target', or where the target has a jax.ShapeDtypeStruct."
     return ""
 
@@ -234,7 +234,7 @@ def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.nda
     leaf, path = show_path(handle.path), handle.reader.path
     reason = f"{path}: the leaf {leaf!r} is a PRNG key of the implementation {key.impl!r}, which this jax does not have"
     remedy = "install or register what defines it, and wrap the data with jax.random.wrap_key_data"
-    if state_dict.is_prng_key(target):
+    if prng_keys.is_prng_key(target):
         raise UnsupportedLeafError(
             f"{reason}; give a uint32 array as the target's leaf, or no target, to get its raw data; or {remedy}",
             path=path,
@@ -247,7 +247,7 @@ def data_of_unknown_key(key: KeyData, handle: LeafHandle, target: Any) -> np.nda
 def is_ambiguous(handle: LeafHandle, target: Any) -> bool:
     """Return whether a leaf may be a typed key or its data, and the target's leaf does not decide it."""
     may_be_key = LeafKind.PRNG_KEY in handle.possible_kinds
-    return may_be_key and (_kind_of(target) is not LeafKind.ARRAY or state_dict.is_prng_key(target))
+    return may_be_key and (_kind_of(target) is not LeafKind.ARRAY or prng_keys.is_prng_key(target))
 
 
 def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
@@ -263,7 +263,7 @@ def is_converted(kind: LeafKind, target: Any, cast: bool) -> bool:
 
 def wants_array(target: Any) -> bool:
     """Return whether a target's leaf is an array, abstract or not, and no typed key."""
-    return isinstance(target, _ARRAYS) and not state_dict.is_prng_key(target)
+    return isinstance(target, _ARRAYS) and not prng_keys.is_prng_key(target)
 
 
 def number_dtype(number: Any) -> np.dtype[Any]:

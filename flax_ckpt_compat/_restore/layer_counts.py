@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.folding import Row, fold
+from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
 
 _MAX_PLACES = 4
-_NUMBERED = re.compile(r"(.*?)(\d+)", re.ASCII)
 
 
 def explain(plan: TreePlan) -> str:
@@ -20,7 +19,7 @@ def explain(plan: TreePlan) -> str:
     if plan.target is None:
         return ""
     missing, target = plan.missing, plan.target.node
-    return numbered(missing, target, plan.tree) if missing else stacked(plan.shapes, target)
+    return _numbered(missing, target, plan.tree) if missing else stacked(plan.shapes, target)
 
 
 def stacked(shapes: Sequence[ShapeDifference], target: Node) -> str:
@@ -52,11 +51,10 @@ def _change(was: tuple[int, ...], want: tuple[int, ...]) -> tuple[int, int, int]
 
 def _is_stack(node: Node) -> bool:
     """Return whether a subtree has arrays of several ranks or sizes: one that is alone may be an embedding."""
-    shapes: set[Any] = {getattr(leaf, "shape", None) for _, leaf in iter_leaves(node)}
-    return isinstance(node, Branch) and len(shapes - {None}) > 1
+    return isinstance(node, Branch) and len({*leaf_shapes(node).values()} - {None}) > 1
 
 
-def numbered(missing: Sequence[Path], target: Node, stored: Node) -> str:
+def _numbered(missing: Sequence[Path], target: Node, stored: Node) -> str:
     """Return the explanation if layers are missing that would be the next in rows of numbered ones."""
     groups: dict[tuple[str, int, int], list[Path]] = {}
     for (place, stem), (count, wanted) in longer_rows(missing, target, stored).items():
@@ -77,20 +75,21 @@ def longer_rows(paths: Iterable[Path], longer: Node, shorter: Node) -> dict[tupl
                 continue
             if place not in rows:
                 rows[place] = _rows(here)
-            if (match := _NUMBERED.fullmatch(name)) is not None and match[1] in rows[place]:
-                more.setdefault((place, match[1]), set()).add(int(match[2]))
+            if (row := numbered(name)) is not None and row[0] in rows[place]:
+                more.setdefault((place, row[0]), set()).add(row[1])
             break
     found = {}
     for (place, stem), numbers in more.items():
         count, wanted = len(rows[place][stem]), len(rows[place][stem]) + len(numbers)
-        last = _shapes(node_at(shorter, (*place, f"{stem}{count - 1}")))
-        others = [_shapes(node_at(longer, (*place, f"{stem}{number}"))) for number in range(count, wanted)]
+        last = leaf_shapes(node_at(shorter, (*place, f"{stem}{count - 1}")))
+        others = [leaf_shapes(node_at(longer, (*place, f"{stem}{number}"))) for number in range(count, wanted)]
         if numbers == set(range(count, wanted)) and last and all(one == last for one in others):
             found[place, stem] = count, wanted
     return found
 
 
-def _shapes(node: Node) -> dict[Path, Any]:
+def leaf_shapes(node: Node) -> dict[Path, Any]:
+    """Return the shape of each leaf of a subtree; None for leaves that are no arrays. Empty containers do not count."""
     return {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node) if not isinstance(leaf, Branch)}
 
 
@@ -98,8 +97,8 @@ def _rows(branch: Branch) -> dict[str, set[int]]:
     """Return the numbers of numbered subtrees of a branch by the text before the number."""
     rows: dict[str, set[int]] = {}
     for name, child in branch.children.items():
-        if isinstance(child, Branch) and (match := _NUMBERED.fullmatch(name)) is not None:
-            rows.setdefault(match[1], set()).add(int(match[2]))
+        if isinstance(child, Branch) and (row := numbered(name)) is not None:
+            rows.setdefault(row[0], set()).add(row[1])
     return rows
 
 

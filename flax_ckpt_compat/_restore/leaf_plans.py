@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, kinds, shardings
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, shape_and_dtype
 
 
@@ -69,7 +69,7 @@ class LeafPlanner:
         leaf = LeafPlan(path, handle, target)
         name = show_path(handle.path)
         if kind is LeafKind.PRNG_KEY:
-            if state_dict.is_prng_key(target):
+            if prng_keys.is_prng_key(target):
                 # Keys have no copy in host memory, so the sharding applies in every format.
                 leaf.sharding = shardings.of(target)
                 self._check(leaf, name, handle.shape[:-1], None, on_device)
@@ -83,7 +83,7 @@ class LeafPlanner:
             return leaf
         leaf.sharding = shardings.wanted(target, on_device)
         self._check(leaf, name, handle.shape, dtype, on_device)
-        if kind is not LeafKind.ARRAY or state_dict.is_prng_key(target):
+        if kind is not LeafKind.ARRAY or prng_keys.is_prng_key(target):
             return leaf
         if leaf.sharding is not None and shardings.is_held(dtype if leaf.cast is None else leaf.cast):
             leaf.slices = shardings.slices(handle, leaf.sharding)
@@ -112,7 +112,7 @@ class LeafPlanner:
     def _wanted_dtype(self, target: Any) -> Any:
         """Return the dtype that arrays are cast to for a target's leaf, or None to keep the stored one."""
         is_wanted = self._casts or isinstance(target, jax.ShapeDtypeStruct)
-        return shape_and_dtype(target)[1] if is_wanted and not state_dict.is_prng_key(target) else None
+        return shape_and_dtype(target)[1] if is_wanted and not prng_keys.is_prng_key(target) else None
 
     def _check(self, leaf: LeafPlan, name: str, shape: tuple[int, ...], dtype: Any, on_device: bool) -> None:
         """Record an impossible cast or sharding; take away a sharding that does not apply."""

@@ -16,7 +16,7 @@ from flax_ckpt_compat._restore import kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import LeafPlan, TreePlan
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys, state_dict
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, handles_of
 from flax_ckpt_compat._trees.old_namedtuples import fields_of
 
@@ -214,7 +214,7 @@ class _Planner:
 
 def _shape_of(stored: LeafHandle | Derived, target: Any) -> Any:
     """Return the stored shape; of PRNG keys that of their data, unless the target has typed keys too."""
-    is_key = isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY and state_dict.is_prng_key(target)
+    is_key = isinstance(stored, LeafHandle) and stored.kind is LeafKind.PRNG_KEY and prng_keys.is_prng_key(target)
     return stored.shape[:-1] if is_key and stored.shape is not None else stored.shape
 
 

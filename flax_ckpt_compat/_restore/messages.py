@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at, show_path, topmost
 from flax_ckpt_compat._restore import layer_counts
 from flax_ckpt_compat._restore.plan import ShapeDifference, TreePlan
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 
 _MAX_STORED = 200
 _MAX_TOPS = 4
@@ -87,13 +87,11 @@ def changed_optimizer(guess: Any) -> str:
 def copies(missing: Sequence[Path], target: Node, stored: Node) -> str:
     """Return the rule for a missing collection with the leaves of a stored one, as averaged parameters; or empty."""
     tops = [path[0] for path in topmost(target, set(missing)) if len(path) == 1]
-    leaves = {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(target)}
-    for top in tops if len(tops) == 1 and isinstance(stored, Branch) else ():
-        wanted = {path[1:]: shape for path, shape in leaves.items() if path[0] == top}
-        for name, node in stored.children.items():
-            if len(wanted) > 1 and wanted == {path: getattr(leaf, "shape", None) for path, leaf in iter_leaves(node)}:
-                rule = f"rules.copy({literal(name)!r}, {top!r})"
-                return f"{top} has the same leaves as the stored {name}: if it is to begin as a copy, {rule}."
+    wanted = layer_counts.leaf_shapes(node_at(target, (tops[0],))) if len(tops) == 1 else {}
+    for name, node in stored.children.items() if len(wanted) > 1 and isinstance(stored, Branch) else ():
+        if layer_counts.leaf_shapes(node) == wanted:
+            rule = f"rules.copy({literal(name)!r}, {tops[0]!r})"
+            return f"{tops[0]} has the same leaves as the stored {name}: if it is to begin as a copy, {rule}."
     return ""
 
 
@@ -110,7 +108,7 @@ def other_shapes(
 
     ``arrays`` is the number of stored arrays that the target asks for. If ``refused``, the restore fails; else the
     stored arrays are returned. ``suggestion`` has rules that map the checkpoint, or is empty."""
-    keys = {path for path, was, want in shapes if _is_raw(was, want) and state_dict.is_prng_key(node_at(target, path))}
+    keys = {path for path, was, want in shapes if _is_raw(was, want) and prng_keys.is_prng_key(node_at(target, path))}
     rows = [Row((show_path(path),), (_difference(was, want, path in keys),)) for path, was, want in shapes]
     lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"

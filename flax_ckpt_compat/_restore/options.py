@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from flax_ckpt_compat import config
+from flax_ckpt_compat._core import arguments
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
 
 
@@ -21,7 +22,8 @@ class RestoreOptions:
         """Return the options of `flax_ckpt_compat.restore`: a policy of None takes the setting or its default."""
         given = {name: value for name, value in policies.items() if value is not None}
         with config.defaults(config.STRICT), config.override(**given) as settings:
-            return cls(settings, TransformSpec(transforms, default_to_original=default_to_original, strict=True))
+            by_default = arguments.flag(default_to_original, "transforms_default_to_original")
+            return cls(settings, TransformSpec(transforms, default_to_original=by_default, strict=True))
 
     @property
     def verifies(self) -> bool:

@@ -13,7 +13,7 @@ from flax_ckpt_compat._restore import cast_losses, kinds
 from flax_ckpt_compat._restore.casting import Cast
 from flax_ckpt_compat._restore.plan import LeafPlan
 from flax_ckpt_compat._restore.shardings import is_held, local_starts, starts
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 
 
 def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) -> Any:
@@ -24,9 +24,9 @@ def finish(leaf: LeafPlan, handle: LeafHandle, value: Any, cast: Cast | None) ->
     if isinstance(value, KeyData):
         try:
             with all_transfers_allowed():
-                return state_dict.join_key(value, leaf.sharding)
+                return prng_keys.join_key(value, leaf.sharding)
         except ValueError:
-            if state_dict.has_implementation(value.impl):
+            if prng_keys.has_implementation(value.impl):
                 raise
             return kinds.data_of_unknown_key(value, handle, leaf.target)
     if kind is LeafKind.ARRAY:
@@ -46,7 +46,7 @@ def put(value: np.ndarray[Any, Any], sharding: Any, cast: Cast | None) -> Any:
     if sharding is None or not is_held(value.dtype):
         return value
     if not sharding.addressable_devices:
-        return state_dict.without_shards(value.shape, value.dtype, sharding)
+        return prng_keys.without_shards(value.shape, value.dtype, sharding)
     with transfers_allowed():
         return on_devices(value, sharding)
 

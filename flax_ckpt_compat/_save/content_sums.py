@@ -1,4 +1,4 @@
-"""Sum all bytes of arrays where they are, so that replicas which drifted apart are noticed before they are written.
+"""Sum all bytes of arrays on their devices, to detect replicas that drifted apart before they are written.
 
 In host memory this is a CRC-32, at the speed of memory. On an accelerator it is a weighted sum of the words, without a
 copy to the host: any change of one word changes it, and of more words all but one change in 2**32.

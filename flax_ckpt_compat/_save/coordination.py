@@ -284,7 +284,7 @@ class Coordinator:
             outcome = "so it is not known here whether the checkpoint was saved"
         return ProcessTimeoutError(
             f"{self._path}: process {shown} of {self.process.count} did not reach barrier {stage!r} within "
-            f"{waited:g} s, {outcome}. It may have exited, hang, or be at something else: all processes have to "
+            f"{waited:g} s, {outcome}. It may have exited, hang, or run other code: all processes have to "
             f"{self.call}. If it only needs more time, raise the setting coordination_timeout.",
             path=self._path,
             absent=tuple(missing),

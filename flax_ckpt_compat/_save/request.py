@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core import arguments, paths, steps
 from flax_ckpt_compat._core.backend import Format, WriteOptions
-from flax_ckpt_compat._core.errors import StepError
+from flax_ckpt_compat._core.errors import CheckpointerError, StepError
 from flax_ckpt_compat._discovery import listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._save import retention_policy
@@ -72,7 +72,7 @@ class SaveRequest:
 
 
 def of_step(
-    ckpt_dir: str, step: Any, prefix: str, *, keep: Any, keep_every_n_steps: Any, overwrite: Any, **options: Any
+    ckpt_dir: str, step: Any, prefix: str, *, keep: Any, keep_every_n_steps: Any, **options: Any
 ) -> SaveRequest:
     """Validate the arguments of a save of one step of a normalised directory, and read the settings.
 
@@ -91,7 +91,6 @@ def of_step(
         name=name,
         shown_path=os.path.join(ckpt_dir, f"{prefix}{text}"),
         step=step,
-        overwrite=bool(overwrite),
         keep=retention_policy.check_keep(keep),
         keep_every_n_steps=retention_policy.check_every(keep_every_n_steps),
         **options,
@@ -113,17 +112,30 @@ def of_path(path: str, **options: Any) -> SaveRequest:
     )
 
 
-def _request(*, format: Format | None = None, **fields: Any) -> SaveRequest:
+def _request(*, overwrite: Any, async_manager: Any = None, format: Format | None = None, **fields: Any) -> SaveRequest:
     settings = config.current()
+    if async_manager:  # as Flax asks
+        _check_manager(async_manager)
     request = SaveRequest(
+        overwrite=arguments.flag(overwrite, "overwrite"),
+        async_manager=async_manager,
         format=format or (Format.ORBAX if config.use_orbax_format() else Format.MSGPACK),
         options=write_options(settings),
         coordination_timeout=settings.coordination_timeout,
         shadow=settings.shadow,
         **fields,
     )
-    paths.check_destination(request.path)
+    paths.normal(request.path)  # raises for characters that stores do not take
     return request
+
+
+def _check_manager(manager: Any) -> None:
+    """Raise CheckpointerError unless an object can be a `SaveManager`."""
+    if isinstance(manager, type) or not all(hasattr(manager, name) for name in ("wait_previous_save", "save_async")):
+        raise CheckpointerError(
+            "async_manager must be a checkpoints.AsyncManager(), or an object with its methods; "
+            f"{arguments.found(manager)}"
+        )
 
 
 def write_options(settings: config.Settings) -> WriteOptions:

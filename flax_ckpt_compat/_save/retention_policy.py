@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core import arguments, steps
 from flax_ckpt_compat._core.errors import StepError
 
 
 def check_keep(keep: Any) -> int:
     """Validate ``keep`` and return it as an int; 0 keeps all, as legacy Flax does for 0 and ``np.inf``."""
-    try:
-        value = float(keep)
-    except (TypeError, ValueError):
-        raise StepError(f"keep must be a number, found {keep!r}") from None
-    if math.isnan(value) or value < 0:
-        raise StepError(f"keep must be 0 (keep all) or more, found {keep!r}")
+    value = _number(keep, "keep")
+    if not value >= 0:
+        raise StepError(f"keep must be 0 (keep all) or more, found {value}")
     if math.isinf(value):
         return 0
     if value != int(value):
-        raise StepError(f"keep must be a whole number, found {keep!r}")
-    return operator.index(keep) if hasattr(keep, "__index__") else int(value)
+        raise StepError(f"keep must be a whole number, found {value}")
+    return int(value)
 
 
 def check_every(every: Any) -> float | None:
     """Validate ``keep_every_n_steps`` and return it as a number; None and 0 keep nothing extra."""
-    try:
-        value = 0.0 if every is None else float(every)
-    except (TypeError, ValueError):
-        value = math.nan
+    value = 0.0 if every is None else _number(every, "keep_every_n_steps")
     if math.isnan(value):
-        raise StepError(f"keep_every_n_steps must be a number or None, found {every!r:.100}")
+        raise StepError("keep_every_n_steps must be a number or None, found nan")
     return value or None
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a number, or the one value of an array; infinity for an int beyond every float."""
+    one = arguments.number(value, name, of_any_rank=True)
+    try:
+        return float(one)
+    except OverflowError:
+        return math.inf if one > 0 else -math.inf
+    except (TypeError, ValueError):
+        raise StepError(f"{name} must be a number, {arguments.found(value)}") from None
 
 
 def expired(names: Sequence[str], prefix: str, keep: int, keep_every_n_steps: float | None) -> list[str]:

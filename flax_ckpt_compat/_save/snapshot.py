@@ -16,7 +16,7 @@ from flax_ckpt_compat._save import tree_summary
 from flax_ckpt_compat._save.host_copies import Copies
 from flax_ckpt_compat._save.replicas import Replicas
 from flax_ckpt_compat._save.request import SaveRequest
-from flax_ckpt_compat._trees import depth, state_dict
+from flax_ckpt_compat._trees import depth, prng_keys, state_dict
 from flax_ckpt_compat._trees.plain_values import plain
 from flax_ckpt_compat.errors import MPACheckpointingRequiredError
 
@@ -75,9 +75,9 @@ class _Snapshot:
     def leaf(self, leaf: Any, path: Path) -> Any:
         """Return a leaf as it is saved."""
         taken = _checked(path, plain(leaf, path), self._request)
-        apart = state_dict.split_key(taken)
+        apart = prng_keys.split_key(taken)
         is_replica = taken is not leaf and isinstance(leaf, jax.Array)
-        if self._replicas is not None and is_replica and not state_dict.is_prng_key(leaf):
+        if self._replicas is not None and is_replica and not prng_keys.is_prng_key(leaf):
             self._replicas.add(path, leaf, _owners(leaf.sharding))
         if apart is taken and type(taken) is type(leaf):
             if isinstance(taken, jax.Array):

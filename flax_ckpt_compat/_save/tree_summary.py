@@ -21,7 +21,7 @@ from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Path, iter_leaves, normalize_index, show_path
 from flax_ckpt_compat._save.content_sums import sums_of
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 
 _log = logging.getLogger("flax_ckpt_compat")
 _GROUPS = 64
@@ -39,7 +39,7 @@ class TreeSummary:
     """Digest of one process's tree, sent to process 0."""
 
     def __init__(self, tree: Node, shared: Mapping[Path, Collection[int]] | None = None):
-        """Sample the leaves; of arrays whose writing is shared out take all: ``shared`` has the processes of each."""
+        """Sample the leaves, but take all arrays whose writing is shared: ``shared`` has the processes of each."""
         self._names: dict[str, list[str]] = defaultdict(list)
         described = Memo[str](lambda array: f"{array[1]} {array[2]} {_layout(array[0])}")
         spread: dict[str, int] = defaultdict(int)
@@ -207,7 +207,7 @@ def _sample(array: Any) -> bytes:
 
 def placeholder(array: jax.Array) -> Any:
     """Return a stand-in, without memory, for an array that process 0 writes and this process cannot see."""
-    if state_dict.is_prng_key(array):
+    if prng_keys.is_prng_key(array):
         return KeyData(str(jax.random.key_impl(array)), placeholder(jax.eval_shape(jax.random.key_data, array)))
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 

@@ -16,8 +16,8 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import commit
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, listing, opening
-from flax_ckpt_compat._discovery.around import checkpoint_around
+from flax_ckpt_compat._discovery import detect, listing, opening, orbax_directory
+from flax_ckpt_compat._discovery.around import why_inside
 from flax_ckpt_compat._save import prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
@@ -91,11 +91,8 @@ def _check_directory(request: SaveRequest) -> None:
     if (is_step and paths.isfile(request.directory)) or detect.is_certainly_orbax(request.directory):
         message = f"{request.directory} is itself a checkpoint; pass the directory that holds it, {parent}"
         raise _invalid(request, f"{request.attempt}: {message}")
-    if (around := checkpoint_around(request.directory)) is not None:
-        outside = f"pass a directory outside of it, such as {os.path.dirname(around)}"
-        raise _invalid(
-            request, f"{request.attempt}: {around} is a checkpoint, and would be removed with all in it; {outside}"
-        )
+    if why := why_inside(request.directory):
+        raise _invalid(request, f"{request.attempt}: {why}")
 
 
 def _check_replaced(request: SaveRequest) -> None:
@@ -183,7 +180,7 @@ def _foreign_reason(path: str) -> str | None:
     if not paths.isfile(path):
         return "it is no regular file"
     try:
-        opening.open_item(detect.Item(Format.MSGPACK, path)).close()
+        opening.open_item(orbax_directory.Item(Format.MSGPACK, path)).close()
     except CheckpointError as error:
         return f"it does not open as a checkpoint ({error})"
     return None
@@ -200,7 +197,7 @@ def _extra_files(path: str) -> list[str]:
         child = os.path.join(path, name)
         if name in _ORBAX_NAMES or commit.is_marker(name) or name.startswith(layout.PROCESS_PREFIX):
             continue
-        if detect.is_array(child):
+        if orbax_directory.is_array(child):
             continue
         if name not in items or not paths.isdir(child):
             found.append(name)

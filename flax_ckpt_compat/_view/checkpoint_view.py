@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from types import TracebackType
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import similar, steps
+from flax_ckpt_compat._core import arguments, similar, steps
 from flax_ckpt_compat._core.backend import LeafHandle
-from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError
+from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, StepError
 from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.folding import Row, shown
 from flax_ckpt_compat._core.paths import as_text
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
-from flax_ckpt_compat._discovery import listing, locating, opening
+from flax_ckpt_compat._discovery import detect, listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.items import at_whole_path
 from flax_ckpt_compat._save import async_saves
@@ -26,7 +25,6 @@ from flax_ckpt_compat._view import metadata
 
 # ``a/b/0``, or ``("a", "b", 0)`` where a name itself contains a slash.
 LeafPath = str | tuple[str | int, ...]
-_MANAGED_STEP = re.compile(r"(?:.*_)?(\d+)")
 
 
 @depth.limited("opened")
@@ -142,10 +140,11 @@ class Checkpoint:
 
         Raises:
             MissingLeavesError: the checkpoint has no such path.
+            StepError: what is given is no path.
             CheckpointNotFoundError: the checkpoint was removed after it was opened.
             CorruptCheckpointError, StorageError: the values cannot be read.
         """
-        root = self._root if paths is None else self._select([paths] if isinstance(paths, str | tuple) else paths)
+        root = self._root if paths is None else self._select(_as_paths(paths))
         trees = root.children if self._opened.is_mapping else {self._opened.parts[0]: root}
         with locating.reporting_removal(self.path):
             return restore_pipeline.read_state(self._opened, trees)
@@ -176,6 +175,18 @@ class Checkpoint:
                 missing=tuple(selection.missing),
             )
         return Branch({}) if root is _NOTHING else root
+
+
+def _as_paths(given: Any) -> list[LeafPath]:
+    """Return one path, or several, as a list."""
+    try:
+        paths = [given] if isinstance(given, str | tuple) else list(given)
+    except TypeError:
+        paths = [given]
+    for path in paths:
+        if not isinstance(path, str | tuple):
+            raise StepError(f"a leaf's path is text such as 'a/b/0', or a tuple of names, {arguments.found(path)}")
+    return paths
 
 
 _NOTHING = object()
@@ -214,6 +225,6 @@ class _Selection:
 
 def _step_of(opened: opening.Opened, prefix: str) -> float | None:
     name = os.path.basename(opened.path)
-    match = _MANAGED_STEP.fullmatch(name) if "" not in opened.items else None
+    match = detect.STEP_DIRECTORY.fullmatch(name) if "" not in opened.items else None
     step = steps.step_of(name, prefix)
-    return int(match[1]) if step is None and match else step
+    return int(match[2]) if step is None and match else step

@@ -130,7 +130,7 @@ def diff(
 def _tolerance(name: str, value: Any) -> float:
     try:
         found = 0.0 if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not found >= 0:
         raise SettingError(f"{name} takes a number from 0, found {value!r:.100}")

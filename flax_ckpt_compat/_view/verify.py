@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from flax_ckpt_compat._core import bounded_reads, grid, paths
+from flax_ckpt_compat._core import arguments, bounded_reads, grid, paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -24,7 +24,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
-from flax_ckpt_compat._discovery import below, detect, locating, opening
+from flax_ckpt_compat._discovery import below, locating, opening, orbax_directory
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
 
@@ -62,6 +62,7 @@ def verify(
         True
     """
     root, prefix = paths.absolute(paths.as_text(path)), paths.as_text(prefix, "prefix")
+    arguments.check_function(progress, "progress")
     found = _found(root, step, prefix)
     results = []
     with Pool(_AT_ONCE, "flax-ckpt") as pool:
@@ -130,7 +131,7 @@ class _Findings:
     any_opened: bool = False
     readable: bool = True
 
-    def add_item(self, name: str, item: detect.Item, prefix: Path) -> None:
+    def add_item(self, name: str, item: orbax_directory.Item, prefix: Path) -> None:
         """Verify one item; leaves are also verified if the structure has a wrong checksum, as far as it decodes."""
         for checks in (True, False):
             try:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
 from tests.support.logs import warnings_logged
 
@@ -211,7 +211,7 @@ def _put_some(values: Any, sharding: Any) -> Any:
     places = sharding.addressable_devices_indices_map(values.shape).items()
     shards = [jax.device_put(values[index], device) for device, index in places]
     if not shards:
-        return state_dict.without_shards(values.shape, values.dtype, sharding)
+        return prng_keys.without_shards(values.shape, values.dtype, sharding)
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards)
 
 

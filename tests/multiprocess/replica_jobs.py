@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from tests.multiprocess import jobs
 
 ROWS = 512
@@ -59,7 +59,7 @@ def save_on_some(folder: str) -> int:
 
     def put(array: Any) -> Any:
         if not sharding.addressable_devices:
-            return state_dict.without_shards(array.shape, array.dtype, sharding)
+            return prng_keys.without_shards(array.shape, array.dtype, sharding)
         return jobs.put(array, sharding)
 
     tree, before = {name: put(array) for name, array in values().items()}, written()

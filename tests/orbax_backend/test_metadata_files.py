@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core import orbax_layout
 from flax_ckpt_compat._core.tree import map_leaves
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys, state_dict
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(lambda name: "." not in name)
 LEAVES = st.sampled_from(
@@ -33,7 +33,7 @@ TREES = st.dictionaries(
 @given(TREES)
 def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
     """Every leaf is listed once, with its key path, type, part and sharding, in each file that lists it."""
-    plan = make_plan(map_leaves(lambda _, leaf: state_dict.split_key(leaf), state_dict.describe(tree)))
+    plan = make_plan(map_leaves(lambda _, leaf: prng_keys.split_key(leaf), state_dict.describe(tree)))
     entries = json.loads(metadata.tree_metadata(plan, zarr3=False))["tree_metadata"]
     assert list(entries) == [str(tuple(name for name, _ in entry.keys)) for entry in plan.entries]
     arrays = {}

@@ -11,7 +11,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_ckpt_compat._core.errors import NameCollisionError, StorageError, UnsupportedLeafError
-from flax_ckpt_compat._core.tree import Branch
 from tests.support.orbax_trees import BACKEND, branches, load, save
 
 
@@ -83,25 +82,6 @@ def test_what_cannot_be_stored_is_refused_with_its_path(tmp_path: Path, leaf: An
         save(tmp_path / "c", {"outer": [{"bad": leaf}]})
     assert caught.value.leaf == "outer/0/bad"
     assert not (tmp_path / "c").exists()
-
-
-def test_a_deleted_array_is_refused() -> None:
-    """An array that was donated has no values left to store."""
-    array = jnp.ones(3)
-    array.delete()
-    with pytest.raises(UnsupportedLeafError, match=r"b: .*deleted"):
-        BACKEND.prepare(Branch({"a": jnp.ones(3), "b": array}))
-
-
-def test_a_traced_array_is_refused() -> None:
-    """Saving inside jit has no values to store."""
-
-    def save_inside(x: Any) -> Any:
-        with pytest.raises(UnsupportedLeafError, match="tracing"):
-            BACKEND.prepare(Branch({"a": x}))
-        return x
-
-    jax.jit(save_inside)(jnp.ones(3))
 
 
 def test_half_a_surrogate_pair_is_refused_as_a_name() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import key_index
+from flax_ckpt_compat.orbax_backend import database_index
 from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
@@ -197,7 +197,7 @@ def test_reads_what_only_tensorstore_can_index(
     def refuse(*args: object) -> None:
         raise UndecodableError
 
-    monkeypatch.setattr(key_index, "read_entries", refuse)
+    monkeypatch.setattr(database_index, "read_entries", refuse)
     assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flax_ckpt_compat._core.tree import Branch
 from flax_ckpt_compat._restore.execute import read_and_place
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived
 from tests.restore.test_matching import handles, plan
 
@@ -24,7 +24,7 @@ def test_shapes_are_told_by_key_path() -> None:
 
 def test_arrays_without_shards_here_have_the_dtype_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other processes are cast, so this process' view of them is."""
-    monkeypatch.setattr(state_dict, "without_shards", lambda shape, dtype, sharding: (shape, dtype))
+    monkeypatch.setattr(prng_keys, "without_shards", lambda shape, dtype, sharding: (shape, dtype))
     for cast, dtype in ((np.dtype(np.float16), np.float16), (None, np.float64)):
         planned = plan(handles({"a": np.zeros(3)}), {"a": np.zeros(3)})
         (leaf,) = planned.leaves

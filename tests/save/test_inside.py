@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat import checkpoints, errors, restore, save
+from flax_ckpt_compat import checkpoints, convert, errors, restore, save
 from tests.support.saves import names, saved_by_peer, tree
 
 
@@ -31,6 +31,21 @@ def test_a_save_below_a_checkpoint_is_refused(flag: bool, step: Path, tmp_path: 
     ):
         with pytest.raises(errors.InvalidCheckpointError, match=told):
             call()
+    assert names(step) == before
+
+
+@pytest.mark.parametrize("to", ["msgpack", "orbax", "manager", "safetensors"])
+def test_a_conversion_into_a_checkpoint_is_refused(step: Path, tmp_path: Path, to: str) -> None:
+    """As a save there, also of a directory of steps; a dry run says so, too."""
+    src = tmp_path / "src"
+    checkpoints.save_checkpoint(src, tree(7), 7)
+    (tmp_path / "link").symlink_to(step)
+    before, told = names(step), f"{step} is a checkpoint, and would be removed .* such as {tmp_path}$"
+    for source in (src, src / "checkpoint_7"):
+        for dst in (step / "sub", step / "sub" / "deep", tmp_path / "link" / "sub"):
+            for dry_run in (True, False):
+                with pytest.raises(errors.InvalidCheckpointError, match=told):
+                    convert(source, dst, to, step=7 if source != src else None, dry_run=dry_run)
     assert names(step) == before
 
 

@@ -220,13 +220,16 @@ def test_a_tree_that_cannot_be_saved_is_refused_before_anything_is_written(
     assert names(tmp_path) == []
 
 
-def test_a_donated_array_is_refused(flag: bool, tmp_path: Path) -> None:
-    """A deleted jax array is an error that says so."""
-    array = jnp.arange(3)
+@pytest.mark.parametrize("is_key", [False, True])
+def test_a_donated_array_is_refused(flag: bool, tmp_path: Path, is_key: bool) -> None:
+    """A deleted jax array is an error that says so, alone and after one that is there."""
+    array = jax.random.key(1) if is_key else jnp.arange(3)
+    there = array.copy()
     array.delete()
-    with pytest.raises(errors.UnsupportedLeafError, match=r"a/b.*deleted") as caught:
-        ours.save_checkpoint(tmp_path, {"a": {"b": array}}, 1)
-    assert caught.value.leaf == "a/b"
+    for inside in ({"b": array}, {"a": there, "b": array}):
+        with pytest.raises(errors.UnsupportedLeafError, match=r"a/b.*deleted") as caught:
+            ours.save_checkpoint(tmp_path, {"a": inside}, 1)
+        assert caught.value.leaf == "a/b"
 
 
 def test_an_abstract_leaf_is_refused(flag: bool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from flax import struct
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._suggest import Suggestion, suggest
-from flax_ckpt_compat._trees import leaf_sources, state_dict
+from flax_ckpt_compat._trees import leaf_sources, prng_keys, state_dict
 
 _KINDS = {bool: LeafKind.BOOL, int: LeafKind.INT, float: LeafKind.FLOAT, str: LeafKind.STR}
 
@@ -121,7 +121,7 @@ def as_stored(tree: Any) -> Node:
             return None
         array = hasattr(leaf, "shape")
         shape = tuple(leaf.shape) if array else ()
-        if state_dict.is_prng_key(leaf):
+        if prng_keys.is_prng_key(leaf):
             return LeafHandle(path, LeafKind.PRNG_KEY, (*shape, 2), np.dtype("uint32"), 0, "", _NoReader(), None)
         dtype = np.dtype(leaf.dtype) if array else None
         kind = LeafKind.ARRAY if array else _KINDS[type(leaf)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.tree import Branch, Container, KeyData, iter_leaves, map_leaves
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys, state_dict
 from tests.support.peers import FROZEN_DICT_TAKES_INT_KEYS
 from tests.support.profiles import examples
 from tests.support.samples import SAMPLES, Fields, Keyed, Pair, Registered, Serialized, fingerprint, train_state_sample
@@ -154,12 +154,12 @@ def test_work_does_not_grow_with_depth() -> None:
 def test_keys_are_taken_apart_and_put_together(impl: str) -> None:
     """Typed PRNG keys and batches of them survive being taken apart; raw uint32 keys are plain arrays."""
     keys = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4, impl=impl), (2, 3))}
-    apart = map_leaves(lambda _, leaf: state_dict.split_key(leaf), state_dict.describe(keys))
+    apart = map_leaves(lambda _, leaf: prng_keys.split_key(leaf), state_dict.describe(keys))
     assert all(isinstance(leaf, KeyData) and leaf.impl == impl for _, leaf in iter_leaves(apart))
     for name, key in keys.items():
-        assert fingerprint(state_dict.join_key(apart.children[name])) == fingerprint(key)
+        assert fingerprint(prng_keys.join_key(apart.children[name])) == fingerprint(key)
     raw = jax.random.PRNGKey(0)
-    assert state_dict.split_key(raw) is raw
+    assert prng_keys.split_key(raw) is raw
 
 
 def test_abstract_targets_are_described() -> None:
@@ -168,7 +168,7 @@ def test_abstract_targets_are_described() -> None:
     described = state_dict.describe(tree)
     real = state_dict.describe(train_state_sample())
     assert [path for path, _ in iter_leaves(described)] == [path for path, _ in iter_leaves(real)]
-    assert state_dict.is_prng_key(jax.eval_shape(lambda: jax.random.key(0)))
+    assert prng_keys.is_prng_key(jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def test_types_with_own_rules() -> None:

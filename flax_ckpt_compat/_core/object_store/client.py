@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flax_ckpt_compat._core.object_store import probing, visible_objects
@@ -26,7 +26,6 @@ NO_OBJECT = b"\x02"
 _DOTS = {".", ".."}
 # Assumed size of objects that are read whole (JSON and the like), for timeouts.
 _SMALL_BYTES = 64 * 2**20
-_TINY_AT_ONCE = 64  # requests for a byte or less
 
 
 def scheme_of(url: str) -> StoreScheme:
@@ -188,36 +187,6 @@ def version(url: str) -> bytes:
     except OutOfRangeError:
         found = request_object(url, None)  # it is empty
     return bytes(found.stamp.generation)
-
-
-def prefetch_sizes(urls: Collection[str]) -> None:
-    """Request the sizes of many objects in parallel, within `listing_cache` only."""
-    _prefetch(cache.sizes, urls, size)
-
-
-def prefetch_emptiness(urls: Collection[str]) -> None:
-    """Request in parallel whether many objects are empty, within `listing_cache` only."""
-    if any(scheme_of(url).tells_sizes for url in urls):
-        prefetch_sizes(urls)
-    else:
-        _prefetch(cache.emptiness, urls, is_empty)
-
-
-def prefetch_contents(urls: Collection[str]) -> None:
-    """Read many small objects in parallel, within `listing_cache` only."""
-    _prefetch(cache.contents, urls, read)
-
-
-def _prefetch(known: dict[str, Any], urls: Collection[str], request: Callable[[str], Any]) -> None:
-    if cache.listings:
-        found: dict[str, Any] = {}
-
-        def look(url: str) -> None:
-            with suppress(FileNotFoundError):
-                found[url] = request(url)
-
-        in_parallel(look, [url for url in urls if url not in known], _TINY_AT_ONCE)
-        known.update(found)
 
 
 def probed_size(url: str) -> int:

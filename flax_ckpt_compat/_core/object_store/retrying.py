@@ -26,7 +26,6 @@ from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstor
 _log = logging.getLogger("flax_ckpt_compat")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
 _REFUSED = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
-_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "4s"}  # some 25 s in all
 _ATTEMPTS = 4
 _FIRST_PAUSE = 0.2  # s
@@ -55,14 +54,6 @@ def normal(url: str) -> str:
         message = f"{url!a} has the character {found[0]!a}, with which stores take no name, or change it; leave it out"
         raise StorageError(message, path=url)
     return f"{scheme}://{bucket}{posixpath.normpath('/' + key.lstrip('/'))}".rstrip("/")
-
-
-def check_destination(url: str) -> None:
-    """Raise StorageError if a store takes no checkpoint with this URL."""
-    nbytes = len(key_of(normal(url)).encode())
-    if nbytes > _MAX_KEY - _MAX_INSIDE:
-        message = f"{url} is too long: without the bucket it has {nbytes} bytes, and stores take {_MAX_KEY}, of which"
-        raise StorageError(f"{message} files of a checkpoint need up to {_MAX_INSIDE}; shorten it", path=url)
 
 
 def key_of(url: str) -> str:

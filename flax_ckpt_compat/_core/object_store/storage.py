@@ -7,8 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import client, commit, retrying, thread_cache, uploads
+from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, thread_cache, uploads
 from flax_ckpt_compat._core.storage_errors import not_found
+
+_MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
 
 
 class ObjectStorage:
@@ -25,9 +27,9 @@ class ObjectStorage:
     listing_cache = staticmethod(client.listing_cache)
     current_listing = staticmethod(thread_cache.current_listing)
     offering = staticmethod(thread_cache.offering)
-    prefetch_sizes = staticmethod(client.prefetch_sizes)
-    prefetch_emptiness = staticmethod(client.prefetch_emptiness)
-    prefetch_contents = staticmethod(client.prefetch_contents)
+    prefetch_sizes = staticmethod(prefetching.prefetch_sizes)
+    prefetch_emptiness = staticmethod(prefetching.prefetch_emptiness)
+    prefetch_contents = staticmethod(prefetching.prefetch_contents)
     why_unfinished = staticmethod(commit.why_unfinished)
     temporary_path = staticmethod(commit.staging_path)
     prepare_directory = staticmethod(commit.remove_stale)
@@ -36,8 +38,11 @@ class ObjectStorage:
     def context(self) -> Any:
         return retrying.context()
 
-    def why_too_long(self, path: str) -> None:
-        """Return None: a store says so itself."""
+    def why_too_long(self, path: str) -> str | None:
+        size = len(retrying.key_of(path).encode())
+        if size <= _MAX_KEY - _MAX_INSIDE:
+            return None
+        return f"{size} bytes without the bucket, and up to {_MAX_INSIDE} for its files, are more than the store allows"
 
     def resolve(self, path: str) -> str:
         return path
@@ -72,7 +77,7 @@ class ObjectStorage:
             return _size_or_zero(path) if client.is_object(path) else 0
         with client.listing_cache(path):
             inside = [f"{path}/{key}" for key in client.keys(path)]
-            client.prefetch_sizes(inside)
+            prefetching.prefetch_sizes(inside)
             return sum(map(_size_or_zero, inside))
 
     def publish(self, temporary: str, path: str, *, new: bool = False) -> None:

@@ -1,0 +1,64 @@
+"""Validate arguments of the public functions: numbers, flags and functions; arrays of one value count as it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from flax_ckpt_compat._core.errors import StepError
+
+
+def found(value: Any) -> str:
+    """Return the end of an error message: what was found in place of what is expected."""
+    shape = getattr(value, "shape", None)  # an array may have been deleted, and cannot be shown
+    return f"found an array of shape {shape}" if isinstance(shape, tuple) else f"found {value!r:.100}"
+
+
+def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
+    """Return the Python number of a 0-d array, and anything else as it is; raise StepError for other arrays.
+
+    If ``of_any_rank``, arrays of one element and more axes count, too."""
+    # 0-d arrays of numpy and jax, and numpy scalars, have item(), which turns numpy's and jax's bools into bool.
+    if isinstance(value, (int, float, str)) or not hasattr(value, "item"):
+        return value
+    shape = getattr(value, "shape", ())
+    if not isinstance(shape, tuple):  # of a class, such as np.float32
+        return value
+    if (math.prod(shape) != 1) if of_any_rank else shape:
+        raise StepError(f"{name} must be one number, {found(value)}")
+    if _is_traced(value):
+        raise StepError(
+            f"{name} has no value yet, because jax is tracing this function (found {value!r:.100}); call this outside "
+            "of jit and other transformations"
+        )
+    try:
+        item = value.item()
+    except RuntimeError as error:  # of a jax array that was deleted or donated
+        raise StepError(f"{name} cannot be read: {error}") from error
+    if isinstance(item, (bool, int, float)):
+        return item
+    try:
+        return float(value)  # such as bfloat16
+    except (TypeError, ValueError):
+        return item
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return whether a flag is true, as ``if`` takes it; raise StepError for arrays that are neither."""
+    try:
+        return bool(value)
+    except Exception as error:
+        raise StepError(f"{name} must be True or False, {found(value)}") from error
+
+
+def check_function(value: Any, name: str) -> None:
+    """Raise StepError unless an optional function is one, or None."""
+    if value is not None and not callable(value):
+        raise StepError(f"{name} must be a function, {found(value)}")
+
+
+def _is_traced(value: Any) -> bool:
+    """Return whether a value is a jax tracer, without importing jax: a tracer implies that it is loaded."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)

@@ -1,0 +1,179 @@
+"""Describe the leaves of a directory as handles: which values, arrays and texts they are, and how they are stored."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
+from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat._core.tree import Branch, Node, show_path
+
+from .decode import KEY_WIDTHS, StoredLeaf, describe_leaf
+from .items import implementation
+from .key_index import Index
+from .structure import UNKNOWN, LeafEntry, Structure
+from .type_annotations import LeafType
+from .zarr import ArrayInfo, parse_array_metadata
+
+_EMPTY = {layout.NONE: None, **layout.EMPTY_CONTAINERS}
+# Leaves of other types may be stored in any way, even if there are arrays of their names.
+_ARRAY_TYPES = frozenset([layout.JAX_ARRAY, layout.NP_ARRAY, layout.SCALAR, UNKNOWN])
+_STORED_TYPES = _ARRAY_TYPES | {layout.STRING}
+_UNANNOTATED = LeafType()
+_log = logging.getLogger("flax_ckpt_compat")
+
+
+class LeafDescriptions:
+    """The leaves of one open directory."""
+
+    def __init__(self, reader: Reader, structure: Structure, index: Index | None) -> None:
+        """Prepare to describe them; ``reader`` is the one that reads them, and ``index`` has the arrays, if any."""
+        self._reader, self._structure, self._index, self._path = reader, structure, index, reader.path
+        self._values = {} if structure.aggregate is None else structure.aggregate.values
+        self._stored: dict[Any, StoredLeaf] = {}
+
+    def handles(self) -> list[Node]:
+        """Return a handle for each entry of the structure, or None or an empty container; warn of what is doubtful."""
+        leaves = [self._leaf(entry) for entry in self._structure.entries]
+        self._warn_of_lost_keys(leaves)
+        self._warn_of_shared_names()
+        return leaves
+
+    def _leaf(self, entry: LeafEntry) -> Node:
+        # A value in the msgpack file overrides the arrays, as in real Orbax.
+        inner = self._values.get(entry.path)
+        if inner is not None:
+            return self._handle(entry, inner.kind, inner.shape, inner.dtype, inner.nbytes, inner)
+        if entry.value_type in _EMPTY:
+            container = _EMPTY[entry.value_type]
+            return None if container is None else Branch({}, container)
+        if entry.value_type not in _STORED_TYPES:
+            raise self._unknown_type(entry)
+        if entry.skipped:
+            raise corrupt_leaf(
+                self._path, entry, f"its value should be in the msgpack file {layout.MSGPACK_FILE!r}, which lacks it"
+            )
+        stored = self._stored_leaf(entry)
+        if stored is not None:
+            kind, shape, dtype, nbytes = stored.described
+            return LeafHandle(
+                entry.path, kind, shape, dtype, nbytes, entry.name, self._reader, stored, False, stored.possible_kinds
+            )
+        if entry.value_type == layout.STRING or (entry.value_type == UNKNOWN and self._structure.strings is not None):
+            text = self._structure.text(entry)
+            return self._handle(entry, LeafKind.STR, (), None, len(text.encode("utf-8", "surrogatepass")), text)
+        key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[self._structure.zarr3]
+        raise corrupt_leaf(self._path, entry, f"its metadata {key!r} is missing")
+
+    def _handle(
+        self, entry: LeafEntry, kind: LeafKind, shape: Any, dtype: Any, nbytes: int, locator: Any
+    ) -> LeafHandle:
+        return LeafHandle(entry.path, kind, shape, dtype, nbytes, entry.name, self._reader, locator)
+
+    def _stored_leaf(self, entry: LeafEntry) -> StoredLeaf | None:
+        """Return how an array is stored, shared by all leaves that are stored alike; None if there is no array."""
+        if self._index is None or entry.value_type == layout.STRING:
+            return None
+        structure, name, value_type = self._structure, entry.name, entry.value_type
+        prefix, zarr3 = layout.key_prefix(name), structure.zarr3
+        text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
+        if text is None:
+            zarr3 = not zarr3
+            text = self._index.get(prefix + layout.ARRAY_METADATA_FILES[zarr3])
+            if text is None:
+                return None
+        annotation = None
+        if structure.annotations is not None:
+            annotation = structure.annotations.leaves.get(name, _UNANNOTATED)
+        elif value_type == UNKNOWN and name in structure.shardings:
+            value_type = layout.JAX_ARRAY  # since 0.4.0 exactly the jax arrays have a stored sharding
+        alike = (text, zarr3, value_type, annotation, structure.key_impls.get(name))
+        stored = self._stored.get(alike)
+        if stored is None:
+            stored = self._stored[alike] = self._describe(entry, value_type, text, zarr3, annotation)
+        return stored
+
+    def _describe(
+        self, entry: LeafEntry, value_type: str, text: bytes, zarr3: bool, annotation: LeafType | None
+    ) -> StoredLeaf:
+        try:
+            info = parse_array_metadata(text, zarr3)
+        except ValueError as error:
+            key = layout.key_prefix(entry.name) + layout.ARRAY_METADATA_FILES[zarr3]
+            raise corrupt_leaf(self._path, entry, f"{key!r}: {error}") from error
+        try:
+            return describe_leaf(value_type, info, annotation, self._key_impl(entry, info))
+        except ValueError as error:
+            raise corrupt_leaf(self._path, entry, str(error)) from error
+
+    def _key_impl(self, entry: LeafEntry, info: ArrayInfo) -> str | None:
+        impl = self._structure.key_impls.get(entry.name)
+        if impl is not None or not self._structure.is_typed_key:
+            return impl
+        impl, guessed = implementation(info.shape[-1] if info.shape else 0)
+        if guessed:
+            _log.warning(
+                f"{self._path}: the files of this PRNG key do not name its implementation; {impl!r} is assumed, which "
+                f"has the same shape as 'unsafe_rbg': for that one, wrap jax.random.key_data again"
+            )
+        return impl
+
+    def _warn_of_lost_keys(self, leaves: Sequence[Node]) -> None:
+        """Warn of possible PRNG keys that ``array_metadatas``, the only file to tell them from arrays, lacks."""
+        if self._structure.annotations is not None:
+            return
+        doubtful = []
+        for entry, leaf in zip(self._structure.entries, leaves, strict=True):
+            has_shape = entry.write_shape is not None
+            unlisted = (
+                entry.value_type == layout.JAX_ARRAY and has_shape and entry.name not in self._structure.key_impls
+            )
+            if unlisted and isinstance(leaf, LeafHandle) and _may_be_key(leaf):
+                leaf.possible_kinds |= {LeafKind.PRNG_KEY}
+                doubtful.append(leaf.name)
+        if doubtful:
+            _log.warning(
+                f"{os.path.join(self._path, layout.ARRAY_METADATAS)} does not list the arrays {doubtful[:8]}, and it "
+                f"alone tells PRNG keys from arrays; if they were keys, wrap them with jax.random.wrap_key_data"
+            )
+
+    def _warn_of_shared_names(self) -> None:
+        """Warn of leaves with the same name, of which real Orbax kept one value (measured)."""
+        names = [entry.name for entry in self._structure.entries if not entry.skipped]
+        if len(set(names)) < len(names):
+            shared = [name for name, count in collections.Counter(names).items() if count > 1]
+            _log.warning(
+                f"{self._path}: several leaves were stored under each of the names {shared[:8]}; only one value of "
+                f"each survived, and all of them restore as that one"
+            )
+
+    def _unknown_type(self, entry: LeafEntry) -> UnrecognizedFormatError:
+        leaf, known = show_path(entry.path), ", ".join(sorted((_STORED_TYPES - {UNKNOWN}) | _EMPTY.keys()))
+        return UnrecognizedFormatError(
+            f"{self._path}: the leaf {leaf!r} is of the type {entry.value_type!r}, which this release does not know "
+            f"(it knows {known}); a type handler of its own saved it, or a newer Orbax: restore it with the "
+            f"orbax_checkpointer that saved it",
+            path=self._path,
+            leaf=leaf,
+        )
+
+
+def corrupt_leaf(path: str, leaf: LeafEntry | LeafHandle, what: str) -> CorruptCheckpointError:
+    """Return the error for a leaf that cannot be read."""
+    keystr = show_path(leaf.path)
+    return CorruptCheckpointError(
+        f"{path}: the leaf {keystr!r} cannot be read: {what}; restore the files from a copy",
+        path=path,
+        leaf=keystr,
+    )
+
+
+def _may_be_key(handle: LeafHandle) -> bool:
+    return handle.dtype == np.uint32 and bool(handle.shape) and handle.shape[-1] in KEY_WIDTHS.values()
