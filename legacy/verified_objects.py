@@ -18,7 +18,7 @@ _UNIT = 16 * 2**20  # bytes of a request
 
 
 def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) -> bool:
-    """Read spans with all that is between them; return False, without reading, if the store reports no CRC-32C.
+    """Read spans and the bytes between them; return False, without reading, if the store reports no CRC-32C.
 
     Raise ChecksumError if the bytes are not those of the store, also when they are read again."""
     expected = client.stored_crc32c(source.path) if checksums.crc32c is not None else None
@@ -29,8 +29,8 @@ def read_object(source: StoredObject, spans: Sequence[Span], values: list[Any]) 
         if found == expected:
             return True
     raise ChecksumError(
-        f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, and the store tells {expected:08x}; they "
-        "are changed on their way, or the store is damaged. Check the proxy before the store, or restore an older "
+        f"{source.path}: the bytes that arrive have the CRC-32C {found:08x}, the store reports {expected:08x}; they "
+        "are changed in transit, or the store is damaged. Check the proxy before the store, or restore an older "
         "step. To read it as it is, set checksums='off'",
         path=source.path,
     )
@@ -63,7 +63,7 @@ def _read(source: StoredObject, spans: Sequence[Span], values: list[Any], *, aga
 
 def _changed(source: StoredObject) -> ChecksumError:
     return ChecksumError(
-        f"{source.path}: the bytes that arrived when it was opened and later differ, so some were changed on their "
-        "way; restore it again",
+        f"{source.path}: the bytes read when it was opened differ from those read later, so some were changed in "
+        "transit; restore it again",
         path=source.path,
     )

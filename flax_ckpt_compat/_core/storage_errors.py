@@ -234,9 +234,9 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
     if "TimeTooSkewed" in codes:
         return "set the clock of this machine: requests are signed with the time"
     if _DAMAGED_UPLOAD.search(codes):
-        return "the bytes were changed on their way, several times: check the proxy before the store, and this machine"
+        return "the bytes were changed in transit, several times: check the proxy before the store, and this machine"
     if last == "403" or "AccessDenied" in codes:
-        return f"there are no credentials, or none that may do that in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
+        return f"there are no credentials, or they do not permit this in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
     if "is not registered" in codes:
         return "this build of tensorstore has no driver for it: pip install --upgrade 'tensorstore>=0.1.86'"
     if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:

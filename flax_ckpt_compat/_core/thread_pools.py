@@ -104,7 +104,7 @@ def run_apart(function: Callable[[], Any], name: str) -> Any:
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Raise what a signal handler raised where Python's locks, which it interrupted, make another error of it."""
+    """Raise the exception of a signal handler where a lock that it interrupted replaces it by another error."""
     try:
         yield
     except RuntimeError as error:

@@ -138,7 +138,7 @@ def _path_uses(tree: ast.Module, names: Names, paths: CheckpointPaths) -> Found:
 
 
 def _file_calls(node: ast.Call, names: Names, paths: CheckpointPaths) -> Iterator[str]:
-    """Give the kinds of file operation that a call does with a checkpoint."""
+    """Return the kinds of file operation that a call performs on a checkpoint."""
     dotted = names.of(node.func) or ast.unparse(node.func)
     tail = ".".join(dotted.split(".")[-2:])
     values = [*node.args, *(keyword.value for keyword in node.keywords)]

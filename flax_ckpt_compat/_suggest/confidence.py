@@ -1,4 +1,4 @@
-"""Judge whether a proposal is beyond doubt by what each target leaf would get, not by how it was found."""
+"""Judge how certain a proposal is, by the source of each target leaf and not by how the proposal was found."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from flax_ckpt_compat._core.backend import LeafHandle
+from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Node, Path, show_path
 from flax_ckpt_compat._suggest import moved_layers
 from flax_ckpt_compat._suggest.layouts import ProposedRule
@@ -23,7 +24,7 @@ from flax_ckpt_compat._suggest.leaf_features import (
     leaves_at,
     look,
 )
-from flax_ckpt_compat._suggest.names import numbered, words
+from flax_ckpt_compat._suggest.names import words
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 # Layers of which the number of outputs is that of the classes, and belongs to the task.
@@ -46,7 +47,7 @@ class Outcome:
 
 
 def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule], lacking: Sequence[Path]) -> list[str]:
-    """Return the doubts about the steps that made ``tree`` of the stored one and still lack leaves; none if certain."""
+    """Return the doubts about the steps that produced ``tree`` and still lack leaves; none if certain."""
     if lacking:
         return [f"{len(lacking)} leaves are still missing, such as {show_path(lacking[0])}"]
     outcome = _outcome(stored, target, tree)
@@ -61,7 +62,7 @@ def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule]
 
 
 def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
-    """Return what each leaf becomes once rules made ``tree`` of the checkpoint."""
+    """Return the source of each leaf after rules have produced ``tree`` from the checkpoint."""
     goal = flatten(target)
     result = Outcome({}, {}, unused(stored, tree, goal), flatten(stored), goal, Roles(stored), Roles(target))
     for path, leaf in leaves_at(tree):
@@ -79,7 +80,7 @@ def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
 
 
 def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]:
-    """Map key paths to looks of the stored leaves that no leaf of the target is made of."""
+    """Map key paths to looks of the stored leaves that no leaf of the target uses."""
     used = {
         id(handle)
         for path, leaf in leaves_at(tree)
@@ -92,7 +93,7 @@ def unused(stored: Node, tree: Node, goal: dict[Path, Look]) -> dict[Path, Look]
 
 
 def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
-    """Yield a doubt if as much as stays initial is stored under names that the target has not."""
+    """Yield a doubt if as many values as stay initial are stored under names that the target lacks."""
     foreign = {path: math.prod(shape) for path, (shape, _) in idle.items() if shape and path not in outcome.goal}
     kept = sum(math.prod(shape) for shape, _ in fresh.values() if shape)
     if foreign and kept and kept / 4 <= sum(foreign.values()) <= kept * 4:
@@ -162,7 +163,7 @@ def _copies(outcome: Outcome, fresh: dict[Path, Look]) -> Iterator[str]:
 
 
 def _apart(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if several moments of one name for one parameter are stored, and nothing tells which is which."""
+    """Yield a doubt if several moments of one name are stored for one parameter and cannot be told apart."""
     taken: dict[tuple[str, Path], list[tuple[Path, Path]]] = {}
     for new, old in outcome.pairs.items():
         field, suffix = outcome.had.spot(old)
@@ -189,13 +190,13 @@ def _apart(outcome: Outcome) -> Iterator[str]:
 
 
 def _dropped(outcome: Outcome) -> Iterator[str]:
-    """Yield a doubt if moments begin anew although they are stored, or counts although the moments are restored."""
+    """Yield a doubt if moments that are stored start from zero, or counts do although their moments are restored."""
     idle = {_kind_of_moment(outcome.had.spot(path), seen) for path, seen in outcome.unused.items()}
     restored = any(outcome.has.is_optimizer(path) for path in outcome.pairs)
     for path, seen in outcome.kept.items():
         spot = outcome.has.spot(path)
         if restored and spot.field in _COUNTS:
-            yield f"{show_path(path)} would begin anew, and with it a schedule that goes by it"
+            yield f"{show_path(path)} would begin anew, and so would a schedule that depends on it"
             return
         if (spot.field in MOMENTS or spot.field == "count") and _kind_of_moment(spot, seen) in idle:
             yield f"{show_path(path)} would begin anew although the checkpoint has {spot.field} of it"

@@ -1,4 +1,4 @@
-"""Pair the children of two branches that differ: rows, stacks, levels more or less, other names."""
+"""Pair the children of two branches that differ: rows, stacks, added and removed levels, renamed children."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_PAIRS = 900
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """Children that have other names in the target."""
+    """Children with new names in the target."""
 
     path: Path  # of their branch, in both trees
     old: tuple[str, ...]
@@ -32,7 +32,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A level more or less between a collection and its children; moments of the optimizer have it, too."""
+    """An added or removed level between a collection and its children; the optimizer's moments have it, too."""
 
     top: str
     name: str  # perhaps several, joined
@@ -42,7 +42,7 @@ class Level:
 
 
 def torn(stored: Node, target: Node, memo: SubtreeMemo, *, at_root: bool) -> bool:
-    """Return whether nodes of one name in both trees hold nothing that is alike."""
+    """Return whether the nodes of one name have no leaf in common."""
     if not isinstance(stored, Branch) or not isinstance(target, Branch):
         return not fits(look(stored), look(target)) if type(stored) is type(target) else memo.contents(target) != {}
     one, other = memo.contents(stored), memo.contents(target)
@@ -55,7 +55,7 @@ def torn(stored: Node, target: Node, memo: SubtreeMemo, *, at_root: bool) -> boo
 
 
 class Gap:
-    """Two paired branches, with the children that are gone and those that are new."""
+    """Two paired branches, with their removed and added children."""
 
     def __init__(self, path: Path, stored: Branch, target: Branch, memo: SubtreeMemo):
         self.path, self.memo = path, memo
@@ -70,7 +70,7 @@ class Gap:
         self.new = {name: node for name, node in self.theirs.items() if name not in same and memo.contents(node)}
 
     def others(self) -> Iterator[list[ProposedRule] | Level | Change]:
-        """Yield what became of the children that are in no row: steps for stacks, a level, other names."""
+        """Yield the changes of the children outside rows: stacks, a level, renames."""
         if self.gone or self.new:
             yield from self._stacks()
             yield from self._levels()
@@ -88,7 +88,7 @@ class Gap:
         return olds, [row for row in layouts.rows(self.theirs) if self.new.keys() & row.siblings]
 
     def rows(self) -> Iterator[Change]:
-        """Yield the changes from rows to rows of the same layers, of which there may be more or fewer now."""
+        """Yield the changes between rows of the same layers; the number of layers may differ."""
         groups: dict[object, tuple[list[LayerRow], list[LayerRow]]] = {}
         for side, found in enumerate(self._open()):
             for row in found:
@@ -133,7 +133,7 @@ class Gap:
                 yield layouts.restacked(old, new, moved[new])  # type: ignore[arg-type]
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
-        """Yield a level that was added or taken away, and count its children as paired."""
+        """Yield an added or removed level, and count its children as paired."""
         for children, others, is_new in ((self.gone, self.new, True), (self.new, self.gone, False)):
             for name, whole in list(others.items()) if len(children) > 1 or self.path else ():
                 if not isinstance(whole, Branch):
@@ -156,7 +156,7 @@ class Gap:
                 return
 
     def _level(self, name: str, held: list[str], *, is_new: bool) -> list[ProposedRule] | Level | Change:
-        """Return the step for a level, a change of names where it is below a collection or holds some children only."""
+        """Return the step for a level: renames if it is below a collection, or holds some of the children only."""
         reason = f"{name} holds what {'/'.join(self.path) or 'the whole tree'} holds: {', '.join(held[:4])}"
         top = name.split("/")[0]
         if is_new and self.common:
@@ -172,7 +172,7 @@ class Gap:
         return Change(tuple(above), (last,), (last,), pattern, reason)
 
     def _held(self, children: dict[str, Node], inner: Branch, others: int) -> list[str]:
-        """Return the children that are in another branch, by their names or, where half of them are, by contents."""
+        """Return the children that are in another branch, by names or, if half of them match, by contents."""
         below = {name: self.memo.contents(child) for name, child in inner.children.items()}
         named = [name for name, child in children.items() if self.memo.contents(child) & below.get(name, Counter())]
         if named or self.common or len(children) < 2 or others > 1:
@@ -182,7 +182,7 @@ class Gap:
         return found if len(found) * 2 >= len(children) else []
 
     def _renames(self) -> Iterator[Change]:
-        """Yield the children that have other names."""
+        """Yield the renamed children."""
         for old, new in self._aligned():
             yield Change(self.path, (old,), (new,), {literal(old): plain(new)}, self._reason(old, new))
 
@@ -196,7 +196,7 @@ class Gap:
         return "both hold " + " and ".join(f"{'/'.join(path)} {seen[0]}".strip() for path, seen in leaves.items())
 
     def _aligned(self) -> list[tuple[str, str]]:
-        """Return the pairs of old and new names: equal contents first, then those that share most."""
+        """Return the pairs of old and new names: equal contents first, then the most similar."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
         for side, children in enumerate((self.gone, self.new)):
             for name, node in children.items():
@@ -220,5 +220,5 @@ class Gap:
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    """Return the name that is most like another."""
+    """Return the name most similar to another."""
     return next((one for one in names if one == name), next((one for one in names if akin(one, name)), names[0]))

@@ -1,4 +1,4 @@
-"""Find rows and stacks of layers, and the rules that lead from one layout to another."""
+"""Find rows and stacks of layers, and the rules that convert one layout to another."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flax_ckpt_compat import rules
+from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._suggest.leaf_features import Contents
-from flax_ckpt_compat._suggest.names import numbered
 
 _AXES = (0, 1, 2, 3, -1)
 
@@ -69,7 +69,7 @@ def rows(children: dict[str, Node]) -> list[LayerRow]:
 
 
 def is_list(node: Node) -> bool:
-    """Return whether a branch holds branches by numbers alone."""
+    """Return whether a branch holds only branches whose names are numbers."""
     return (
         isinstance(node, Branch)
         and len(node.children) > 1
@@ -78,7 +78,7 @@ def is_list(node: Node) -> bool:
 
 
 def renamed(old: LayerRow, new: LayerRow) -> dict[str, str]:
-    """Return patterns and replacements for the names of a row; numbers that change are named one by one."""
+    """Return patterns and replacements for the names of a row, one for each number that changes."""
     if old.first == new.first:
         pattern = rf"{literal(old.stem)}{'/' if old.is_list else ''}(\d+)"
         return {pattern: rf"{plain(new.stem)}{'/' if new.is_list else ''}\1"}
@@ -102,7 +102,7 @@ def stacked(old: LayerRow, into: str, axis: int, doubt: str) -> list[ProposedRul
 
 
 def unstacked(name: str, new: LayerRow, axis: int, doubt: str) -> list[ProposedRule]:
-    """Return the rules that make a row of a stack."""
+    """Return the rules that unstack a stack into a row."""
     into = f"{new.stem}{'/' if new.is_list else ''}{{}}"
     reason = f"{name} has an axis of {len(new.nodes)}, the target has {len(new.nodes)} {new.stem}…"
     step = ProposedRule(rules.unstack(literal(name), into, **_axis(axis)), reason, doubt)
@@ -111,7 +111,7 @@ def unstacked(name: str, new: LayerRow, axis: int, doubt: str) -> list[ProposedR
 
 
 def restacked(old: str, new: str, axes: tuple[int, int]) -> list[ProposedRule]:
-    """Return the rules that put the layers of a stack on another axis."""
+    """Return the rules that move the layers of a stack to another axis."""
     reason = f"the layers lie on axis {axes[0]} of {old}, on axis {axes[1]} of the target's {new}"
     stem = f"{new.rpartition('/')[2]}_"
     return [
@@ -125,7 +125,7 @@ def _axis(axis: int) -> dict[str, int]:
 
 
 def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] | None:
-    """Return the axis on which a subtree has the layers of a row, and a doubt where there may be another."""
+    """Return the axis of a subtree that holds the layers of a row, and a doubt if another axis fits."""
     if layer.total() != whole.total():
         return None
     stacks = {axis: _with_axis(layer, count, axis) for axis in _AXES}
@@ -141,7 +141,7 @@ def stack_axis(layer: Contents, count: int, whole: Contents) -> tuple[int, str] 
 
 
 def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
-    """Return the axes of the layers in two stacks of the same layers, if no others are possible."""
+    """Return the axes of the layers in two stacks of the same layers, if they are unambiguous."""
     found = []
     for before, after in ((0, 1), (1, 0)) if old != new else ():
         counts = {shape[before] if len(shape) > before else 0 for _, (shape, _) in old}
@@ -154,7 +154,7 @@ def moved_axis(old: Contents, new: Contents) -> tuple[int, int] | None:
 
 
 def _with_axis(layer: Contents, count: int, axis: int) -> Contents:
-    """Return the contents of a layer as they are stacked; an axis that an array cannot have makes it unlike any."""
+    """Return the contents of a layer once stacked; an array without that axis matches nothing."""
     result: Contents = Counter()
     for (name, (shape, kind)), many in layer.items():
         at = len(shape) + 1 + axis if axis < 0 else axis
@@ -163,7 +163,7 @@ def _with_axis(layer: Contents, count: int, axis: int) -> Contents:
 
 
 def plain(text: str) -> str:
-    """Return text that a replacement gives literally."""
+    """Return text escaped for a replacement."""
     return text.replace("\\", r"\\")
 
 

@@ -1,4 +1,4 @@
-"""Describe what can be compared: the look of every leaf, the contents of subtrees, the roles of optimizer leaves."""
+"""Describe leaves for comparison: the look of each leaf, the contents of subtrees, the roles of optimizer leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.dtypes import is_float, is_integer
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches, iter_leaves, node_at
-from flax_ckpt_compat._trees import state_dict
+from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, Own, is_key, shape_and_dtype
 
 Look = tuple[tuple[int, ...], str]  # shape; kind: f(loat), i(nteger), b(ool), c(omplex), key, text
@@ -44,7 +44,7 @@ def kind_of(dtype: Any) -> str:
 
 
 def look(leaf: Any) -> Look:
-    """Return what can be compared of a leaf: stored, derived, or a target's own."""
+    """Return the look of a leaf, stored, derived, or a target's own."""
     if isinstance(leaf, LeafHandle):
         if leaf.kind is LeafKind.PRNG_KEY:
             return leaf.shape[:-1], "key"
@@ -56,7 +56,7 @@ def look(leaf: Any) -> Look:
     if isinstance(leaf, Derived):
         kind = "key" if is_key(leaf) else "text"
         return leaf.shape or (), kind_of(leaf.dtype) if leaf.dtype is not None else kind
-    if state_dict.is_prng_key(leaf):
+    if prng_keys.is_prng_key(leaf):
         return tuple(leaf.shape), "key"
     shape, dtype = shape_and_dtype(leaf)
     if shape is not None and dtype is not None:
@@ -94,7 +94,7 @@ def bare(path: Path) -> Path:
 
 
 class Roles:
-    """Tell the leaves of optimizers from others, by the names in one tree."""
+    """Distinguish the leaves of optimizers from others, by the names in one tree."""
 
     def __init__(self, tree: Node):
         self.roots = set(_optimizer_roots(tree, ()))
@@ -144,14 +144,14 @@ class SubtreeMemo:
         self._named: dict[int, tuple[Node, int]] = {}
 
     def contents(self, node: Node, name: str = "") -> Contents:
-        """Return the number of leaves of a name and look in a subtree, whatever its modules are called."""
+        """Return how many leaves of each name and look a subtree has, regardless of its modules' names."""
         if not isinstance(node, Branch):
             seen = look(node)
             return Counter() if seen == EMPTY else Counter({(name, seen): 1})
         return self._known(node)[1]
 
     def print(self, node: Node) -> int:
-        """Return a number that is equal where the contents are."""
+        """Return a number that is equal for equal contents."""
         return self._known(node)[2] if isinstance(node, Branch) else hash(look(node))
 
     def _known(self, node: Branch) -> tuple[Node, Contents, int]:
@@ -165,7 +165,7 @@ class SubtreeMemo:
         return known
 
     def named(self, node: Node) -> int:
-        """Return a number that is equal where names, shapes and kinds of all leaves are."""
+        """Return a number that is equal for equal names, shapes and kinds of all leaves."""
         if not isinstance(node, Branch):
             return hash(look(node))
         known = self._named.get(id(node))
@@ -175,5 +175,5 @@ class SubtreeMemo:
         return known[1]
 
     def has_arrays(self, node: Node) -> bool:
-        """Return whether more than numbers and texts are held, which would be taken for each other too easily."""
+        """Return whether a subtree holds arrays: numbers and texts alone are too easily confused."""
         return any(shape for _, (shape, _) in self.contents(node))

@@ -1,4 +1,4 @@
-"""Judge whether layers that get other names may be other layers: by names, by rivals of one shape, by numbers."""
+"""Judge whether renamed layers may be different layers: by names, by other layers of the same shape, by numbers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Path, show_path
 from flax_ckpt_compat._suggest.leaf_features import Look, bare
-from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, numbered, unnumbered, words
+from flax_ckpt_compat._suggest.names import BY_FLAX, akin, may_be_one, natural, unnumbered, words
 
 _PAIRWISE = 20
 _WINDOW = 8
@@ -17,7 +18,7 @@ Layers = dict[Path, Leaves]
 
 
 class Moved(NamedTuple):
-    """A layer, or a single leaf that gets another name."""
+    """A renamed layer, or a renamed single leaf."""
 
     old: Path
     new: Path
@@ -32,7 +33,7 @@ class Moved(NamedTuple):
 def doubts(
     pairs: dict[Path, Path], stored: dict[Path, Look], idle: dict[Path, Look], fresh: dict[Path, Look]
 ) -> Iterator[str]:
-    """Yield the doubts about the sources (target path → stored path) of all leaves but those of optimizers."""
+    """Yield the doubts about the sources (target path → stored path) of all leaves except optimizers'."""
     layers: dict[tuple[Path, Path], set[tuple[str, Look]]] = {}
     for new, old in pairs.items():
         ours, theirs = bare(new), bare(old)
@@ -55,7 +56,7 @@ def _layers(looks: dict[Path, Look]) -> Layers:
 
 
 def _names(moved: Sequence[Moved]) -> Iterator[str]:
-    """Yield a doubt for layers whose names say different things, and for single ones of which too little is alike."""
+    """Yield a doubt for layers whose names differ in meaning, and for single ones with too little in common."""
     groups: dict[tuple[Path, Path], list[Moved]] = {}
     for one in moved:
         old, new = core(_inside(one.old), _inside(one.new))
@@ -104,7 +105,7 @@ def _same_start(one: Path, other: Path) -> int:
 
 
 def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
-    """Yield a doubt for two moved layers of one shape that nothing tells apart."""
+    """Yield a doubt for two moved layers of one shape that cannot be told apart."""
     groups: dict[Leaves, dict[tuple[Path, Path], Moved]] = {}
     for one in moved:
         # One of each change: layers inside of one that is renamed go with it.
@@ -122,7 +123,7 @@ def _swappable(moved: Sequence[Moved]) -> Iterator[str]:
 
 
 def told_apart(one: tuple[Path, Path], other: tuple[Path, Path], *, nested: bool = False) -> bool:
-    """Return whether names say which of two old paths became which of two new ones; if ``nested``, silence will do."""
+    """Return whether names pair two old paths with two new ones; if ``nested``, they only must not object."""
     if one[0] == other[0] or one[1] == other[1]:
         return True
     votes = []
@@ -139,7 +140,7 @@ def _parting(one: Path, other: Path) -> tuple[str, str]:
 
 
 def _by_number(olds: tuple[str, str], news: tuple[str, str]) -> int:
-    """Return 1 if numbers run alike, -1 if crosswise, 0 if they say nothing."""
+    """Return 1 if the numbers have the same order, -1 if the opposite one, 0 if neither."""
     first, second, third, fourth = ([int(number) for number in re.findall(r"\d+", name)] for name in (*olds, *news))
     if first == second or third == fourth or not (first and second and third and fourth):
         return 0
@@ -150,7 +151,7 @@ def _by_number(olds: tuple[str, str], news: tuple[str, str]) -> int:
 
 
 def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
-    """Return 1 if the words that differ go together, -1 if crosswise, 0 if they say nothing."""
+    """Return 1 if the words that differ match in this order, -1 in the opposite one, 0 in neither."""
     if olds == news:
         return 1
     common = (words(olds[0]) & words(olds[1])) | (words(news[0]) & words(news[1]))
@@ -160,7 +161,7 @@ def _by_word(olds: tuple[str, str], news: tuple[str, str]) -> int:
 
 
 def _replaceable(moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
-    """Yield a doubt for a moved layer if an unused stored one, or one that the target keeps, fits as well."""
+    """Yield a doubt for a moved layer if an unused stored layer, or one that the target keeps, fits equally well."""
     for one in moved:
         for layers, right, there in ((idle, one.old, one.new), (fresh, one.new, one.old)):
             for path in _fitting(one, layers):
@@ -184,7 +185,7 @@ Row = tuple[Path, str, Path]  # names before, text before the number, names afte
 
 
 def _numbers(found: Sequence[Moved], moved: Sequence[Moved], idle: Layers, fresh: Layers) -> Iterator[str]:
-    """Yield a doubt if layers keep their numbers while one of their row comes or goes: they may have shifted."""
+    """Yield a doubt if layers keep their numbers although their row grows or shrinks: they may have shifted."""
     had: dict[Row, Leaves] = {}
     has: dict[Row, Leaves] = {}
     for old, new, leaves in found:

@@ -1,4 +1,4 @@
-"""Compare names: equal numbers in a row, words that begin alike, words that say different things."""
+"""Compare names: numbers in a row, words with the same beginning, words of different meaning."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 
+from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Path
 
 
@@ -14,7 +15,6 @@ def _set(names: str) -> frozenset[str]:
 
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_NUMBERED = re.compile(r"(.*?)(\d+)")
 BY_FLAX = re.compile(r"[A-Z]\w*_\d+")  # names that linen gives
 # Words that say nothing about which layer it is; the first ones in no name at all.
 _GENERIC = _set("layer layers block blocks module unit")
@@ -45,13 +45,6 @@ _ALIASES = (
 _MAX_PAIRS = 2500
 
 
-@functools.lru_cache(10_000)
-def numbered(name: str) -> tuple[str, int] | None:
-    """Return (text before the number, number) of a name that ends in one; None for other names."""
-    match = _NUMBERED.fullmatch(name)
-    return (match[1], int(match[2])) if match else None
-
-
 def unnumbered(path: Path) -> Path:
     """Return a key path with ``#`` for the numbers in it."""
     return tuple(re.sub(r"\d+", "#", name) for name in path)
@@ -63,9 +56,9 @@ def natural(names: Iterable[str]) -> list[str]:
 
 
 @functools.lru_cache(10_000)
-def _natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
+def _natural_key(name: str) -> tuple[list[tuple[float, str]], str]:
     parts = filter(None, re.split(r"(\d+)", name))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], name
+    return [(float(part), "") if part.isdecimal() else (-1, part) for part in parts], name
 
 
 @functools.lru_cache(10_000)
@@ -75,7 +68,7 @@ def words(name: str) -> frozenset[str]:
 
 
 def akin(one: str, other: str, common: frozenset[str] = frozenset()) -> bool:
-    """Return whether a word of one name begins with a word of the other; ``common`` words do not count."""
+    """Return whether a word of one name starts with a word of the other, except ``common`` words."""
     common = common | _GENERIC
     if any(_alike(left, right) for left in words(one) - common for right in words(other) - common):
         return True
@@ -105,7 +98,7 @@ def pair_up(olds: Sequence[str], news: Sequence[str]) -> list[tuple[str, str]]:
 
 @functools.lru_cache(10_000)
 def _read(name: str) -> tuple[str, frozenset[str]]:
-    """Return the class of layer that a name tells, if any, and the other words that say something."""
+    """Return the class of layer in a name, if any, and its other meaningful words."""
     found = words(name)
     classes = [_CLASSES[word] for word in sorted(found) if word in _CLASSES]
     if "norm" in found and found & _NORMS:
@@ -120,7 +113,7 @@ def _read(name: str) -> tuple[str, frozenset[str]]:
 
 
 def may_be_one(old: Path, new: Path, *, leaf: bool = False, in_row: bool = False) -> bool:
-    """Return whether names that differ allow a layer (or leaf, or a layer of a row that shifts) to be the same one."""
+    """Return whether two different names may belong to one layer (or leaf, or layer of a row that shifts)."""
     if leaf and old and new and (old[-1] == new[-1] or any({old[-1], new[-1]} <= alias for alias in _ALIASES)):
         old, new = old[:-1], new[:-1]
     if old[:2] == ("optimizer", "target"):  # where flax.optim had the parameters

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Roles, SubtreeMemo, fits, flatten
-from flax_ckpt_compat._suggest.names import numbered, unnumbered
+from flax_ckpt_compat._suggest.names import unnumbered
 
 _ROUNDS = 8
 
@@ -130,7 +131,7 @@ def _leveled(levels: list[Level], places: dict[str, set[Path]], own: Roles) -> l
 
 
 def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) -> Iterator[list[ProposedRule]]:
-    """Yield renames, with the names above where others have that name, too; those that take freed names at once."""
+    """Yield renames, with parent names if a name is ambiguous; those that reuse old names together, in one step."""
     homes: dict[str, set[Path]] = {}
     kinds: dict[tuple[str, Path], Change] = {}
     for change in sorted(changes, key=lambda one: len(one.path)):
@@ -155,7 +156,7 @@ def _renamed(changes: list[Change], places: dict[str, set[Path]], own: Roles) ->
             else:
                 yield [rename(patterns, change.reason)]
         if together:
-            yield [rename(together, "at once, as some take the names that others give up")]
+            yield [rename(together, "in one step, because some new names are old names of others")]
 
 
 def _prefix(change: Change, homes: set[Path], places: dict[str, set[Path]], own: Roles) -> str:

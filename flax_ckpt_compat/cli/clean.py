@@ -52,7 +52,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
     if not going:
         return
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
-        raise FailedError("nothing was removed, because nobody can be asked: pass --yes, or --dry-run to look only")
+        raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
     if dry_run or not (yes or click.confirm("Remove them?")):
         raise click.exceptions.Exit(FOUND)
     left = 0

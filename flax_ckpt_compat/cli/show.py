@@ -80,7 +80,7 @@ def _write_page(file: str, found: Any) -> None:
         with open(file, "a+", encoding="utf-8") as stream:
             stream.seek(0)
             if stream.read(len(show_html.DOCTYPE)) not in ("", show_html.DOCTYPE):
-                raise FailedError(f"{file} exists, and is no page of HTML: choose another FILE")
+                raise FailedError(f"{file} exists, and is not an HTML page: choose another FILE")
             stream.truncate(0)
             stream.write(page)
     except (OSError, UnicodeDecodeError) as error:

@@ -133,7 +133,7 @@ class _Old:
             homes = [home for home in homes if node_at(self.target, (*home, *parameter)) is not None]
         if len(homes) > 1:
             states = show_path((*self.start, "state", "param_states"))
-            remedy = f"begin these anew: rules.drop({states!r}) before this rule, and from_target for them"
+            remedy = f"to begin these anew, rules.drop({states!r}) before this rule, and from_target for them"
             raise misfit(self.rule_name, path, f"would fit in {one_line(map(show_path, homes))}; {remedy}")
         return (*homes[0], *parameter) if homes else None
 

@@ -29,7 +29,7 @@ def rename(_rule_name: str, pattern: str | Mapping[str, Replacement], replacemen
         NameCollisionError: when applied: two leaves would get the same name.
     """
     if isinstance(pattern, Mapping) == (replacement is not None) or not pattern:
-        raise TransformError(f"{_rule_name}: expected a pattern and its replacement, or a mapping of such")
+        raise TransformError(f"{_rule_name}: expected a pattern and a replacement, or a mapping of such pairs")
     given: Mapping[str, Replacement] = pattern if isinstance(pattern, Mapping) else {pattern: replacement or ""}
     names = [_patterns.whole_names(one, _rule_name) for one in given]
     fills = [_patterns.filled(name, text, _rule_name) for name, text in zip(names, given.values(), strict=True)]

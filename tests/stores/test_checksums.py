@@ -95,7 +95,7 @@ def test_gs_changed_downloads_are_read_again(gs_bucket: GsBucket) -> None:
         assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(tree)
     assert changed
     with flipping_bodies(gs_bucket.proxy, "GET", times=99):
-        with pytest.raises(ChecksumError, match=r"the store tells .*changed on their way"):
+        with pytest.raises(ChecksumError, match=r"the store reports .*changed in transit"):
             restore(f"{gs_bucket.url}/c", None)
         with config.override(checksums="off"):
             assert restore(f"{gs_bucket.url}/c", None)["n"] == 3
@@ -130,7 +130,7 @@ def test_uploads_that_always_change_are_an_error(bucket: Bucket, monkeypatch: py
     monkeypatch.setattr(retrying, "_FIRST_PAUSE", 0.01)
     with (
         flipping_uploads(bucket.proxy, times=99),
-        pytest.raises(StorageError, match=r"SHA256Mismatch.*changed on their way"),
+        pytest.raises(StorageError, match=r"SHA256Mismatch.*changed in transit"),
     ):
         save(f"{bucket.url}/c", TREE, format="msgpack")
     assert bucket.keys() == []

@@ -75,7 +75,7 @@ def test_who_may_not_list(
     """Also where the token is not known here, because TensorStore alone has it."""
     monkeypatch.setattr(gs, "token", lambda: TOKEN if known else None)
     gs_bucket.proxy.may_list = False
-    with pytest.raises(errors.StorageError, match=r"storage\.objects\.list denied.*none that may do that"):
+    with pytest.raises(errors.StorageError, match=r"storage\.objects\.list denied.*do not permit this"):
         call(f"{gs_bucket.url}/run")
 
 

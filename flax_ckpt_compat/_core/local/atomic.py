@@ -137,7 +137,7 @@ def _remove_replaced(replaced: str, final: str) -> None:
 
 
 def _never_put_back(path: str) -> str:
-    """Rename what `restore_set_aside` would put back, half deleted, if this process ended now."""
+    """Rename a replaced checkpoint before its deletion, so that `restore_set_aside` never puts back half of it."""
     match = parse(os.path.basename(path))
     if match is None or match["role"] != "old":
         return path
