@@ -113,7 +113,7 @@ def other_shapes(
     lines = [f"{source}: {len(shapes)} of the stored arrays have another shape than the target's"]
     lines[0] += ":" if refused else "; they are returned as stored:"
     lines += listed(rows, "; flax_ckpt_compat.plan_restore names them all")
-    known = _replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else _other_keys(shapes, target))
+    known = replicated(shapes, arrays) or (_KEYS if len(keys) == len(shapes) else _other_keys(shapes, target))
     lines.append(known or layer_counts.stacked(shapes, target) or _changed(shapes, target, arrays))
     lines += [suggestion] if suggestion else []
     if refused:
@@ -151,7 +151,7 @@ def _other_keys(shapes: Sequence[ShapeDifference], target: Node) -> str:
     )
 
 
-def _replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
+def replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
     """Return the remedy if all arrays on one side have one more leading axis of the same length, as for pmap."""
     if len(shapes) < arrays:
         return ""

@@ -32,7 +32,7 @@ def refusals(plan: TreePlan) -> Iterator[Refusal]:
     if plan.shapes and settings.shape_mismatch == "error":
         yield errors.ShapeMismatchError, lambda: _shapes_error(plan, plan.shapes)
     for problem in plan.problems:
-        yield type(problem), lambda problem=problem: problem  # type: ignore[misc]
+        yield type(problem), lambda problem=problem: _with_remedy(plan, problem)  # type: ignore[misc]
 
 
 def enforce(plan: TreePlan) -> None:
@@ -93,6 +93,12 @@ def _kinds_error(plan: TreePlan, differences: Sequence[kinds.KindDifference]) ->
 def _shapes_error(plan: TreePlan, shapes: Sequence[ShapeDifference]) -> errors.ShapeMismatchError:
     message = _explain_shapes(plan, shapes, refused=True)
     return errors.ShapeMismatchError(message, path=plan.path, leaf=show_path(shapes[0][0]))
+
+
+def _with_remedy(plan: TreePlan, problem: errors.CheckpointError) -> errors.CheckpointError:
+    """Return the error; one about a single sharding also says how to restore into a replicated state."""
+    remedy = messages.replicated(plan.shapes, plan.arrays) if isinstance(problem, errors.ShapeMismatchError) else ""
+    return errors.ShapeMismatchError(f"{problem}\n{remedy}", path=plan.path, leaf=problem.leaf) if remedy else problem
 
 
 def _explain_shapes(plan: TreePlan, shapes: Sequence[ShapeDifference], *, refused: bool) -> str:

@@ -221,6 +221,13 @@ DEVICES = """
         assert "w/xy has the stored shape (3,), which does not fit the target's" in str(error), error
     else:
         raise AssertionError
+    each = jax.device_put(np.zeros((8, 3), np.float32), NamedSharding(Mesh(np.array(jax.devices()), ("d",)), P("d")))
+    try:  # as a state from flax.jax_utils.replicate
+        checkpoints.restore_checkpoint(sys.argv[1] + "odd", {"w": {"xy": each}})
+    except CheckpointError as error:
+        assert "restore into flax.jax_utils.unreplicate(target), and replicate" in str(error), error
+    else:
+        raise AssertionError
     print("done")
 """
 
