@@ -199,6 +199,26 @@ def test_another_machine_removes_what_is_listed(how: str, tmp_path: Path, monkey
     assert not doomed.exists(), "nothing was listed"
 
 
+@pytest.mark.parametrize("how", [*READS, *LOOKUPS])
+def test_a_stale_mount_is_not_an_empty_directory(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each call gives ESTALE, as after an NFS server began anew, a program must not train from initial values."""
+    checkpoints.save_checkpoint(tmp_path, tree(1), 1)
+
+    def stale(function: Any) -> Any:
+        def call(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).startswith(str(tmp_path)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return function(path, *args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("listdir", "stat", "lstat", "open"):
+            patch.setattr(os, name, stale(getattr(os, name)))
+        with pytest.raises(errors.StorageError, match=os.strerror(errno.ESTALE)):
+            {**READS, **LOOKUPS}[how](tmp_path)
+
+
 def test_a_reader_that_is_overtaken_more_than_ten_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that has to wait for the processor tries for some seconds, and after that only ten times in all."""
     step = 1

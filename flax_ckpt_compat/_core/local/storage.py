@@ -44,6 +44,7 @@ class LocalStorage:
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
+            self.lexists(path)  # raises if it is the mount that is stale
             why = "removed by another machine" if error.errno == errno.ESTALE else error.strerror
             raise FileNotFoundError(errno.ENOENT, why, path) from error
 
@@ -57,7 +58,8 @@ class LocalStorage:
         try:
             os.lstat(path)
         except OSError as error:
-            if error.errno in ABSENT:
+            # Linux looks a stale name up again: what is stale then is the mount, or the directory that it is in.
+            if error.errno in ABSENT and error.errno != errno.ESTALE:
                 return False
             raise storage_error(path, error) from error
         except ValueError:  # a NUL in the path
