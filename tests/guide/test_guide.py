@@ -102,7 +102,7 @@ def test_every_error_is_quoted() -> None:
     """The page quotes the messages of each class that is raised, as they are in the source."""
     packages = (flax_ckpt_compat, legacy, orbax_backend)
     files = [file for package in packages for file in Path(package.__path__[0]).rglob("*.py")]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_bytes()))]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_bytes())))
     texts = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     text = (GUIDE / "troubleshooting.md").read_text(encoding="utf-8")
     quotes = dict(re.findall(r"^### `(\w+)`\n\n\*\*Says:\*\* (.*)", text, re.MULTILINE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import io
 import os
 import random
@@ -301,6 +302,10 @@ def _application() -> Callable[..., Any]:
 
     # It parses the time of each object in each list, which takes longer than to find them.
     utils.parse_timestamp = functools.lru_cache(utils.parse_timestamp)
+    # It makes its table of errors anew for each error that it answers with.
+    errors: Any = importlib.import_module("moto.core.errors")
+    if hasattr(errors, "ErrorLookupFactory"):
+        errors.ErrorLookupFactory = functools.cache(errors.ErrorLookupFactory)
     os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE)
     application: Callable[..., Any] = create_backend_app("s3")
     return application

@@ -9,12 +9,14 @@ _TEAMS = (
     "tests/multiprocess/",
     "tests/stores/test_together.py",
     "tests/orbax_backend/test_shared",
+    "tests/orbax_backend/test_many_hosts.py",
+    "tests/orbax_backend/test_checksums.py::test_flips_of_other_processes_are_found",
     "tests/legacy/test_gda_write_team.py",
     "tests/convert/test_convert_sharded.py",
     "tests/benchmarks/test_scale.py",
 )
-# They also wait; begun last, they would be waited for.
-_LONG = (_TEAMS[0], "tests/stores/")
+# They wait for other processes and servers, half of their time; begun last, they would be waited for.
+_WAITING = (_TEAMS[0], "tests/stores/", "tests/reliability/")
 
 
 def group_of(test: str) -> str:
@@ -23,7 +25,7 @@ def group_of(test: str) -> str:
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """Return what shares out groups of tests, the longest first."""
+    """Return what shares out groups: those that wait first, in all processes but one, which computes meanwhile."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -31,7 +33,9 @@ def scheduler(config: Any, log: Any) -> Any:
             return group_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            self.workqueue.move_to_end(min(self.workqueue, key=lambda group: not group.startswith(_LONG)), last=False)
+            computes = node is self.nodes[-1]
+            first = min(self.workqueue, key=lambda group: group.startswith(_WAITING) == computes)
+            self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
     return ByGroup(config, log)
