@@ -15,7 +15,8 @@ from flax_ckpt_compat._discovery import below, detect, listing
 from flax_ckpt_compat._save.leftovers import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
-_NUMBERED = re.compile(r"(.+?)[-+]?\d[\d.eE+-]*", re.DOTALL)
+# The sign belongs to the number only after a separator: the dash of ckpt-3 belongs to the prefix.
+_NUMBERED = re.compile(r"(.+?)(?:(?<=[^0-9A-Za-z])[-+])?\d[\d.eE+-]*", re.DOTALL)
 
 
 class Row(NamedTuple):

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from flax.training import checkpoints as flax_checkpoints
 
+import flax_ckpt_compat
 from flax_ckpt_compat.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +124,15 @@ def test_leftovers_and_strangers_are_apart(tmp_path: Path) -> None:
     assert f"flax-ckpt clean {tmp_path}" in left and "checkpoint_8.orbax-checkpoint-tmp: unfinished save" in left
     kinds = [record["kind"] for record in json.loads(ls(tmp_path, "--json").stdout)]
     assert kinds == ["checkpoint"] * 6 + ["stranger", "leftover"]
+
+
+def test_dashes_before_steps(tmp_path: Path) -> None:
+    """A dash is a sign after a separator only: ``convert`` reads 3 of ``ckpt-3``, too."""
+    for prefix, step in (("ckpt-", 3), ("ckpt-", 12), ("model_", -2), ("run.", -1.5)):
+        flax_ckpt_compat.checkpoints.save_checkpoint(tmp_path, TREE, step, prefix=prefix, keep=9)
+    found = json.loads(ls(tmp_path, "--recursive", "--json").stdout)
+    steps = {one["name"]: one["step"] for one in found}
+    assert steps == {"ckpt-3": 3, "ckpt-12": 12, "model_-2": -2, "run.-1.5": -1.5}
 
 
 def test_recursive(tmp_path: Path) -> None:

@@ -352,3 +352,12 @@ def test_few_missing_leaves_are_named_in_a_rule() -> None:
         told = messages.missing_remedies([(name,) for name in "abcdefghijkl"[:count]], target, "")
         assert ("rules.from_target('a', 'b', 'c', 'd')" in told) is named
         assert ("from_target" in told) is named
+
+
+def test_names_of_thousands_of_digits(tmp_path: Path) -> None:
+    """They are no numbers of layers: Python converts none that long."""
+    many = "1" * 5000
+    layers = {"kernel": np.ones(3), "bias": np.ones(2)}
+    save(tmp_path / "c", {f"layer_{many}": layers, "layer_0": layers}, format="msgpack")
+    with pytest.raises(MissingLeavesError, match="lacks 2 of the leaves"):
+        restore(tmp_path / "c", {f"layer_{many}": layers, f"layer_{many}2": layers, "layer_0": layers})
