@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import checksums, paths
+from flax_ckpt_compat._core import checksums, paths, thread_pools
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_writeback
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
@@ -269,9 +269,10 @@ def file_locator(local: str, url: str) -> Callable[[str], str]:
 def wait_with_writeback(future: Any, directory: str) -> None:
     """Wait for TensorStore's future; meanwhile start the kernel's writeback of growing files, which only saves time."""
     started: dict[int, int] = {}
-    while not future.done():
-        with suppress(TimeoutError):
-            future.exception(timeout=_POLL_SECONDS)
+    future.force()
+    # Not by the future's own timeout: a TimeoutError may be of the program, whose signal handler limits a save's time.
+    ended = thread_pools.end_of(future)
+    while not ended.wait(_POLL_SECONDS):
         with suppress(OSError):
             _start_writeback(directory, started)
     future.result()

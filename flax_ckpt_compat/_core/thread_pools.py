@@ -13,8 +13,10 @@ import math
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import thread as futures_thread
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -24,39 +26,54 @@ _Item = TypeVar("_Item")
 _REFUSALS = re.compile("new futures|new thread")
 _UNLOCKED = re.compile("un-?(locked|acquired) lock")
 _POLL_SECONDS = 0.5
+_HELD_SECONDS = 1.0  # far longer than any thread holds the lock of Python's pools
 
 
 class Once:
-    """A task that runs once: on the first thread that calls it, or that wants its result."""
+    """A task that runs once: on the first thread that calls it, or that wants its result.
+
+    When it has ended, or was withdrawn, its function and arguments are dropped. Errors do not keep it alive."""
 
     def __init__(self, function: Callable[..., Any], *args: Any):
         self.done = False  # whether it has ended
-        self._call, self._claim, self._running = (function, args), threading.Lock(), threading.Lock()
+        self.thread: int | None = None  # identifier of the thread that runs it, or did
+        # One thread takes it from the iterator; Python calls no signal handler between that and the next statement.
+        self._call, self._running = iter([(function, args)]), threading.Lock()
         self._running.acquire()
         self._value: Any = None
-        self._error: BaseException | None = None
+        self._error: BaseException | type[BaseException] | None = None
+
+    @property
+    def runs_here(self) -> bool:
+        """Return whether this thread is within the task."""
+        return self.thread == threading.get_ident() and not self.done
 
     def run(self) -> None:
         """Run the task unless a thread does, or did."""
-        if self._claim.acquire(blocking=False):
+        for function, args in self._call:
             try:
-                function, args = self._call
-                del self._call
+                self.thread = threading.get_ident()
                 self._value = function(*args)
             except BaseException as error:  # noqa: BLE001  (raised by `result`)
                 self._error = error
             finally:
                 self.done = True
                 self._running.release()
+                del function, args  # the traceback of an error holds this frame
+        del self
 
     def withdraw(self) -> None:
         """Cancel the task unless a thread runs it, or did."""
-        if self._claim.acquire(blocking=False):
-            self._error, self.done = CancelledError(), True
+        for _ in self._call:
+            self._error, self.done = CancelledError, True
             self._running.release()
 
     def wait(self, timeout: float = math.inf) -> bool:
-        """Wait until the task has ended, at most so many seconds; return whether it has."""
+        """Wait until the task has ended, at most so many seconds; return whether it has.
+
+        Raises RuntimeError within the task itself, such as in a signal handler or finalizer that interrupted it."""
+        if self.runs_here:
+            raise RuntimeError("a task cannot wait for its own end")
         end = time.monotonic() + timeout
         while not self.done and (left := end - time.monotonic()) > 0:
             # Not for ever: one who was interrupted here may hold the lock.
@@ -66,20 +83,28 @@ class Once:
 
     def result(self) -> Any:
         """Run the task or wait for it; return or raise its outcome."""
-        self.run()
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        try:
+            self.run()
+            self.wait()
+            if self._error is not None:
+                raise self._error
+            return self._value
+        finally:
+            del self  # the traceback of the error holds this frame
 
     __call__ = result
 
 
-def wait(future: Future[Any], timeout: float = math.inf) -> bool:
-    """Wait until a future is done or cancelled, at most so many seconds; return whether it is."""
+def end_of(future: Any) -> Once:
+    """Return a task that ends when a future, also one of TensorStore that has begun, is done or cancelled."""
     ended = Once(bool)
     future.add_done_callback(lambda _: ended.run())
-    return ended.wait(timeout)
+    return ended
+
+
+def wait(future: Future[Any], timeout: float = math.inf) -> bool:
+    """Wait until a future is done or cancelled, at most so many seconds; return whether it is."""
+    return end_of(future).wait(timeout)
 
 
 def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> bool:
@@ -91,6 +116,25 @@ def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> 
         if not is_refusal(error):
             raise
         return False
+    return True
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Free what the functions held that raised an error, and those before it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def pools_take_tasks() -> bool:
+    """Return False in a signal handler that interrupted one of Python's pools where it takes a task.
+
+    The lock that they share would let it wait for ever."""
+    lock, end = getattr(futures_thread, "_global_shutdown_lock", None), time.monotonic() + _HELD_SECONDS
+    while lock is not None and lock.locked():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_HELD_SECONDS / 1000)
     return True
 
 
@@ -162,10 +206,10 @@ def in_parallel(
     bounds = [len(ordered) * number // n_threads for number in range(n_threads + 1)] if in_runs else [0, len(ordered)]
     queues = [collections.deque(ordered[start:stop]) for start, stop in itertools.pairwise(bounds)]
     with Pool(n_threads - 1, "flax-ckpt") as pool:
-        tasks = [pool.submit(_drain, work, queues, number) for number in range(1, n_threads)]
+        tasks = collections.deque([pool.submit(_drain, work, queues, number) for number in range(1, n_threads)])
         _drain(work, queues, 0)
-        for task in tasks:
-            task.result()
+        while tasks:
+            tasks.popleft().result()
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:

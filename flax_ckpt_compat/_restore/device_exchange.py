@@ -42,7 +42,10 @@ def exchange(path: str, groups: Mapping[Group, Arrays], timeout: float, name: st
     progress = _Progress()
     # In a thread: a step waits for processes that may have died, and nothing interrupts it.
     worker = threading.Thread(target=_run, args=(groups, progress, name), name="flax-ckpt-exchange", daemon=True)
-    worker.start()
+    try:
+        worker.start()
+    except RuntimeError as error:  # none can be started
+        progress.error = error
     while worker.is_alive() and (left := progress.moved + timeout - time.monotonic()) > 0:
         worker.join(min(left, 1.0))
     if worker.is_alive() or progress.error is not None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and
 _log = logging.getLogger("flax_ckpt_compat")
 # Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
 _saves: list[_BackgroundSave] = []
-_QUEUED_SECONDS = 60.0
+_QUEUED_SECONDS = 60.0  # how long a restore waits for a save that may be queued behind it
+_AT_EXIT_SECONDS = 1.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
 _raised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()  # their failures, without their managers
 
@@ -80,7 +81,7 @@ class _BackgroundSave:
     task: thread_pools.Once
     # Its outcome, which later calls raise; None if the manager has none: then only the manager can raise it.
     future: Future[Any] | None = None
-    thread: int | None = None  # identifier of the running thread
+    is_logged: bool = False
 
     @property
     def done(self) -> bool:
@@ -100,17 +101,9 @@ def start(
 ) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `_BackgroundSave`."""
 
-    def run() -> None:
-        save.thread = threading.get_ident()
-        try:
-            task()
-        except CleanupError as error:  # raised, it would prevent the next save
-            _log.error("%s", error)
-
-    save = _BackgroundSave(_key(directory), lookup_timeout, thread_pools.Once(run))
+    save = _BackgroundSave(_key(directory), lookup_timeout, thread_pools.Once(_run, task))
     try:
-        with thread_pools.raising_interrupts():
-            future = manager.save_async(save.task)
+        future = _submit(manager, save.task)
     except BaseException as error:
         if not thread_pools.is_refusal(error):
             save.task.withdraw()  # it may be queued all the same
@@ -124,6 +117,25 @@ def start(
     save.future = future if isinstance(future, Future) else None
     if save.future is not None or lookup_timeout is not None:
         _saves.append(save)
+
+
+def _submit(manager: SaveManager, task: thread_pools.Once) -> Any:
+    if _is_within(manager) or not thread_pools.pools_take_tasks():
+        raise RuntimeError("no new futures are taken within its tasks, or a call that a signal interrupted")
+    with thread_pools.raising_interrupts():
+        return manager.save_async(task)
+
+
+def _run(task: Callable[[], Any]) -> None:
+    try:
+        task()
+    except CleanupError as error:  # raised, it would prevent the next save
+        _log.error("%s", error)
+    except BaseException as error:
+        thread_pools.clear_frames(error)  # until somebody asks for it, it would hold the copies of all arrays
+        raise
+    finally:
+        del task
 
 
 def wait_for_earlier_saves(request: SaveRequest) -> None:
@@ -151,16 +163,16 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     running = [save for one in directories for save in _saves_into(one) if save.future is not None and not save.done]
     if running and isinstance(locating.find(ckpt_dir, None, prefix), absence.Absence):
         for save in running:
-            _wait_for(save)
+            _wait_for(save, _QUEUED_SECONDS)
     for directory in directories:
         raise_failures(directory)
 
 
-def _wait_for(save: _BackgroundSave) -> None:
-    """Wait until a save has ended, unless this thread runs it; for one that has not begun, a limited time."""
-    if save.thread != threading.get_ident():
-        save.wait(_QUEUED_SECONDS)  # it may be queued behind this very restore
-        if save.thread is not None:
+def _wait_for(save: _BackgroundSave, until_begun: float) -> None:
+    """Wait until a save has ended, unless this thread runs it; for one that has not begun, so many seconds."""
+    if not save.task.runs_here:
+        save.wait(until_begun)
+        if save.task.thread is not None:
             save.wait()
 
 
@@ -169,12 +181,14 @@ def wait_for_multiprocess_saves(directory: str) -> None:
 
     Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
     for save in _saves_into(directory):
-        if save.lookup_timeout is not None and save.thread != threading.get_ident():
+        if save.lookup_timeout is not None and not save.task.runs_here:
             save.wait(save.lookup_timeout)
 
 
 def wait(manager: Any) -> None:
     """Wait for a manager's previous save and raise its failure, even if the manager itself would not."""
+    if _is_within(manager):
+        return
     future = getattr(manager, "save_future", None)
     try:
         with thread_pools.raising_interrupts():
@@ -186,6 +200,11 @@ def wait(manager: Any) -> None:
     # Flax's own manager drops the failure of a save that has already ended.
     if isinstance(future, Future):
         _raise_failure(manager, future)
+
+
+def _is_within(manager: Any) -> bool:
+    """Return whether this is a thread of the manager's pool, which would wait for its own task, or those behind it."""
+    return threading.current_thread() in getattr(getattr(manager, "executor", None), "_threads", ())
 
 
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
@@ -207,7 +226,8 @@ def _forget(manager: Any, future: Future[Any]) -> bool:
 def wait_for_async_saves(directory: str) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
     for save in _saves_into(directory):
-        if save.future is not None:  # a manager without a future may never run its task
+        # A manager without a future may never run its task.
+        if save.future is not None and not save.task.runs_here:
             save.wait()
     raise_failures(directory)
 
@@ -261,24 +281,30 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_clear_after_fork)
 
 
-def _end_threads() -> None:
+def _finish_saves() -> None:
     # An executor does not end a thread whose start Ctrl-C interrupted, and the interpreter would wait for it for ever.
     for manager in list(_managers):
-        manager.executor.shutdown(wait=False)
+        with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
+            manager.executor.shutdown(wait=False)
+    for save in list(_saves):
+        if save.future is not None:
+            _wait_for(save, _AT_EXIT_SECONDS)
+    _log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
 
 
 with suppress(AttributeError, RuntimeError):  # it is called before threads are waited for; too late at the exit
-    threading._register_atexit(_end_threads)  # type: ignore[attr-defined]
+    threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
 
 
 @atexit.register
-def _log_failures() -> None:
-    # By now, the interpreter has joined all pools, unless Ctrl-C interrupted it.
+def _log_failures(*, running: bool = True) -> None:
+    # At the exit, the interpreter has joined all pools, unless Ctrl-C interrupted it.
     for save in list(_saves):
         error: BaseException | None = None
         if save.future is not None and save.done:
             error = CancelledError("cancelled") if save.future.cancelled() else save.future.exception()
-        elif save.future is not None:
+        elif save.future is not None and running:
             error = RuntimeError("it has not ended before the interpreter does")
-        if error is not None:
+        if error is not None and not save.is_logged:
+            save.is_logged = True
             _log.error("A background save of a checkpoint into %s failed: %r", save.directory, error, exc_info=error)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core import thread_pools
+from flax_ckpt_compat._core.thread_pools import Once, in_parallel
+from tests.support import interrupting
 from tests.support.saves import run_python
 
 CODE = """
@@ -88,3 +94,61 @@ def test_a_read_that_fails_in_a_thread(flag: bool, tmp_path: Path, monkeypatch: 
         with pytest.raises(errors.StorageError, match="Input/output error"):
             opened.read()
     assert failed.is_set()
+
+
+def test_ctrl_c_anywhere_in_a_task() -> None:
+    """Whoever runs the task is interrupted at each place where Python may: nobody waits for it in vain afterwards."""
+    for at in itertools.count(1):
+        calls = list[int]()
+        task = Once(calls.append, 1)
+        is_place = interrupting.ctrl_c(task.result, at, thread_pools.__file__)
+        task.run()
+        assert task.wait(1.0), at
+        assert len(calls) <= 1
+        if not is_place:
+            break
+    assert at > 5
+
+
+def test_a_task_that_waits_for_itself() -> None:
+    """A signal handler or finalizer that interrupts a task and wants its end is told so; it would wait for ever."""
+    task = Once(lambda: task.result())
+    with pytest.raises(RuntimeError, match="wait for its own end"):
+        task.result()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only references that are dropped free anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_failure_holds_no_arrays(number: int) -> None:
+    """Once it was handled, what the work held is free, without the garbage collector: a caller may try again."""
+    arrays = [np.ones(3), np.ones(3)]
+    held, both = [weakref.ref(array) for array in arrays], threading.Barrier(2, timeout=20)
+
+    def work(at: int) -> None:
+        array = arrays[at]
+        both.wait()
+        if at == number:
+            raise OSError(f"{array} cannot be read")
+
+    with pytest.raises(OSError, match="cannot be read"):
+        in_parallel(work, [0, 1], 2)
+    arrays.clear()
+    assert [array() for array in held] == [None, None]
+
+
+def test_a_withdrawn_task_holds_nothing() -> None:
+    """Also while the pool that was to run it still has it in its queue."""
+    array = np.ones(3)
+    held, task = weakref.ref(array), Once(np.sum, array)
+    del array
+    task.withdraw()
+    assert held() is None and task.done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import Any
 
@@ -54,3 +55,14 @@ def test_each_step_has_its_time(pause: float, error: str, monkeypatch: pytest.Mo
     arrays = {(0, 1): {0: [np.zeros(64, np.uint8)], 1: [np.zeros(64, np.uint8)]}}
     with pytest.raises(errors.MultiprocessRestoreError, match=error) if error else contextlib.nullcontext():
         device_exchange.exchange("/p", arrays, 1.0, "x")
+
+
+def test_there_is_no_thread_for_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on threads is an error of ours, which says that restores can do without the exchange."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(device_exchange.threading.Thread, "start", refuse)
+    with pytest.raises(errors.MultiprocessRestoreError, match=r"can't start new thread.*read_once"):
+        device_exchange.exchange("/p", {}, 1.0, "x")

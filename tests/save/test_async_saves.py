@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -424,6 +427,117 @@ def test_a_failure_is_logged_at_exit(flag: bool, tmp_path: Path) -> None:
     assert "the disk broke" in err
     assert str(tmp_path) in err
     assert names(tmp_path) == []
+
+
+IN_A_PROCESS = """
+import multiprocessing, sys
+def work():
+    import flax
+    from flax.training import checkpoints as theirs
+    from flax_ckpt_compat import checkpoints
+    from flax_ckpt_compat._core.local import atomic
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    def fail(*arguments, **options):
+        raise OSError("the disk broke")
+    atomic.publish = fail
+    for number, module in enumerate([checkpoints, theirs]):
+        checkpoints.save_checkpoint(f"{sys.argv[1]}/{number}", {"n": 1}, 1, async_manager=module.AsyncManager())
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start()
+process.join(60)
+assert process.exitcode == 0
+"""
+
+
+def test_a_failure_is_logged_at_the_end_of_a_process(tmp_path: Path) -> None:
+    """The processes of multiprocessing call no exit handlers."""
+    _, err = run_python(IN_A_PROCESS, tmp_path, PYTHONWARNINGS="ignore")
+    assert all(f"{tmp_path}/{number} failed: OSError('the disk broke')" in err for number in range(2))
+
+
+NO_POOL = """
+import sys, time, flax
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core.local import atomic
+flax.config.update("flax_use_orbax_checkpointing", False)
+publish = atomic.publish
+def slow(*arguments, **options):
+    time.sleep(0.3)
+    publish(*arguments, **options)
+atomic.publish = slow
+unused, managers = checkpoints.AsyncManager(), [checkpoints.AsyncManager() for _ in range(5)]
+unused.executor = None
+for number, manager in enumerate(managers):
+    checkpoints.save_checkpoint(f"{sys.argv[1]}/{number}", {"n": 1}, 1, async_manager=manager)
+"""
+
+
+def test_a_manager_whose_pool_was_replaced(tmp_path: Path) -> None:
+    """At exit it does not keep the interpreter from finishing the saves of others."""
+    _, err = run_python(NO_POOL, tmp_path)
+    assert err == ""
+    assert [ours.available_steps(tmp_path / str(number)) for number in range(5)] == [[1]] * 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_are_freed_when_the_save_has_ended(
+    flag: bool, fails: bool, tmp_path: Path, manager: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when its failure was seen, or the garbage collector has run."""
+    copies, add = list[Any](), Copies.add
+
+    def noted(self: Copies, source: Any) -> Any:
+        copies.append(weakref.ref(copy := add(self, source)))
+        return copy
+
+    monkeypatch.setattr(Copies, "add", noted)
+    if fails:
+        gate.error = errors.StorageError("the disk broke", path=str(tmp_path), errno=5)
+    target = {"a": np.ones(100_000), "j": jnp.ones(9), "large": np.ones(9_000_000)}
+    gc.collect()
+    gc.disable()
+    try:
+        ours.save_checkpoint(tmp_path, target, 1, async_manager=manager)
+        assert any(copy() is not None for copy in copies)
+        gate.open.set()
+        future = manager.save_future
+        futures.wait([future])
+        manager.executor.submit(int).result()  # its thread has dropped the task
+        assert [copy() for copy in copies] == [None] * len(copies)
+    finally:
+        gc.enable()
+    with pytest.raises(errors.StorageError, match="broke") if fails else contextlib.nullcontext():
+        ours.restore_checkpoint(tmp_path, None)
+
+
+def test_a_save_within_a_save(flag: bool, tmp_path: Path, manager: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an object that is freed there, and saves at its end: it does not wait for the save that it is in."""
+    publish, is_known = atomic.publish, threading.Event()
+
+    def finalize_before(temporary: str, final: str, **options: Any) -> None:
+        if final.endswith("_1"):
+            assert is_known.wait(20)
+            for step, its_manager in ((2, manager), (3, None)):
+                ours.save_checkpoint(tmp_path, tree(step), step, prefix="last_", keep=2, async_manager=its_manager)
+        publish(temporary, final, **options)
+
+    monkeypatch.setattr(atomic, "publish", finalize_before)
+    ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=manager)
+    future = manager.save_future
+    is_known.set()
+    future.result(20)
+    assert names(tmp_path) == ["checkpoint_1", "last_2", "last_3"]
+
+
+def test_saves_in_a_managers_own_pool(flag: bool, tmp_path: Path, manager: Any) -> None:
+    """The second one does not wait for the first behind itself."""
+
+    def save_twice() -> None:
+        for step in (1, 2):
+            ours.save_checkpoint(tmp_path, tree(step), step, async_manager=manager)
+
+    manager.executor.submit(save_twice).result(20)
+    assert names(tmp_path) == ["checkpoint_2"]
 
 
 LATE = """

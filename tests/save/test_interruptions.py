@@ -47,6 +47,42 @@ def test_a_handler_saves_while_a_save_starts_a_thread(flag: bool, tmp_path: Path
         np.testing.assert_array_equal(ours.restore_checkpoint(saved, None)["w"], np.arange(1_000_000.0))
 
 
+POOL = """
+import concurrent.futures, faulthandler, signal, sys, threading
+import flax
+from flax.training import checkpoints as theirs
+from flax_ckpt_compat import checkpoints
+from flax_ckpt_compat._core import thread_pools
+folder, module, pool = sys.argv[1], {"ours": checkpoints, "Flax's": theirs}[sys.argv[2]], sys.argv[3]
+flax.config.update("flax_use_orbax_checkpointing", False)
+signal.alarm(30)
+thread_pools._HELD_SECONDS = 0.1
+start, manager = threading.Thread.start, module.AsyncManager()
+def preempted_here(thread):
+    threading.Thread.start = start
+    signal.raise_signal(signal.SIGTERM)
+    start(thread)
+def save_last(*_):
+    checkpoints.save_checkpoint(folder, {"n": 7}, 7, async_manager=manager)
+    manager.wait_previous_save()
+    assert checkpoints.available_steps(folder) == [7]
+signal.signal(signal.SIGTERM, save_last)
+threading.Thread.start = preempted_here
+if pool == "manager's":
+    checkpoints.save_checkpoint(folder, {"n": 8}, 8, async_manager=manager)
+else:
+    concurrent.futures.ThreadPoolExecutor(1).submit(print, "loaded").result()
+assert threading.Thread.start is start
+"""
+
+
+@pytest.mark.parametrize(("manager", "pool"), [("ours", "manager's"), ("Flax's", "manager's"), ("ours", "program's")])
+def test_a_handler_saves_while_a_pool_takes_a_task(tmp_path: Path, manager: str, pool: str) -> None:
+    """Python's pools share a lock: a handler's async save would wait for ever for the call that it interrupted."""
+    run_python(POOL, tmp_path, manager, pool)
+    assert ours.latest_checkpoint(tmp_path) == str(tmp_path / f"checkpoint_{8 if pool.startswith('m') else 7}")
+
+
 WAITING = """
 import signal, sys, threading
 import flax
@@ -127,6 +163,28 @@ def test_threads_that_share_a_manager_lose_no_failure(
     ours.save_checkpoint(tmp_path, tree(1), 1, async_manager=Shared())
     with pytest.raises(errors.StorageError, match="broke"):
         ours.save_checkpoint(tmp_path, tree(2), 2)
+
+
+LIMITED = """
+import signal, sys
+import tensorstore
+from orbax_backend import database
+def expire(*_):
+    raise TimeoutError("the program's own limit")
+signal.signal(signal.SIGALRM, expire)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+promise, future = tensorstore.Promise.new()
+try:
+    database.wait_with_writeback(future, sys.argv[1])
+except TimeoutError as error:
+    print(error)
+"""
+
+
+def test_a_program_limits_the_time_of_a_save(tmp_path: Path) -> None:
+    """By a signal handler that raises TimeoutError, as Python's own waits do: a save that hangs is left by it."""
+    out, _ = run_python(LIMITED.replace("orbax_backend", "flax_ckpt_compat.orbax_backend"), tmp_path, timeout=20)
+    assert out == "the program's own limit\n"
 
 
 ORPHAN = """

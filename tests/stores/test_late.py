@@ -12,8 +12,8 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat._core.object_store import client, retrying, uploads
 from flax_ckpt_compat._core.object_store import gs as gs_scheme
-from flax_ckpt_compat._core.object_store import retrying, uploads
 from tests.stores.test_faults import from_request, state
 from tests.support import s3
 from tests.support.gs import GsBucket
@@ -179,3 +179,20 @@ def test_a_save_without_answers(
         if ended:
             return
     assert len(firsts) == 1, "it never succeeded"
+
+
+def test_a_new_context_within_a_conditional_write(any_bucket: AnyBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout of another thread brings it: the condition holds all the same, and a newer object stays."""
+    url, as_array = f"{any_bucket.url}/run/checkpoint_1", uploads._as_array
+    client.write(url, b"old")
+    there = client.version(url)
+
+    def later(*arguments: Any) -> Any:
+        with pytest.raises(TimeoutError), retrying.replaced_context_after_timeout():
+            raise TimeoutError
+        client.write(url, b"newer")
+        return as_array(*arguments)
+
+    monkeypatch.setattr(uploads, "_as_array", later)
+    assert not uploads.write_if(url, bytes(2 * 2**20), there)
+    assert client.read(url) == b"newer"

@@ -1,10 +1,12 @@
-"""Something done by others in the middle of a call: just before its n-th look at the file system or read."""
+"""Something that comes in the middle of a call: before its n-th look at the file system or read, or Ctrl-C."""
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -51,3 +53,42 @@ def _watched(call: Callable[[], _Result], on_call: Callable[[int], None]) -> _Re
         return call()
     finally:
         sys.setprofile(None)
+
+
+def ctrl_c(call: Callable[[], Any], at: int, file: str) -> bool:
+    """Interrupt a call at the ``at``-th place within functions of a file where Python may; return whether there is one.
+
+    These are after calls, and at the beginning of functions and of each round of a loop."""
+    seen, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename != file:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in _interruptible(frame.f_code):
+            seen += 1
+            if seen == at:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return seen >= at
+
+
+@functools.cache
+def _interruptible(code: CodeType) -> frozenset[int]:
+    found, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if before.startswith(("CALL", "RESUME")):
+            found.add(instruction.offset)
+        before = instruction.opname
+        if before.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+    return frozenset(found)

@@ -42,9 +42,9 @@ def _scheme(name: str) -> StoreScheme:
     return GS()
 
 
-def bucket_store(url: str) -> Any:
-    """Open the bucket of a URL as a TensorStore ``KvStore``."""
-    return scheme_of(url).open(split(url)[1])
+def bucket_store(url: str, context: Any = None) -> Any:
+    """Open the bucket of a URL as a TensorStore ``KvStore``; see `StoreScheme.open`."""
+    return scheme_of(url).open(split(url)[1], context)
 
 
 def spec(url: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def replaced_context_after_timeout() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=64)
-def open_bucket(items: tuple[tuple[str, Any], ...]) -> Any:
+def open_bucket(items: tuple[tuple[str, Any], ...], context: Any) -> Any:
     """Open a bucket, by the items of its spec, as a TensorStore ``KvStore``."""
     ts = load_tensorstore()
 
@@ -95,7 +95,7 @@ def open_bucket(items: tuple[tuple[str, Any], ...]) -> Any:
             f"object stores need a newer TensorStore, which reads parts of objects (0.1.86 does), to reach "
             f"{items[1][1]}; pip install -U tensorstore"
         )
-    return ts.KvStore.open(dict(items), context=context()).result()
+    return ts.KvStore.open(dict(items), context=context).result()
 
 
 def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
@@ -110,9 +110,11 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
             with replaced_context_after_timeout():
                 future = request()
                 return future.result(timeout=_TIMEOUT + nbytes / _MIN_RATE)
-        except storage_errors.TENSORSTORE_ERRORS as error:
+        except BaseException as error:
             if future is not None:
                 future.cancel()  # else it might still take effect, after later requests
+            if not isinstance(error, storage_errors.TENSORSTORE_ERRORS):  # such as Ctrl-C
+                raise
             if not storage_errors.is_transient(error) or trial + 1 == _ATTEMPTS:
                 raise storage_errors.translate_error(url, operation, error) from error
             pause = _FIRST_PAUSE * 2**trial * random.uniform(0.5, 1)  # noqa: S311  (spreads out those that wait)

@@ -17,9 +17,9 @@ class StoreScheme:
         """Return TensorStore's spec of a bucket."""
         raise NotImplementedError
 
-    def open(self, bucket: str) -> Any:
-        """Open a bucket as a TensorStore ``KvStore``."""
-        return retrying.open_bucket(tuple(self.bucket_spec(bucket).items()))
+    def open(self, bucket: str, context: Any = None) -> Any:
+        """Open a bucket as a TensorStore ``KvStore``, in the context of all requests or in this one."""
+        return retrying.open_bucket(tuple(self.bucket_spec(bucket).items()), context or retrying.context())
 
     def list_keys(self, url: str, start: bytes, stop: bytes) -> list[bytes]:
         """List all keys of the URL's bucket from ``start`` up to ``stop``; b"" stands for the end of the bucket."""

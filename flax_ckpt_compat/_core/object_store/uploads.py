@@ -203,7 +203,8 @@ def _memory_map(path: str) -> np.ndarray[Any, Any]:
 def _start_write(url: str, content: np.ndarray[Any, Any]) -> Any:
     if not content.nbytes:
         return client.bucket_store(url).write(key_of(url), b"")
-    return _as_array(url, content.nbytes).write(content, can_reference_source_data_indefinitely=True).commit
+    array = _as_array(url, content.nbytes, retrying.context())
+    return array.write(content, can_reference_source_data_indefinitely=True).commit
 
 
 def _start_write_if(url: str, content: np.ndarray[Any, Any], version: bytes) -> Any:
@@ -212,16 +213,17 @@ def _start_write_if(url: str, content: np.ndarray[Any, Any], version: bytes) -> 
         return client.bucket_store(url).write(key_of(url), content.tobytes(), if_equal=version)
     import tensorstore as ts
 
-    transaction = ts.Transaction(repeatable_read=True)
-    there = client.bucket_store(url).with_transaction(transaction).read(key_of(url), byte_range=slice(0, 0))
+    # One context for both: in another one, which a timeout elsewhere may bring, the write would have no condition.
+    transaction, context = ts.Transaction(repeatable_read=True), retrying.context()
+    there = client.bucket_store(url, context).with_transaction(transaction).read(key_of(url), byte_range=slice(0, 0))
     if there.result(timeout=_TIMEOUT).stamp.generation != version:
         raise _ReplacedError
-    array = _as_array(url, content.nbytes, transaction)
+    array = _as_array(url, content.nbytes, context, transaction)
     array.write(content, can_reference_source_data_indefinitely=True).copy.result()
     return transaction.commit_async()
 
 
-def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
+def _as_array(url: str, nbytes: int, context: Any, transaction: Any = None) -> Any:
     """Open the object as an array of bytes in one chunk, without a request."""
     import tensorstore as ts
 
@@ -247,4 +249,4 @@ def _as_array(url: str, nbytes: int, transaction: Any = None) -> Any:
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    return ts.open(spec, context=retrying.context(), transaction=transaction).result()
+    return ts.open(spec, context=context, transaction=transaction).result()
