@@ -204,7 +204,8 @@ def wait(manager: Any) -> None:
 
 def _is_within(manager: Any) -> bool:
     """Return whether this is a thread of the manager's pool, which would wait for its own task, or those behind it."""
-    return threading.current_thread() in getattr(getattr(manager, "executor", None), "_threads", ())
+    prefix = getattr(getattr(manager, "executor", None), "_thread_name_prefix", None)
+    return bool(prefix) and threading.current_thread().name.startswith(f"{prefix}_")
 
 
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
