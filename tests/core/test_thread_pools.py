@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import gc
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +59,78 @@ def test_an_error_in_a_thread_of_the_pool_is_raised() -> None:
 
     with pytest.raises(OSError, match="unreadable"):
         in_parallel(work, [1, 2], 2)
+
+
+def test_a_pool_starts_a_thread_for_a_later_task() -> None:
+    """Also where those of earlier tasks have ended, for want of work."""
+    with thread_pools.Pool(1, "test") as pool:
+        for _ in range(2):
+            assert pool.submit(abs, -1).wait(20)
+            assert pool._workers[-1].wait(20)
+
+
+def test_a_pool_ends_with_its_block() -> None:
+    """It never has more threads than were asked for, and waits for the tasks that have begun; others never do."""
+    began, goes_on, done = threading.Semaphore(0), threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        began.release()
+        goes_on.wait(20)
+        done.append(number)
+
+    def go_on(pool: thread_pools.Pool) -> None:
+        end = time.monotonic() + 5
+        while pool._tasks and time.monotonic() < end:  # until the block's end drops them
+            time.sleep(0.001)
+        goes_on.set()
+
+    with thread_pools.Pool(2, "test") as pool:
+        tasks = [pool.submit(work, number) for number in range(5)]
+        assert len(pool._workers) == 2
+        assert began.acquire(timeout=20)
+        assert began.acquire(timeout=20)
+        threading.Thread(target=go_on, args=(pool,)).start()
+    assert [task.done for task in tasks] == [True, True, False, False, False]
+    assert sorted(done) == [0, 1]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_task_that_is_ended_is_not_done(error: BaseException) -> None:
+    """What ends a program is raised where the result is wanted, like any error: there is none to go on with."""
+
+    def end() -> None:
+        raise error
+
+    with thread_pools.Pool(1, "test") as pool:
+        task = pool.submit(end)
+        task.wait(20)
+        with pytest.raises(type(error)):
+            task.result()
+
+
+def test_only_a_lack_of_threads_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task then runs elsewhere; any other failure to start one is raised."""
+    for text, is_refused in (("can't start new thread", True), ("thread already started", False)):
+
+        def start(_: threading.Thread, text: str = text) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with contextlib.nullcontext() if is_refused else pytest.raises(RuntimeError, match=text):
+            assert not thread_pools.start_thread(bool, "test")
+        monkeypatch.undo()
+
+
+def test_after_a_failure_no_more_is_started() -> None:
+    """The other threads find nothing left, in their own runs and in those of others."""
+    queues = [collections.deque([1, 2]), collections.deque([3])]
+
+    def fail(_: int) -> None:
+        raise OSError("unreadable")
+
+    with pytest.raises(OSError, match="unreadable"):
+        thread_pools._drain(fail, queues, 0)
+    assert not any(queues)
 
 
 def test_each_thread_takes_a_run() -> None:

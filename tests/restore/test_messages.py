@@ -16,7 +16,7 @@ from flax import serialization, traverse_util
 
 from flax_ckpt_compat import checkpoints, config, plan_restore, restore, rules, save
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat._restore import messages
+from flax_ckpt_compat._restore import layer_counts, messages
 from flax_ckpt_compat._trees import state_dict
 from flax_ckpt_compat.errors import MissingLeavesError, ShapeMismatchError
 from flax_ckpt_compat.transforms import Transform
@@ -258,6 +258,65 @@ def test_what_is_no_number_of_layers(tmp_path: Path) -> None:
     for name, part in longer.items():
         plan = plan_restore(tmp_path / "saved", {**saved, name: part})
         assert plan.raises and not plan.why, name
+
+
+def layers(*numbers: int, size: int = 3) -> dict[str, Any]:
+    """Layers of these numbers."""
+    return {f"layer_{number}": {"w": np.ones(size), "b": np.ones(2)} for number in numbers}
+
+
+@pytest.mark.parametrize(
+    ("stored", "target"),
+    [
+        (layers(1, 2), layers(1, 2, 3)),
+        (layers(1, 2), layers(0, 1, 2)),
+        (layers(0, 1), layers(0, 1, 3)),
+        (layers(0, 2), layers(0, 1, 2)),
+        (layers(0, 1), layers(0, 1) | layers(2, size=4)),
+        ({"layer_0": np.ones(3), "layer_1": np.ones(3)}, layers(0, 1, 2)),
+    ],
+)
+def test_other_rows_are_no_more_layers(stored: Any, target: Any) -> None:
+    """Rows that do not begin at 0, or with gaps, and a layer unlike the others: to build fewer would not help."""
+    assert layer_counts.explain(match(stored, target)) == ""
+    assert "layer_{0,1} (2)" in layer_counts.explain(match(layers(0, 1), layers(0, 1, 2)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5])
+def test_rows_of_layers_in_several_places(count: int) -> None:
+    """Up to four of them are named in the rule; of all, how many there are."""
+    names = "abcde"[:count]
+    explained = layer_counts.explain(match({n: layers(0, 1) for n in names}, {n: layers(0, 1, 2) for n in names}))
+    more = f", and as many in {count - 1} more places" if count > 1 else ""
+    assert f"has a/layer_{{0,1}} (2{more}), the target 3" in explained
+    places = f"({'|'.join(names)})" if count > 1 else "a"
+    assert (f"rules.from_target('{places}/layer_(2)')." in explained) is (count < 5)
+
+
+def stacks(count: int, length: int) -> dict[str, Any]:
+    """Stacked layers of a length in several places."""
+    one = {"w": np.ones((length, 3)), "b": np.ones(length)}
+    return {str(place): {"layers": one, "head": np.ones(2)} for place in range(count)}
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_stacks_in_several_places(count: int) -> None:
+    """Stacks of one name need one pattern, however many they are; those of other names are named up to four."""
+    explained = layer_counts.explain(match(stacks(count, 2), stacks(count, 5)))
+    assert "rules.pad('layers', 5, value='target')." in explained
+    unlike = [
+        {name: {name: part["layers"], "head": part["head"]} for name, part in stacks(count, length).items()}
+        for length in (2, 5)
+    ]
+    explained = layer_counts.explain(match(*unlike))
+    assert ("rules.pad('" in explained) is (count < 5)
+
+
+def test_another_rank_is_no_other_number_of_layers() -> None:
+    """Arrays with one more axis are another model."""
+    stored = {"l": {"w": np.ones((2, 3)), "b": np.ones((2, 4))}}
+    target = {"l": {"w": np.ones((5, 3, 1)), "b": np.ones((5, 4, 1))}}
+    assert layer_counts.explain(match(stored, target)) == ""
 
 
 def test_one_leaf_is_not_every_array(flag: bool, tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints, config, errors, save
 from flax_ckpt_compat._core.grid import shape_of
 from flax_ckpt_compat._discovery.opening import Opened
-from flax_ckpt_compat._restore import read_shares
+from flax_ckpt_compat._restore import casting, execute, read_shares
+from flax_ckpt_compat._restore.match import plan_tree
+from flax_ckpt_compat._restore.options import RestoreOptions
+from flax_ckpt_compat._trees import state_dict
 
 MIB = 2**20
 
@@ -74,3 +80,102 @@ def test_compressed_chunks_stay_whole(tmp_path: Path, compression: str) -> None:
     opened = Opened(str(tmp_path / "c"), verify=False)
     assert len(list(read_shares._rows(opened.reader("").tree.children["w"], MIB))) == 1
     opened.discard()
+
+
+TREE = {
+    "bf16": np.ones(5, ml_dtypes.bfloat16),
+    "bool": np.ones(5, bool),
+    "complex": np.ones(5, np.complex64),
+    "float": np.ones(5, np.float32),
+    "empty": np.ones((0, 5)),
+    "text": "text",
+    "texts": np.array(["a", "b"]),
+    "dates": np.zeros(2, "M8[s]"),
+    "number": 3,
+}
+
+
+class Whole:
+    """What one process restores of a checkpoint with others, of whole arrays in host memory."""
+
+    def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch, here: int = 0, target: Any = None, **settings: Any):
+        """Open and plan it, as process ``here`` of two."""
+        monkeypatch.setattr(read_shares.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(read_shares.jax, "process_index", lambda: here)
+        with config.override(**settings) as found:
+            options = RestoreOptions(found)
+        self.reader = Opened(path, verify=True).reader("")
+        tree = None if target is None else state_dict.TargetTree(target)
+        self.plan = plan_tree(self.reader, self.reader.tree, tree, options, path)
+        run = execute._Run(self.plan)
+        self.mapped, self.casts = run.mapped, run.casts_at_read
+        self.shares = read_shares.Shares(self.plan, run.reads, run.casts_at_read, run.mapped)
+
+    def read(self) -> dict[Any, list[Any]]:
+        """Read what this process is to; return what it exchanges, by process."""
+        values = casting.read(self.reader, self.shares.own, self.shares.casts, self.mapped)
+        ((group, arrays),) = self.shares.arrays(values).items()
+        assert group == (0, 1)
+        return arrays
+
+
+def test_which_arrays_are_exchanged(tmp_path: Path, flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of numbers with elements; none that is mapped, or that a rule gives to several leaves."""
+    path = checkpoints.save_checkpoint(tmp_path, TREE, 1)
+    found = Whole(path, monkeypatch)
+    names = {handle.path[-1]: handle for _, handle in read_shares._exchangeable(found.plan, frozenset())}
+    assert sorted(names) == ["bf16", "bool", "complex", "float"]
+    mapped = {names["bool"]}
+    left = {handle.path[-1] for _, handle in read_shares._exchangeable(found.plan, mapped)}
+    assert left == {"bf16", "complex", "float"}
+    found.plan.leaves.append(dataclasses.replace(found.plan.leaves[0]))
+    twice = found.plan.leaves[0].source.path[-1]  # type: ignore[union-attr]
+    left = {handle.path[-1] for _, handle in read_shares._exchangeable(found.plan, frozenset())}
+    assert left == set(names) - {twice}
+
+
+def test_casts_are_part_of_what_processes_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one casts before it sends, and another would after it got, the bytes differ."""
+    path = checkpoints.save_checkpoint(tmp_path, {"w": np.ones(5, np.float32)}, 1)
+    found = Whole(path, monkeypatch, target={"w": np.ones(5, np.float16)}, dtype="target")
+    assert found.casts
+    late = read_shares.Shares(found.plan, list(found.casts), {}, found.mapped)
+    assert late.signature != found.shares.signature
+    again = Whole(path, monkeypatch, here=1, target={"w": np.ones(5, np.float16)}, dtype="target")
+    assert again.shares.signature == found.shares.signature
+
+
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_blocks_that_two_processes_read_parts_of(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both verify them whole, so that damage in either part is an error of both."""
+    path = save(tmp_path / "c", {name: np.ones(700 << 10, np.int8) for name in "ab"}, format="msgpack")
+    for here, own in enumerate("ab"):
+        process = Whole(path, monkeypatch, here)
+        assert [one.path[-1] for one in process.shares.own] == [own]  # type: ignore[union-attr]
+        assert [len(process.read()[number]) for number in (0, 1)] == [1, 1]
+    # The first block of checksums, of 1 MiB, has all of the one and the beginning of the other.
+    damaged(path, 100 << 10 if place == "first" else -660 << 10)
+    for here in (0, 1):
+        with pytest.raises(errors.ChecksumError):
+            Whole(path, monkeypatch, here).read()
+
+
+def test_blocks_that_only_one_process_reads_parts_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It verifies them; the other process has nothing to do with damage there."""
+    tree = {"a": np.ones(700 << 10, np.int8), "m": "x" * (2 << 20), "z": np.ones(700 << 10, np.int8)}
+    path = damaged(save(tmp_path / "c", tree, format="msgpack"), -(100 << 10))
+    assert len(Whole(path, monkeypatch, here=0).read()[0]) == 1
+    with pytest.raises(errors.ChecksumError):
+        Whole(path, monkeypatch, here=1).read()
+
+
+def damaged(path: str, at: int) -> str:
+    """Change a byte of a file, without a trace in its status; return the path."""
+    status = os.stat(path)
+    if "user.flax_ckpt_compat.checksums" not in os.listxattr(path):
+        pytest.skip("this file system has no extended attributes")
+    with open(path, "r+b") as file:
+        file.seek(at % status.st_size)
+        file.write(b"\x07")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return path

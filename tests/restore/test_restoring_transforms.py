@@ -445,11 +445,18 @@ def test_results_are_memory_of_their_own(saved: str) -> None:
             np.testing.assert_array_equal(restored[other], expected[other])
 
 
-def test_a_result_that_jax_made_of_its_input(flag: bool, tmp_path: Path) -> None:
-    """On the CPU it may be the input's memory, which is no other leaf's then."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_result_that_jax_made_of_its_input(shared: bool, flag: bool, tmp_path: Path) -> None:
+    """On the CPU it may be the input's memory, which is no other leaf's then; nor where one read serves both."""
     path = flax_ckpt_compat.save(tmp_path / "c", {"a": np.arange(32.0, dtype=np.float32)})
-    given = {name: transforms.Transform("a", value_fn=one) for name, one in (("x", jax.device_put), ("y", lambda v: v))}
-    restored = ours(path, {name: np.zeros(32, np.float32) for name in given}, given)
+    functions: dict[str, Any] = {"x": jax.device_put, "y": lambda value: value}
+    given = {name: transforms.Transform("a", value_fn=one) for name, one in functions.items()}
+    if shared:
+        of_both = transforms.RestoreTransform(
+            multi_value_fn=lambda key, tree: functions[key](tree["a"]), multi_value_fn_input_args={"a": None}
+        )
+        given = {"[xy]": of_both}
+    restored = ours(path, {name: np.zeros(32, np.float32) for name in functions}, given)
     restored["y"][...] = 9
     assert restored["x"].tolist() == list(range(32))
 

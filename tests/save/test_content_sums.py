@@ -19,8 +19,10 @@ DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "bool", "complex64
 
 
 def values(shape: tuple[int, ...], dtype: str) -> Any:
-    """Values of which every one has bits that are set."""
-    array = np.random.default_rng(5).integers(1, 100, shape)
+    """Values of which every one has bits that are set, in both parts of complex ones."""
+    array: Any = np.random.default_rng(5).integers(1, 100, shape)
+    if dtype == "complex64":
+        array = array + 1j * np.flip(array + 1)
     return np.asarray(array % 2 if dtype == "bool" else array).astype(getattr(jnp, dtype))
 
 

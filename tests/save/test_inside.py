@@ -8,6 +8,8 @@ import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, convert, errors, restore, save
+from flax_ckpt_compat._discovery import detect
+from flax_ckpt_compat._discovery.around import checkpoint_around
 from tests.support.saves import names, saved_by_peer, tree
 
 
@@ -47,6 +49,17 @@ def test_a_conversion_into_a_checkpoint_is_refused(step: Path, tmp_path: Path, t
                 with pytest.raises(errors.InvalidCheckpointError, match=told):
                     convert(source, dst, to, step=7 if source != src else None, dry_run=dry_run)
     assert names(step) == before
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), errors.StorageError("refused")])
+def test_a_folder_above_that_cannot_be_read(step: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no reason to refuse a save: whether it is a checkpoint cannot be known."""
+
+    def refuse(_: str) -> bool:
+        raise error
+
+    monkeypatch.setattr(detect, "is_certainly_orbax", refuse)
+    assert checkpoint_around(str(step / "sub")) is None
 
 
 def test_a_link_out_of_a_checkpoint_is_elsewhere(flag: bool, step: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flax_ckpt_compat import checkpoints, errors, restore, save
+from tests.support.s3 import Bucket
 from tests.support.saves import tree, use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
 
@@ -25,3 +26,12 @@ def test_none_is_lost_with_another(any_bucket: AnyBucket, format: Any) -> None:
     ):
         checkpoints.save_checkpoint(root, tree(5), 5, overwrite=True)
     assert restore(f"{root}/checkpoint_5")["n"] == 7
+
+
+def test_the_innermost_is_named(bucket: Bucket) -> None:
+    """A copy of a checkpoint in another one: what is saved below it would be removed with it first, as on a disk."""
+    save(f"{bucket.url}/run/outer", tree(1), format="orbax")
+    for key in bucket.keys("run/outer/"):
+        bucket.put(key.replace("outer/", "outer/inner/", 1), bucket.get(key))
+    with pytest.raises(errors.InvalidCheckpointError, match=f"{bucket.url}/run/outer/inner is a checkpoint"):
+        save(f"{bucket.url}/run/outer/inner/sub", tree(2), step=2)

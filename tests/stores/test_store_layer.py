@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core import paths, storage_errors
-from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, uploads
+from flax_ckpt_compat._core import orbax_layout, paths, storage_errors
+from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, thread_cache, uploads
 from flax_ckpt_compat._core.object_store.opened_object import OpenedObject
 from tests.support import s3
 from tests.support.profiles import examples
@@ -45,6 +45,30 @@ def test_listing_is_that_of_boto3(bucket: Bucket) -> None:
     assert [paths.isfile(f"{bucket.url}/{key}") for key in ("a0", "c", "b", "none")] == [True, True, False, False]
     with pytest.raises(FileNotFoundError):
         paths.listdir(f"{bucket.url}/none")
+
+
+def test_an_offered_list_is_of_no_use_later(bucket: Bucket) -> None:
+    """Where nothing took it: what was written since is listed."""
+    bucket.put("run/a", b"x")
+    with client.listing_cache(f"{bucket.url}/run"):
+        listing = thread_cache.current_listing()
+    with thread_cache.offering(listing):
+        pass
+    bucket.put("run/b", b"x")
+    with client.listing_cache(f"{bucket.url}/run"):
+        assert client.keys(f"{bucket.url}/run") == ["a", "b"]
+
+
+def test_an_object_and_a_folder_of_one_name(bucket: Bucket) -> None:
+    """The folder counts, unless its upload has not ended."""
+    url = f"{bucket.url}/c"
+    bucket.put("c", b"x")
+    assert (paths.isfile(url), paths.isdir(url)) == (True, False)
+    bucket.put(f"c/{orbax_layout.BEGUN}.1.{'0' * 32}", b"")
+    bucket.put("c/_METADATA", b"x")
+    assert (paths.isfile(url), paths.isdir(url)) == (True, False)
+    bucket.put("c/commit_success.txt", b"x")
+    assert (paths.isfile(url), paths.isdir(url)) == (False, True)
 
 
 def test_a_folder_that_a_console_made_is_no_object(bucket: Bucket) -> None:

@@ -268,6 +268,24 @@ def test_merge_and_intersect_say_what_is_wrong() -> None:
         merge_trees(1, {"a": 1})
 
 
+def test_the_last_of_the_sorted_keys_wins() -> None:
+    """An expression after a plain key as well as one before it, as in Orbax."""
+    for first, last in (("a", "a|b"), ("[ab]", "a"), ("(a)", "[ab]"), ("a", "a?")):
+        given = {first: Transform("x"), last: Transform("y")}
+        theirs = {key: real.Transform(one.original_key) for key, one in given.items()}
+        result = apply_transformations({"x": 1, "y": 2}, given, {"a": 0})
+        assert result == real.apply_transformations({"x": 1, "y": 2}, theirs, {"a": 0}) == {"a": 2}
+
+
+@pytest.mark.parametrize("key", ["a.c", "abc", "a-c", "a/c", "a c"])
+def test_which_keys_are_expressions(key: str) -> None:
+    """A dot stands for any character, as in Orbax; a key without such characters is only itself."""
+    new = dict.fromkeys(["abc", "a.c", "a-c", "a c", "a/c"], 0)
+    result = apply_transformations({"x": 1}, {key: Transform("x")}, new)
+    assert result == real.apply_transformations({"x": 1}, {key: real.Transform("x")}, new)
+    assert sum(result.values()) == (5 if key == "a.c" else 1)
+
+
 def test_literal_keys_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One transform for each leaf, as converters write them, is no search through all of them for each."""
     compared: list[str] = []
