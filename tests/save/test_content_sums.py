@@ -80,3 +80,9 @@ def test_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["a",] == formula(array.view(np.uint32)).to_bytes(4, "little")
     wanted = zlib.crc32(zlib.crc32(narrow.tobytes()).to_bytes(4, "little"))
     assert found["b",] == wanted.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e5m2", "int4"])
+def test_what_devices_can_sum(dtype: str) -> None:
+    """All but what is narrower than a byte: that costs a copy to the host."""
+    assert content_sums._has_words(jnp.zeros((), dtype).dtype) is (dtype != "int4")

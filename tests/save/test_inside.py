@@ -9,7 +9,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, convert, errors, restore, save
 from flax_ckpt_compat._discovery import detect
-from flax_ckpt_compat._discovery.around import checkpoint_around
+from flax_ckpt_compat._discovery.around import why_inside
 from tests.support.saves import names, saved_by_peer, tree
 
 
@@ -59,7 +59,7 @@ def test_a_folder_above_that_cannot_be_read(step: Path, error: Exception, monkey
         raise error
 
     monkeypatch.setattr(detect, "is_certainly_orbax", refuse)
-    assert checkpoint_around(str(step / "sub")) is None
+    assert why_inside(str(step / "sub")) is None
 
 
 def test_a_link_out_of_a_checkpoint_is_elsewhere(flag: bool, step: Path, tmp_path: Path) -> None:
