@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -60,16 +61,18 @@ def _write(request: SaveRequest, backend: Backend, prepared: Any, tree: Node, wa
         watch.lap("queue")
     if backend.write_event:
         monitoring.record_event(backend.write_event)
-    with paths.storage_of(request.directory).offering(listing):
+    storage = paths.storage_of(request.directory)
+    with storage.offering(listing):
         paths.prepare_directory(request.directory)
-    for left in reversed(range(_TRIALS)):
-        _publish(request, backend, prepared, tree, watch)
-        try:
-            retain(request)
-            break
-        except ConcurrentWriteError:
-            if not left:
-                raise
+    with nullcontext() if request.step is None else storage.offering_after_commit(request.directory):
+        for left in reversed(range(_TRIALS)):
+            _publish(request, backend, prepared, tree, watch)
+            try:
+                retain(request)
+                break
+            except ConcurrentWriteError:
+                if not left:
+                    raise
     watch.lap("retain")
     watch.log("Saved", request.path, (leaf for _, leaf in iter_leaves(tree)))
     if request.shadow:

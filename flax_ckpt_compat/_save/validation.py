@@ -60,12 +60,15 @@ def publish(request: SaveRequest, rename: Callable[..., None]) -> None:
 
     ``rename`` renames or uploads; with ``new=True`` it refuses to replace what another writer saved meanwhile.
     """
+    storage, listing = paths.storage_of(request.directory), None
     # In a store this would be one more request.
     if request.replace_only_checkpoints or not paths.is_url(request.directory):
         with paths.listing_cache(request.directory):
             _check_replaced(request)
+            listing = storage.current_listing()
     try:
-        rename(new=not request.overwrite)
+        with storage.offering(listing):
+            rename(new=not request.overwrite)
     except StorageError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             check(request)  # raises an error that names what is there

@@ -21,14 +21,16 @@ from tests.benchmarks.report import Table
 from tests.support.team import Team
 
 PAGE = Path(__file__).parents[2] / "migration_guide" / "scale.md"
-_PLACE = re.compile(r"(?<=<!-- measured -->\n).*(?=<!-- end -->)", re.DOTALL)
+# What is measured, of each its own place on the page.
+_PARTS = ("real", "simulated")
 _FORMATS = {True: "orbax", False: "msgpack"}
 # With a file for every shard, more would measure the file system only.
 _MOST_FILES = 20_000
 # Seconds for one save or restore; of 50,000 leaves by eight processes on two CPUs it takes minutes.
 _LIMIT = 900
 _KINDS = ("index", "array_metadatas", "_sharding")
-_STAGES = ("database s", "merge s", "open s")
+_STAGES = ("database s", "merge and check s", "open s")
+_PATIENCE = 1_800  # s for one size
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.scale", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few processes and leaves")
     parser.add_argument("--workdir", help="where to write checkpoints; decides the file system")
+    parser.add_argument("--only", choices=_PARTS, help="one half: real processes, or those that one process plays")
     parser.add_argument("--write", action="store_true", help=f"put the tables on {PAGE.name}")
     options = parser.parse_args(arguments)
     if options.write and options.quick:
@@ -44,13 +47,25 @@ def main(arguments: list[str] | None = None) -> None:
     leaves = (100,) if options.quick else (500, 5_000, 50_000)
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         facts = disk.machine_facts(workdir)
-        tables = [*real_tables(processes, leaves, workdir), *simulated_tables(workdir, quick=options.quick)]
-    for table in tables:
-        table.show()
-    if options.write:
         machine = f"{facts['CPUs']} CPUs, {facts['file system']}, jax {facts['jax']}."
-        text = "\n".join([f"\n{machine}\n", *(f"{table.markdown()}\n" for table in tables)])
-        PAGE.write_text(_PLACE.sub(lambda _: text, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        for part in [options.only] if options.only else _PARTS:
+            if part == "real":
+                tables = real_tables(processes, leaves, workdir)
+            else:
+                tables = simulated_tables(workdir, quick=options.quick)
+            for table in tables:
+                table.show()
+            if options.write:
+                page = PAGE.read_text(encoding="utf-8")
+                PAGE.write_text(with_tables(page, part, machine, tables), encoding="utf-8")
+
+
+def with_tables(page: str, part: str, machine: str, tables: list[Table]) -> str:
+    """The page with what was measured in place of what was there."""
+    text = "\n".join([f"\n{machine}\n", *(f"{table.markdown()}\n" for table in tables)])
+    place = re.compile(rf"(?<=<!-- {part} -->\n).*?(?=<!-- end of {part} -->)", re.DOTALL)
+    assert len(place.findall(page)) == 1, part
+    return place.sub(lambda _: text, page)
 
 
 def real_tables(processes: tuple[int, ...], leaves: tuple[int, ...], workdir: str) -> list[Table]:
@@ -152,13 +167,20 @@ def _timed(one: dict[str, Any]) -> tuple[str, ...]:
 def simulated_tables(workdir: str, *, quick: bool) -> list[Table]:
     """Barriers and merges of which one process simulates all sides."""
     met = [(f"{count:,}", *_met(count)) for count in ((8, 64) if quick else (8, 64, 256, 1_000))]
-    sizes = ((8, 50),) if quick else ((8, 5_000), (64, 1_000), (256, 400), (1_000, 50), (1_000, 200))
+    sizes = ((8, 50),) if quick else ((8, 5_000), (64, 1_000), (256, 400), (1_000, 200), (1_000, 5_000))
     merged = [(f"{count:,}", f"{leaves:,}", *_merged(count, leaves, workdir)) for count, leaves in sizes]
     return [
         Table("Barriers of one save, simulated", ("processes", "messages", "process 0 s"), met),
         Table(
             "Databases of processes in Orbax's format, simulated",
-            ("processes", "leaves", "chunks", "files", *(f"{kind} bytes" for kind in _KINDS), *_STAGES),
+            (
+                "processes",
+                "leaves",
+                "chunks",
+                "files",
+                *(f"{kind} bytes" for kind in _KINDS),
+                *(f"{one} s" for one in _STAGES),
+            ),
             merged,
         ),
     ]
@@ -174,12 +196,13 @@ def _merged(count: int, leaves: int, workdir: str) -> tuple[str, ...]:
     folder = tempfile.mkdtemp(dir=workdir)
     _say(f"one as {count} processes, {leaves} leaves")
     try:
-        seconds = _alone(count, lambda team: team.call(scale_play.merge, folder, leaves, timeout=300)[0])
+        seconds = _alone(count, lambda team: team.call(scale_play.merge, folder, leaves, timeout=_PATIENCE)[0])
         files, nbytes = kinds(Path(folder))
     finally:
         shutil.rmtree(folder)
     numbers = (count * leaves, sum(files.values()), *(nbytes[kind] for kind in _KINDS))
-    return (*(f"{number:,}" for number in numbers), *(f"{seconds[stage]:.2f}" for stage in ("share", "end", "open")))
+    times = ("{:.2f} ({:.2f})".format(*seconds[stage]) for stage in ("share", "end", "open"))
+    return (*(f"{number:,}" for number in numbers), *times)
 
 
 def _alone(devices: int, use: Callable[[Team], Any]) -> Any:

@@ -337,6 +337,47 @@ def test_a_clock_that_is_behind(bucket: Bucket) -> None:
         mine.list_others()
 
 
+@pytest.mark.parametrize("ahead", [0, 3600])
+def test_a_marker_that_arrives_with_ours(ahead: int, bucket: Bucket) -> None:
+    """Whose writer died, also one whose clock is ahead: the list behind our own shows it, and the save begins anew."""
+    url, other = f"{bucket.url}/run/checkpoint_1", f"_begun.{int(time.time()) + ahead}.{'f' * 32}"
+
+    def rule(method: str, path: str) -> str:
+        bucket.put(f"run/checkpoint_1/{other}", b"")
+        return ""
+
+    with bucket.proxy.failing(at_first_marker(rule)):
+        flax_ckpt_compat.save(url, tree(1), format="orbax")
+    check(url, 1)
+    assert not [key for key in bucket.keys("run/") if "_begun" in key]
+
+
+def at_first_marker(rule: Callable[[str, str], str]) -> Callable[[str, str], str]:
+    """The rule, before the first marker of a save is written."""
+    seen: list[str] = []
+
+    def once(method: str, path: str) -> str:
+        if method == "PUT" and "/_begun." in path and not seen:
+            seen.append(path)
+            return rule(method, path)
+        return ""
+
+    return once
+
+
+def test_an_object_that_arrives_with_the_marker(bucket: Bucket) -> None:
+    """The folder counts, whether the save saw the object or not."""
+    url = f"{bucket.url}/run/checkpoint_1"
+
+    def rule(method: str, path: str) -> str:
+        bucket.put("run/checkpoint_1", b"")
+        return ""
+
+    with bucket.proxy.failing(at_first_marker(rule)):
+        flax_ckpt_compat.save(url, tree(1), format="orbax")
+    check(url, 1)
+
+
 def test_a_commit_that_another_one_replaced(bucket: Bucket) -> None:
     """Who finds that others removed what it committed removes its own commit file, and not that of another writer."""
     key, others = "run/checkpoint_1/commit_success.txt", b"_begun.1." + b"0" * 32

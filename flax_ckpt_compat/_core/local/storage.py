@@ -140,7 +140,10 @@ class LocalStorage:
     def current_listing(self) -> None:
         """Return None: local look-ups are quick."""
 
-    def offering(self, listing: None) -> nullcontext[None]:  # noqa: ARG002
+    def offering(self, listing: object) -> nullcontext[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def offering_after_commit(self, path: str) -> nullcontext[None]:  # noqa: ARG002
         return nullcontext()
 
     def prefetch_sizes(self, found: Collection[str]) -> None:

@@ -103,8 +103,18 @@ def fresh_keys(url: str) -> list[str]:
     stop = prefix[:-1] + b"0" if prefix else b""  # "0" follows "/"
     whole = scheme_of(url).list_keys(url, prefix, stop)
     found = (key[len(prefix) :].decode("utf-8", "surrogateescape") for key in whole)
-    # Consoles create an empty object for a folder. Requests for keys with . or .. would reach other objects.
-    return sorted(key for key in found if key and not _DOTS.intersection(key.split("/")))
+    # Consoles and tools create an empty object for a folder. Requests for keys with . or .. would reach other objects.
+    return sorted(key for key in found if key and key[-1] != "/" and not _DOTS.intersection(key.split("/")))
+
+
+def keys_after_commit(url: str) -> list[str]:
+    """List a folder afresh, within `thread_cache.offering_after_commit` as part of the listing that is wanted next."""
+    root, inner = cache.wanted, f"{url}/"
+    if root is None or not inner.startswith(f"{root}/"):
+        return fresh_keys(url)
+    found, inner = fresh_keys(root), inner[len(root) + 1 :]
+    cache.offered = Listing(root, found, visible_objects.visible(found), {})
+    return [key[len(inner) :] for key in found if key.startswith(inner)]
 
 
 def names(url: str) -> list[str]:
@@ -129,6 +139,12 @@ def is_object(url: str) -> bool:
     if found is not None:  # the next question is whether it is empty
         cache.emptiness[url] = not isinstance(found, bytes)
     return found is not None
+
+
+def is_listed_object(url: str) -> bool:
+    """Return whether a listing of the enclosing `listing_cache` has ``url`` as an object; False if none covers it."""
+    folder, name = posixpath.split(url)
+    return name in (cache.keys(folder) or ())
 
 
 def read(url: str) -> bytes:

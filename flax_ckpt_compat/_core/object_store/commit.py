@@ -13,13 +13,13 @@ import os
 import posixpath
 import stat
 import tempfile
-from collections.abc import Collection, Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.listing import files_below
-from flax_ckpt_compat._core.object_store import client, replace_directory, uploads, visible_objects
+from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
 from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_expired, tag_of
 from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK, ZARR2_METADATA
@@ -39,7 +39,10 @@ def is_unfinished(names: Iterable[str]) -> bool:
 def counts_as_folder(url: str) -> bool:
     """Return whether ``url`` is a folder, and not an object that an unfinished folder is about to replace."""
     inside = client.keys(url)
-    return bool(inside) and not (is_unfinished(inside) and client.is_object(url))
+    if COMMIT_FILE in inside or not inside:
+        return bool(inside)
+    # Without a listing, only where a marker makes it likely: it is a request.
+    return not (client.is_listed_object(url) or (is_unfinished(inside) and client.is_object(url)))
 
 
 def why_unfinished(url: str, names: Iterable[str]) -> str | None:
@@ -73,10 +76,11 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
     With ``new`` no other checkpoint is replaced, by a conditional write if the store has these. Raise
     ConcurrentWriteError if another process writes, or has just written, the same checkpoint."""
     if os.path.isdir(staged):
-        replaced, initial, arrays = at_once(
-            lambda: client.version(url), lambda: client.fresh_keys(url), lambda: [] if new else _arrays_beside(url)
-        )
-        publish_folder(staged, WriteLease(url, replaces=not new, initial=initial), replaced, new=new)
+        lease, replaced, arrays = _begin_alone(url) if new else None, client.NO_OBJECT, list[str]()
+        if lease is None:
+            replaced, initial, arrays = _what_is_there(url, new=new)
+            lease = WriteLease(url, replaces=not new, initial=initial)
+        publish_folder(staged, lease, replaced, new=new)
     else:
         arrays = publish_object(staged, url, new=new)
     if arrays:
@@ -85,12 +89,47 @@ def publish(staged: str, url: str, *, new: bool = False) -> None:
     atomic.delete(staged)
 
 
+def _begin_alone(url: str) -> WriteLease | None:
+    """Begin to write where a list after the marker shows nothing else, nor an object; None if something is there."""
+    lease: WriteLease
+    replaced, lease = at_once(lambda: client.version(url), lambda: WriteLease(url, initial=()))
+    lease.is_alone = replaced == client.NO_OBJECT and client.fresh_keys(url) == [lease.marker]
+    if lease.is_alone:
+        return lease
+    lease.release()
+    return None
+
+
+def _what_is_there(url: str, *, new: bool) -> tuple[bytes, list[str], list[str]]:
+    """Return the version of an object, the names in the folder, and the names of the arrays that are replaced."""
+    with _just_listed(url) as is_listed:
+        # Of another folder the commit is decided by the list, which must not be older than need be.
+        if is_listed and COMMIT_FILE in (inside := client.known_keys(url) or []) and not client.is_listed_object(url):
+            return client.NO_OBJECT, inside, _arrays_beside(url)
+    version, inside, arrays = at_once(
+        lambda: client.version(url), lambda: client.fresh_keys(url), lambda: [] if new else _arrays_beside(url)
+    )
+    return version, inside, arrays
+
+
+@contextmanager
+def _just_listed(url: str) -> Iterator[bool]:
+    """Within it `client.known_keys` knows what is below and beside ``url``, if that was just listed for a check."""
+    folder = posixpath.dirname(url)
+    is_listed = thread_cache.is_offered(folder)
+    with client.listing_cache(folder) if is_listed else nullcontext():
+        yield is_listed
+
+
 def publish_object(staged: str, url: str, *, new: bool) -> list[str]:
     """Upload a msgpack file, and remove a folder of its name; see `publish`. Return the names of its old arrays."""
     # A committed folder of that name takes precedence.
     hidden, arrays = list[str](), list[str]()
-    if not new:
-        hidden, arrays = at_once(lambda: client.fresh_keys(url), lambda: _arrays_beside(url))
+    with _just_listed(url) as is_listed:
+        if is_listed:
+            hidden, arrays = client.known_keys(url) or [], _arrays_beside(url)
+        elif not new:
+            hidden, arrays = at_once(lambda: client.fresh_keys(url), lambda: _arrays_beside(url))
     if not uploads.publish_file(staged, url, new=new):
         raise ConcurrentWriteError(
             f"{url}: another process wrote this checkpoint at the same time, and it stays; pass overwrite=True to "
@@ -98,7 +137,7 @@ def publish_object(staged: str, url: str, *, new: bool) -> list[str]:
             path=url,
         )
     with nullcontext() if hidden else after_commit(url):
-        there = client.fresh_keys(url)
+        there = client.keys_after_commit(url)
     if there:
         with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
             lease = WriteLease(url)
@@ -144,7 +183,8 @@ def _write_new(
     keep_committed: bool,
 ) -> None:
     """Upload a directory where no checkpoint is committed, or where none may be replaced."""
-    lease.clear(keep_committed=keep_committed, keep=[*uploaded, *versions])
+    if not lease.is_alone:
+        lease.clear(keep_committed=keep_committed, keep=[*uploaded, *versions])
     try:
         replace_directory.upload_all(lease, staged, names, versions, uploaded)
         lease.commit([*names, *uploaded])
@@ -154,7 +194,8 @@ def _write_new(
 
 
 def _arrays_beside(url: str) -> list[str]:
-    return arrays_among(client.fresh_keys(url + ARRAYS_POSTFIX))
+    known = client.known_keys(url + ARRAYS_POSTFIX)
+    return arrays_among(client.fresh_keys(url + ARRAYS_POSTFIX) if known is None else known)
 
 
 def remove_arrays_beside(url: str) -> None:
@@ -225,11 +266,17 @@ def remove_stale(directory: str, names: Collection[str] | None = None) -> list[s
         if names is not None and name not in names:
             continue
         _log.info("Removing what an interrupted save left at %s/%s", directory, name)
-        if is_removed_whole(directory, name):
-            _remove_folder(f"{directory}/{name}")
-            removed.append(name)
-        else:
-            _remove_leftovers(f"{directory}/{name}", markers)
+        try:
+            if is_removed_whole(directory, name):
+                _remove_folder(f"{directory}/{name}")
+                removed.append(name)
+            else:
+                _remove_leftovers(f"{directory}/{name}", markers)
+        except StorageError as error:
+            if names is not None:
+                raise
+            # It must not prevent a save.
+            _log.warning("Cannot remove what an interrupted save left at %s/%s: %s", directory, name, error)
     return removed
 
 

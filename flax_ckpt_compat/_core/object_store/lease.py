@@ -11,13 +11,14 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
-from flax_ckpt_compat._core.thread_pools import in_parallel
+from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
 _MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
@@ -71,6 +72,7 @@ class WriteLease:
         ``initial`` is a list of the folder that was just made."""
         # adopted: names of the folders of other saves whose objects this lease commits.
         self.url, self.marker, self.adopted = url, marker, list[str]()
+        self.is_alone = False  # whether a list after the marker showed nothing else
         # Names of the objects in the folder before the marker.
         self.initial = frozenset(client.fresh_keys(url) if initial is None else initial)
         if marker:
@@ -101,22 +103,29 @@ class WriteLease:
 
     def clear(self, *, keep_committed: bool = False, keep: Collection[str] = ()) -> None:
         """Remove all objects but the marker and ``keep``; abort for ``keep_committed`` if a checkpoint is committed."""
-        there = self.list_others().difference(keep)
+        found, seen = at_once(self.list_others, lambda: self._versions(self.initial.difference(keep)))
+        there = found.difference(keep)
         if keep_committed and visible_objects.commit_files(there):
             self.abort()
-        self.remove(there)
+        self.remove(there, seen)
 
     def uncommit(self) -> None:
         """Remove the commit files only."""
         self.remove(visible_objects.commit_files(self.list_others()))
 
-    def remove(self, names: Collection[str]) -> None:
+    def _versions(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the versions of objects that other writers write too, if the store deletes just a version."""
+        if not client.scheme_of(self.url).needs_commit_file:
+            return {}
+        found = uploads.versions(self.url, list(filter(visible_objects.is_shared, names)))
+        return {name: version for name, version in found.items() if version != client.NO_OBJECT}
+
+    def remove(self, names: Collection[str], seen: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Remove objects of the folder, commit files first.
 
-        Of names that other writers use too, what is there now: a deletion that comes late deletes nothing newer."""
-        seen = dict[str, bytes]()
-        if client.scheme_of(self.url).needs_commit_file:  # else deletions have no conditions
-            seen = uploads.versions(self.url, list(filter(visible_objects.is_shared, names)))
+        Of names that other writers use too, what is there now, or was when it was ``seen``: a deletion that comes late
+        deletes nothing newer."""
+        seen = {**self._versions(set(names).difference(seen)), **seen}
         commit_files = visible_objects.commit_files(names)
 
         def delete(name: str) -> None:
@@ -139,7 +148,7 @@ class WriteLease:
 
     def _end_committed(self, needed: set[str], leftovers: Collection[str]) -> None:
         for _ in range(_POLLS):
-            there = set(client.fresh_keys(self.url))
+            there = set(client.keys_after_commit(self.url))
             if not needed <= there:
                 self._retract_commit()
                 self.abort()

@@ -27,6 +27,7 @@ class ObjectStorage:
     listing_cache = staticmethod(client.listing_cache)
     current_listing = staticmethod(thread_cache.current_listing)
     offering = staticmethod(thread_cache.offering)
+    offering_after_commit = staticmethod(thread_cache.offering_after_commit)
     prefetch_sizes = staticmethod(prefetching.prefetch_sizes)
     prefetch_emptiness = staticmethod(prefetching.prefetch_emptiness)
     prefetch_contents = staticmethod(prefetching.prefetch_contents)

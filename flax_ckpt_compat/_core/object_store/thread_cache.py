@@ -20,11 +20,14 @@ class Listing(NamedTuple):
 
 
 class _Cache(threading.local):
-    """Answers of this thread's requests by URL; ``offered`` is the listing that `client.listing_cache` uses next."""
+    """Answers of this thread's requests by URL; ``offered`` is the listing that `client.listing_cache` uses next.
+
+    ``wanted`` is the folder that `client.keys_after_commit` lists for it."""
 
     def __init__(self) -> None:
         self.listings: list[Listing] = []
         self.offered: Listing | None = None
+        self.wanted: str | None = None
         self.sizes: dict[str, int] = {}
         self.emptiness: dict[str, bool] = {}
         self.contents: dict[str, bytes] = {}
@@ -63,4 +66,20 @@ def offering(listing: Listing | None) -> Iterator[None]:
     try:
         yield
     finally:
-        cache.offered = None
+        if cache.offered is listing:  # and not what `offering_after_commit` offers
+            cache.offered = None
+
+
+def is_offered(url: str) -> bool:
+    """Return whether the next `client.listing_cache` of a folder uses a listing that was just made."""
+    return cache.offered is not None and f"{url}/".startswith(f"{cache.offered.root}/")
+
+
+@contextmanager
+def offering_after_commit(url: str) -> Iterator[None]:
+    """Let a commit within the context list this folder, and the next `client.listing_cache` use that listing."""
+    cache.wanted = url
+    try:
+        yield
+    finally:
+        cache.wanted = cache.offered = None
