@@ -58,7 +58,7 @@ def _watched(call: Callable[[], _Result], on_call: Callable[[int], None]) -> _Re
 def ctrl_c(call: Callable[[], Any], at: int, file: str) -> bool:
     """Interrupt a call at the ``at``-th place within functions of a file where Python may; return whether there is one.
 
-    These are after calls, and at the beginning of functions and of each round of a loop."""
+    These are after calls, and at the beginning of functions."""
     seen, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -72,6 +72,7 @@ def ctrl_c(call: Callable[[], Any], at: int, file: str) -> bool:
                 raise KeyboardInterrupt
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it before
     sys.settrace(trace)
     try:
         call()
@@ -89,6 +90,4 @@ def _interruptible(code: CodeType) -> frozenset[int]:
         if before.startswith(("CALL", "RESUME")):
             found.add(instruction.offset)
         before = instruction.opname
-        if before.startswith("JUMP_BACKWARD"):
-            found.add(instruction.argval)
     return frozenset(found)
