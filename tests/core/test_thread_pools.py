@@ -69,6 +69,14 @@ def test_a_pool_starts_a_thread_for_a_later_task() -> None:
             assert pool._workers[-1].wait(20)
 
 
+def test_a_wait_tells_whether_the_task_has_ended() -> None:
+    """Not that its time is over."""
+    task = Once(bool)
+    assert not task.wait(0.001)
+    task.run()
+    assert task.wait(0)
+
+
 def test_a_pool_ends_with_its_block() -> None:
     """It never has more threads than were asked for, and waits for the tasks that have begun; others never do."""
     began, goes_on, done = threading.Semaphore(0), threading.Event(), list[int]()
