@@ -152,7 +152,16 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "every text": (
         lambda at: checkpoints.save_checkpoint(at, tree(), 2, keep_every_n_steps="two"), STEP, "every_n_steps must",
     ),
-    "step array": (lambda at: checkpoints.save_checkpoint(at, tree(), TWO), STEP, "step must be one number"),
+    "step array": (
+        lambda at: checkpoints.save_checkpoint(at, tree(), TWO),
+        STEP,
+        r"step must be one number, found an array of shape \(2,\); if the state is replicated, pass int\(step\[0\]\)",
+    ),
+    "step bool": (
+        lambda at: checkpoints.save_checkpoint(at, tree(), np.bool_(True)),
+        STEP,
+        "step must be an int, a float or a 0-d array of them, found True",
+    ),
     "step date": (lambda at: save(at, tree(), step=np.datetime64("2026-01-01")), STEP, "step must be an int"),
     "step none": (lambda at: save(at, tree(), step=np.array(None)), STEP, "step must be an int"),
     "step object": (lambda at: checkpoints.save_checkpoint(at, tree(), object()), STEP, "step must be an int"),

@@ -26,7 +26,8 @@ def number(value: Any, name: str, *, of_any_rank: bool = False) -> Any:
     if not isinstance(shape, tuple):  # of a class, such as np.float32
         return value
     if (math.prod(shape) != 1) if of_any_rank else shape:
-        raise StepError(f"{name} must be one number, {found(value)}")
+        remedy = f"; if the state is replicated, pass int({name}[0])" if name == "step" and len(shape) == 1 else ""
+        raise StepError(f"{name} must be one number, {found(value)}{remedy}")
     if _is_traced(value):
         raise StepError(
             f"{name} has no value yet, because jax is tracing this function (found {value!r:.100}); call this outside "

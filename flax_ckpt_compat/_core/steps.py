@@ -95,7 +95,7 @@ def step_text(step: Any) -> str:
         return step
     number = arguments.number(step, "step")
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise StepError(f"step must be an int, a float or a 0-d array of them, {arguments.found(step)}")
+        raise StepError(f"step must be an int, a float or a 0-d array of them, {arguments.found(number)}")
     try:
         text = f"{step}"
     except ValueError as error:  # an int of thousands of digits
