@@ -14,6 +14,7 @@ import numpy as np
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, LeafKind
 from flax_ckpt_compat._core.folding import Row, one_line
+from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.tree import KeyData, is_jax_array, show_path
 from flax_ckpt_compat._restore import cast_losses, casting, placement, shardings
 from flax_ckpt_compat._restore.leaf_plans import describe_derived, no_cast
@@ -42,12 +43,14 @@ def read_and_place(plan: TreePlan, *, together: str = "") -> tuple[list[Any], li
     take: Callable[[Any], Any] = run.take_shared if run.has_shared else run.values.pop
     run.take = take
     results = [take(leaf.source) if leaf.is_plain else run.unplaced(leaf) for leaf in plan.leaves]
+    is_whole = Memo(lambda sharding: sharding.is_fully_replicated)
     with placement.transfers_allowed(), memory.pause_gc():
         for at, leaf in enumerate(plan.leaves):
             if leaf.slices:
                 results[at] = placement.assembled(leaf, results[at])
             elif leaf.is_plain and leaf.sharding is not None:
-                results[at] = placement.on_one_device(results[at], leaf.sharding)
+                place = placement.on_each_device if is_whole.of(leaf.sharding) else placement.on_devices
+                results[at] = place(results[at], leaf.sharding)
     run.log_warnings()
     return results, run.shapes
 

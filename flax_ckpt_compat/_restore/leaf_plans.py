@@ -27,7 +27,8 @@ class LeafPlanner:
         self._on_device = plan.reader.places_on_device
         # True for jax's arrays, False for types without a sharding, None for abstract arrays.
         self._types = Memo(_is_array_type)
-        self._places = Memo(shardings.single_device)
+        self._places = Memo(shardings.kind_of)
+        self._has_devices = Memo(shardings.has_devices)
         self._held = Memo(shardings.is_held)
         self._fits = Memo(lambda pair: shardings.fits(*pair))
         self._device_count = 0
@@ -39,21 +40,29 @@ class LeafPlanner:
         """Plan a stored array for a target's leaf, or for None; quick for those that are not cast."""
         if not self._casts and not handle.possible_kinds:
             is_array = self._types[type(target)]
-            on_device = self._on_device or handle.in_gda_folder
-            if is_array is False or (is_array and not on_device and self._is_one_device()):
+            on_device = is_array is None or self._on_device or handle.in_gda_folder
+            if is_array is False or (not on_device and self._is_one_device()):
                 self.host_types.add(type(target))
                 return LeafPlan(path, handle, target, True)
-            if is_array:
+            if is_array or self._is_as_stored(handle, target):
                 # Most are equal to the one before, and few are the same.
-                sharding, is_single, least = self._places.of(target.sharding)
+                sharding, is_single, is_local, least = self._places.of(target.sharding)
                 if is_single and not on_device:
                     return LeafPlan(path, handle, target, True)
                 is_held = self._held[handle.dtype] and isinstance(target.dtype, np.dtype)
                 if is_single and is_held and len(handle.shape) >= least:
                     return LeafPlan(path, handle, target, True, sharding)
                 if is_held and not is_single and self._fits[sharding, handle.shape]:
-                    return LeafPlan(path, handle, target, False, sharding, None, shardings.slices(handle, sharding))
+                    is_whole = is_local and shardings.is_one_small_chunk(handle)
+                    slices = None if is_whole else shardings.slices(handle, sharding)
+                    return LeafPlan(path, handle, target, slices is None, sharding, None, slices)
         return self.stored(path, handle, target)
+
+    def _is_as_stored(self, handle: LeafHandle, target: Any) -> bool:
+        """Return whether an abstract array has the stored dtype, and a sharding over devices."""
+        if type(target) is not jax.ShapeDtypeStruct or not self._has_devices.of(target.sharding):
+            return False
+        return isinstance(target.dtype, np.dtype) and target.dtype == handle.dtype
 
     def _is_one_device(self) -> bool:
         # Lazy: device_count starts jax's backends.

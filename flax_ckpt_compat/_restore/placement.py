@@ -82,8 +82,8 @@ def all_transfers_allowed() -> Any:
     return jax.transfer_guard("allow")
 
 
-def on_one_device(value: np.ndarray[Any, Any], sharding: Any) -> Any:
-    """Put an array on the single device of a sharding; quicker than `on_devices`, which see."""
+def on_each_device(value: np.ndarray[Any, Any], sharding: Any) -> Any:
+    """Put a whole array on each device of a sharding; quicker than `on_devices`, which see."""
     return jax.make_array_from_callback(value.shape, sharding, lambda _: value)
 
 

@@ -86,8 +86,10 @@ def read(
                 shares = Shares(plan, wanted, casts, mapped)
             except BaseException as error:  # noqa: BLE001  (the others must not wait for this process)
                 failed = error
-            coordinator.join(failed=failed, signature="" if shares is None else shares.signature)
+            signature, proposal = ("", "") if shares is None else (shares.signature, shares.proposal)
+            coordinator.join(failed=failed, signature=signature, proposal=proposal)
             assert shares is not None
+            shares.divide(agrees=coordinator.agrees)
             try:
                 values = casting.read(plan.reader, shares.own, shares.casts, mapped)
                 arrays = shares.arrays(values)

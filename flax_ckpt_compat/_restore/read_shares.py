@@ -48,7 +48,10 @@ class _Part(NamedTuple):
 
 
 class Shares:
-    """The arrays of a restore, shared out among the processes: alike in all whose signatures are equal."""
+    """The arrays of a restore, shared out among the processes: alike in all whose signatures are equal.
+
+    Of an array on devices of one process, that process cannot tell whether each of the others has its own on devices of
+    theirs, or none. It is shared out if their proposals are equal, too."""
 
     def __init__(
         self,
@@ -58,34 +61,43 @@ class Shares:
         mapped: Set[casting.Readable],
     ) -> None:
         self._path, self._everyone, self._here = plan.path, tuple(range(jax.process_count())), jax.process_index()
-        self._numbers: dict[_Holders, int] = {}
-        parts: dict[Group, list[_Part]] = defaultdict(list)
-        digest, files = hashlib.sha256(), dict[str, None]()
-        holders = Memo[_Holders](lambda key: self._holders(*key))
+        self._wanted, self.casts = wanted, dict(casts)
+        # Those of arrays whose readers are certain, and of arrays on devices of one process; likewise what follows.
+        self._parts: tuple[dict[Group, list[_Part]], dict[Group, list[_Part]]] = defaultdict(list), defaultdict(list)
+        digests, numbers = (hashlib.sha256(), hashlib.sha256()), (dict[_Holders, int](), dict[_Holders, int]())
+        files = dict[str, None]()
+        holders, is_of_one = Memo[_Holders](lambda key: self._holders(*key)), Memo(_is_of_one_process)
         for leaf, handle in _exchangeable(plan, mapped):
             held = holders.of((leaf.sharding, handle.shape, leaf.slices is None))
+            of_one = is_of_one.of(shardings.of(leaf.target))
             files[handle.reader.path] = None
-            number = self._numbers.setdefault(held, len(self._numbers))
+            number = numbers[of_one].setdefault(held, len(numbers[of_one]))
             # Arrays that several leaves share are cast later.
             is_late = leaf.cast is not None and not casts
-            text = repr((handle.path, handle.shape, str(handle.dtype), str(leaf.cast), is_late, number))
-            digest.update(text.encode("utf-8", "surrogatepass"))
+            what = (handle.path, handle.shape, str(handle.dtype), str(leaf.cast), is_late, of_one or number)
+            digests[False].update(repr(what).encode("utf-8", "surrogatepass"))
+            if of_one:
+                digests[True].update(repr(number).encode())
             here = {shardings.starts(part.index): part for part in leaf.slices or ()}
             for start, shape, group in held:
                 if len(group) > 1 and self._here in group:
                     one = handle if leaf.slices is None else here[start]
                     dtype = casts[one].dtype if one in casts else np.dtype(handle.dtype)
-                    parts[group].append(_Part(one, dtype, shape))
-        digest.update(repr((list(self._numbers), [_identity(path) for path in files])).encode())
+                    self._parts[of_one][group].append(_Part(one, dtype, shape))
+        digests[False].update(repr((list(numbers[False]), [_identity(path) for path in files])).encode())
+        digests[True].update(repr(list(numbers[True])).encode())
         # Digest of the checkpoint and of what all processes want of it, as text.
-        self.signature = f"arrays with the digest {digest.hexdigest()[:16]}"
-        self._readers = {group: list(_readers(list(_cut(parts[group], group)), group)) for group in parts}
-        self._divide(wanted, casts)
+        self.signature = f"arrays with the digest {digests[False].hexdigest()[:16]}"
+        self.proposal = digests[True].hexdigest()[:16]
 
-    def _divide(self, wanted: Sequence[casting.Readable], casts: Mapping[casting.Readable, casting.Cast]) -> None:
-        """Set what this process reads and what it does not."""
+    def divide(self, *, agrees: bool) -> None:
+        """Set what this process reads and what it does not, once it is known whether the proposals are equal."""
+        parts, of_one = self._parts
+        for group in of_one if agrees else ():
+            parts[group] += of_one[group]
+        self._readers = {group: list(_readers(list(_cut(parts[group], group)), group)) for group in parts}
         rows: list[casting.Readable] = []
-        self.casts, not_read = dict(casts), set[casting.Readable]()
+        casts, not_read = dict(self.casts), set[casting.Readable]()
         for part, reads in (pair for readers in self._readers.values() for pair in readers):
             if part.whole is not None:
                 not_read.add(part.whole)
@@ -94,9 +106,11 @@ class Shares:
                     self.casts |= {part.one: casts[part.whole]} if part.whole in casts else {}
             elif reads != self._here:
                 not_read.add(part.one)
-        self.others = [one for one in wanted if one in not_read]  # what it gets from other processes, in part or whole
+        self.others = [
+            one for one in self._wanted if one in not_read
+        ]  # what it gets from other processes, in part or whole
         # What this process reads: its share, and what it alone wants.
-        self.own = [*(one for one in wanted if one not in not_read), *rows]
+        self.own = [*(one for one in self._wanted if one not in not_read), *rows]
 
     def arrays(self, values: dict[casting.Readable, Any]) -> dict[Group, dict[int, list[_Array]]]:
         """Return the arrays to exchange, by group and reading process; add those of other processes to the values."""
@@ -189,6 +203,10 @@ def _readers(parts: Sequence[_Part], group: Group) -> Iterator[tuple[_Part, int]
     for part in parts:
         yield part, group[(2 * end + part.nbytes) * len(group) // (2 * total)]
         end += part.nbytes
+
+
+def _is_of_one_process(sharding: Any) -> bool:
+    return sharding is not None and len({device.process_index for device in sharding.device_set}) == 1
 
 
 def _identity(path: str) -> bytes:

@@ -13,6 +13,8 @@ from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import ShapeMismatchError
 from flax_ckpt_compat._core.tree import normalize_index
 
+_SMALL_BYTES = 4096
+
 
 def of(target: Any) -> Any:
     """Return the sharding of a target's leaf, or None.
@@ -52,10 +54,20 @@ def wanted(target: Any, on_device: bool) -> Any:
     return None if is_local else sharding
 
 
-def single_device(sharding: Any) -> tuple[Any, bool, int]:
-    """Return a sharding, whether it is one local device, and the least rank that it needs."""
-    is_single = sharding.is_fully_addressable and len(sharding.device_set) == 1
-    return sharding, is_single, len(getattr(sharding, "spec", ()))
+def has_devices(sharding: Any) -> bool:
+    """Return whether it is a sharding, and not one of an abstract mesh."""
+    return sharding is not None and not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+
+
+def kind_of(sharding: Any) -> tuple[Any, bool, bool, int]:
+    """Return a sharding, whether it is one local device, whether all are local, and the least rank that it needs."""
+    is_local = sharding.is_fully_addressable
+    return sharding, is_local and len(sharding.device_set) == 1, is_local, len(getattr(sharding, "spec", ()))
+
+
+def is_one_small_chunk(handle: LeafHandle) -> bool:
+    """Return whether an array is read whole in less time than its slices."""
+    return handle.nbytes < _SMALL_BYTES and handle.reader.chunks_of(handle) == handle.shape
 
 
 def fits(sharding: Any, shape: tuple[int, ...]) -> bool:

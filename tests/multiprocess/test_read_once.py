@@ -47,6 +47,23 @@ def test_each_byte_is_read_once(orbax: bool, tmp_path: Path, count: int, kind: s
     assert max(read) < stored / count + stored / 16 + more
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
+@in_one_format
+def test_an_array_of_one_process(orbax: bool, tmp_path: Path) -> None:
+    """Only that process wants it and reads it; those that all want are read once.
+
+    A process cannot tell whether an array on its own device is on a device of each other one, too: if any process has
+    none of some array, each reads all such arrays of its own."""
+    team = team_of(2)
+    team.call(once_jobs.save, str(tmp_path), orbax)
+    assert team.call(once_jobs.restore, str(tmp_path), "apart") == [[], []]
+    read = team.call(once_jobs.bytes_of_restore, str(tmp_path), "apart")
+    stored = stored_bytes(tmp_path)
+    # Of five quarters: ``layer0``, a quarter of all, is read twice.
+    more = 2 * (2**15 if orbax else 2**20)
+    assert 1.24 * stored < sum(read) < 1.26 * stored + more
+
+
 @in_one_format
 def test_trees_of_all_kinds(orbax: bool, tmp_path: Path) -> None:
     """What is split, replicated, of odd dtypes, a key or no array comes back as without the setting."""

@@ -110,6 +110,7 @@ class Whole:
         run = execute._Run(self.plan)
         self.mapped, self.casts = run.mapped, run.casts_at_read
         self.shares = read_shares.Shares(self.plan, run.reads, run.casts_at_read, run.mapped)
+        self.shares.divide(agrees=True)
 
     def read(self) -> dict[Any, list[Any]]:
         """Read what this process is to; return what it exchanges, by process."""

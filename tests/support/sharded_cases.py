@@ -316,6 +316,25 @@ def msgpack_gathers(folder: Path) -> None:
 
 
 @case
+def small_arrays_of_a_file_are_read_whole(folder: Path) -> None:
+    """No slice of them is read, whether they are split or replicated, and the target is abstract or not."""
+    from flax_ckpt_compat.legacy import reader
+
+    flax.config.update("flax_use_orbax_checkpointing", False)
+    tree = small_tree() | {"one": jax.device_put(values(np.int32, (5,)), jax.devices()[3])}
+    checkpoints.save_checkpoint(folder, tree, 1)
+    zeros = jax.tree.map(lambda a: jax.device_put(np.zeros_like(a), a.sharding), tree)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_read_slices", None)
+        for target in (zeros, abstract):
+            got = checkpoints.restore_checkpoint(folder, target, 1)
+            same(got, tree)
+            split = [name for name in tree if name != "one" or target is abstract]
+            assert all(got[name].sharding.is_equivalent_to(tree[name].sharding, tree[name].ndim) for name in split)
+
+
+@case
 def parts_of_msgpack(folder: Path) -> None:
     """Boxes of a msgpack checkpoint are what numpy slices."""
     from flax_ckpt_compat.legacy import BACKEND
