@@ -16,7 +16,9 @@ from flax_ckpt_compat._core.errors import (
     CheckpointNotFoundError,
     ChecksumError,
     CorruptCheckpointError,
+    ForkedProcessError,
     IncompleteCheckpointError,
+    OutOfMemoryError,
     ReplacedError,
     StorageError,
     UnrecognizedFormatError,
@@ -30,6 +32,8 @@ from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCh
 
 _AT_ONCE = 4
 _ROUNDS = 3
+# They tell nothing about the bytes.
+_NO_DAMAGE = (StorageError, OutOfMemoryError)
 
 
 def verify(
@@ -54,6 +58,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
+        ForkedProcessError: this process was forked from one that had used TensorStore.
         StorageError: the file system or store refused to list the directory.
 
     Example:
@@ -144,9 +149,9 @@ class _Findings:
                     raise
                 return  # the wrong checksum explains it
             except CheckpointError as error:
-                if not locating.is_there(item.path):
+                if isinstance(error, ForkedProcessError) or not locating.is_there(item.path):
                     raise
-                self.readable &= not isinstance(error, StorageError)
+                self.readable &= not isinstance(error, _NO_DAMAGE)
                 self.damage.append(str(error))
                 return
             else:
@@ -179,7 +184,7 @@ def _strange_names(opened: opening.Opened) -> list[str]:
 def _unopened(path: str, error: CheckpointError) -> VerifiedCheckpoint:
     if isinstance(error, CheckpointNotFoundError) or not locating.is_there(path):
         raise error
-    readable = not isinstance(error, StorageError)
+    readable = not isinstance(error, _NO_DAMAGE)
     return VerifiedCheckpoint(path, "", (), (str(error),), readable=readable)
 
 
@@ -193,7 +198,7 @@ def _verify_leaves(reader: Reader, prefix: Path, contradictions: Mapping[Path, s
             why = contradictions.get(handle.path, "")
             state: State = "damaged" if why else "ok" if handle in summed else "unverified"
             if (error := errors.get(handle)) is not None:
-                why, state = str(error), "unreadable" if isinstance(error, StorageError) else "damaged"
+                why, state = str(error), "unreadable" if isinstance(error, _NO_DAMAGE) else "damaged"
             yield VerifiedLeaf(show_path((*prefix, *handle.path)), state, why, handle.nbytes)
 
 
@@ -237,8 +242,8 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
 
 
 def _present(reader: Reader, error: CheckpointError) -> CheckpointError:
-    """Return an error about a checkpoint; raise it if the checkpoint was removed meanwhile."""
-    if not locating.is_there(reader.path):
+    """Return an error about a checkpoint; raise one that tells nothing about what is there."""
+    if isinstance(error, ForkedProcessError) or not locating.is_there(reader.path):
         raise error
     return error
 

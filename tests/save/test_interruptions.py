@@ -244,7 +244,7 @@ def test_an_interrupted_import_of_tensorstore(tmp_path: Path) -> None:
 FORKED = """
 import os, signal, sys
 import flax, numpy as np
-from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat import checkpoints, errors, verify
 signal.alarm(30)
 folder, tree = sys.argv[1], {"w": np.arange(9.0)}
 
@@ -268,6 +268,7 @@ if not os.fork():
     save("child", False)
     assert refused(save, "child2", True) and not os.path.exists(f"{folder}/child2/checkpoint_1")
     assert refused(checkpoints.restore_checkpoint, f"{folder}/parent", None)
+    assert refused(verify, f"{folder}/parent")
     os._exit(0)
 assert os.wait()[1] == 0
 save("parent2", True)
