@@ -115,7 +115,9 @@ def test_restores_take_what_flax_takes(tmp_path: Path, use_orbax: bool, argument
 
 
 @pytest.mark.parametrize(
-    "step_type", [int, float, str, Fraction, Decimal, np.int32, bool, list, lambda text: text], ids=lambda of: of.__name__
+    "step_type",
+    [int, float, str, Fraction, Decimal, np.int32, bool, list, lambda text: text],
+    ids=lambda of: of.__name__,
 )
 def test_types_of_steps_that_flax_takes(tmp_path: Path, step_type: Any) -> None:
     """Any function of text."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +54,7 @@ def test_it_does_not_count_once_its_removal_began(tmp_path: Path, monkeypatch: p
     assert not os.path.lexists(left[0])
     assert len(os.listdir(tmp_path / "checkpoint_1")) > 1
     assert checkpoints.available_steps(tmp_path) == [2]
-    shutil.rmtree(tmp_path / "checkpoint_2")
+    delete(str(tmp_path / "checkpoint_2"))
     assert checkpoints.latest_checkpoint(tmp_path) is None
 
 
