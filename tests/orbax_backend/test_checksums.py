@@ -164,6 +164,11 @@ def test_flips_of_other_processes_are_found(tmp_path: Path) -> None:
         flip(listed, 20)
         assert any(listed.name in one for one in fcc.verify(path).checkpoints[0].damage)
         flip(listed, 20)
+    structure = path / "_METADATA"
+    flip(structure, structure.read_bytes().index(b"skip_deserialize"), 0)  # a key that no reader looks at
+    with pytest.raises(ChecksumError, match="_METADATA"):
+        fcc.restore(path)
+    flip(structure, structure.read_bytes().index(b"rkip_deserialize"), 0)
     assert fcc.verify(path).ok
 
 
