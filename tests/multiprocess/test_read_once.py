@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess import jobs, once_jobs
+from tests.support.peers import needs
 from tests.support.team import Team, team_of
 
 # Looks are at most half a second apart, and the machine may be busy.
@@ -48,6 +49,7 @@ def test_each_byte_is_read_once(orbax: bool, tmp_path: Path, count: int, kind: s
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the bytes in /proc/self/io")
+@needs("jax", 0, 7, why="makes no arrays that lie on devices of other processes only")
 @in_one_format
 def test_an_array_of_one_process(orbax: bool, tmp_path: Path) -> None:
     """Only that process wants it and reads it; those that all want are read once.

@@ -25,7 +25,8 @@ _TAG = r"(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-(?P<count>\d+)"
 # them out of users' own ``checkpoint_*`` globs. machine-pid-start tell whether the writer is still alive.
 _TEMPORARY = re.compile(
     rf"\.(?P<name>.+)\.(?P<tag>{_TAG})(?P<role>new|old|put)"
-    rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})(?:{re.escape(TEMPORARY)}|{re.escape(ARRAYS_POSTFIX)})*",
+    rf"(?:{re.escape(TEMPORARY)}|{re.escape(_STAGED)})"
+    rf"(?:{re.escape(TEMPORARY)}(?:-\d+)?|{re.escape(ARRAYS_POSTFIX)})*",  # Orbax 0.10.3 adds a time to its own
     re.DOTALL,
 )
 _GENERATION = re.compile(rf"\.{_TAG}")
