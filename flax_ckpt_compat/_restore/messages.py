@@ -155,11 +155,11 @@ def replicated(shapes: Sequence[ShapeDifference], arrays: int) -> str:
     """Return the remedy if all arrays on one side have one more leading axis of the same length, as for pmap."""
     if len(shapes) < arrays:
         return ""
-    both = {(*was[:1], *want[:1]) if was[1:] == want[1:] else () for _, was, want in shapes}
+    both = [(was[0], want[0]) for _, was, want in shapes if was and want and was[1:] == want[1:]]
     # Without the axis, a replicated state has numbers such as its step; else this may be the number of layers.
     ranks = {len(was) for _, was, _ in shapes}
-    if len(both) == 1 and () not in both and 1 in ranks and len(ranks) > 1:
-        had, has = both.pop()
+    if len(both) == len(shapes) and len(set(both)) == 1 and 1 in ranks and len(ranks) > 1:
+        had, has = both[0]
         return (
             f"Every stored array has a leading axis of {had}, the target's of {has}, as from "
             "flax.jax_utils.replicate on another number of devices: add rules.unreplicate() to the transforms, restore "

@@ -119,6 +119,7 @@ def planned(path: str, target: Any, transforms: Any, **policies: Any) -> str | N
 @example({"a": np.ones(2)}, {"a": np.array(["x", "y"])}, {"dtype": "target"}, None)
 @example({"a": np.ones(())}, {"a": abstract((2, 2), np.int32, 2)}, {"shape_mismatch": "ignore"}, None)
 @example({"a": [1, 2, 3]}, {"a": [0]}, {}, {})
+@example({"a": np.ones(()), "k": keys(2)}, {"a": np.zeros(2), "k": keys(None)}, {}, None)
 def test_the_plan_raises_what_the_restore_raises(
     format: Any, stored: Any, target: Any, policies: dict[str, Any], transforms: Any
 ) -> None:
