@@ -128,7 +128,6 @@ def _chunks(array: Any) -> tuple[int, ...]:
 
 
 def _metadata(path: Path, array: Any) -> bytes:
-
     name = array.dtype.name
     try:
         return _zarray(tuple(array.shape), _chunks(array), name)

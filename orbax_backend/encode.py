@@ -204,7 +204,6 @@ def _numpy_scalar(leaf: Any, keystr: str) -> EncodedLeaf:
 
 
 def _jax_array(leaf: Any, keystr: str, multiprocess: bool) -> EncodedLeaf:
-
     if not isinstance(leaf.dtype, np.dtype):
         raise _unsupported(keystr, f"a jax.Array of the extended dtype {leaf.dtype}")
     return _placed(leaf, keystr, multiprocess)

@@ -97,18 +97,18 @@ class Shares:
             parts[group] += of_one[group]
         self._readers = {group: list(_readers(list(_cut(parts[group], group)), group)) for group in parts}
         rows: list[casting.Readable] = []
-        casts, not_read = dict(self.casts), set[casting.Readable]()
+        not_read = set[casting.Readable]()
         for part, reads in (pair for readers in self._readers.values() for pair in readers):
             if part.whole is not None:
                 not_read.add(part.whole)
                 if reads == self._here:
                     rows.append(part.one)
-                    self.casts |= {part.one: casts[part.whole]} if part.whole in casts else {}
+                    if part.whole in self.casts:
+                        self.casts[part.one] = self.casts[part.whole]
             elif reads != self._here:
                 not_read.add(part.one)
-        self.others = [
-            one for one in self._wanted if one in not_read
-        ]  # what it gets from other processes, in part or whole
+        # What it gets from other processes, in part or whole.
+        self.others = [one for one in self._wanted if one in not_read]
         # What this process reads: its share, and what it alone wants.
         self.own = [*(one for one in self._wanted if one not in not_read), *rows]
 

@@ -100,16 +100,21 @@ def start(
     manager: SaveManager, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `_BackgroundSave`."""
-
     save = _BackgroundSave(_key(directory), lookup_timeout, thread_pools.Once(_run, task))
-    try:
-        future = _submit(manager, save.task)
-    except BaseException as error:
-        if not thread_pools.is_refusal(error):
-            save.task.withdraw()  # it may be queued all the same
-            raise
-        # The pool was shut down, or an exit handler or a late thread calls this.
-        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, error)
+    refusal = ""
+    if _is_within(manager) or not thread_pools.pools_take_tasks():
+        refusal = "none are taken within its tasks, or a call that a signal interrupted"
+    else:
+        try:
+            with thread_pools.raising_interrupts():
+                future = manager.save_async(save.task)
+        except BaseException as error:
+            if not thread_pools.is_refusal(error):
+                save.task.withdraw()  # it may be queued all the same
+                raise
+            refusal = str(error)  # the pool was shut down, or an exit handler or a late thread calls this
+    if refusal:
+        _log.info("Saving into %s in the foreground, because the thread pool takes no tasks: %s", directory, refusal)
         save.task()
         return
     if not isinstance(future, Future):
@@ -117,13 +122,6 @@ def start(
     save.future = future if isinstance(future, Future) else None
     if save.future is not None or lookup_timeout is not None:
         _saves.append(save)
-
-
-def _submit(manager: SaveManager, task: thread_pools.Once) -> Any:
-    if _is_within(manager) or not thread_pools.pools_take_tasks():
-        raise RuntimeError("no new futures are taken within its tasks, or a call that a signal interrupted")
-    with thread_pools.raising_interrupts():
-        return manager.save_async(task)
 
 
 def _run(task: Callable[[], Any]) -> None:

@@ -21,7 +21,7 @@ class VerifiedLeaf:
     Attributes:
         path: its key path, joined with ``/``.
         state: ``ok`` (it decodes, and its checksums hold), ``unverified`` (it decodes, and has no checksums),
-            ``damaged``, or ``unreadable`` (the file system or store refused).
+            ``damaged``, or ``unreadable`` (the file system or store refused, or memory did not suffice).
         why: what is wrong with it; else empty.
         nbytes: size in memory, in bytes.
     """
@@ -42,7 +42,7 @@ class VerifiedCheckpoint:
         leaves: every leaf.
         damage: what is wrong beside the leaves: why it cannot be opened, or which file does not decode.
         unexpected: what lies in it and belongs to no leaf, as relative paths with notes.
-        readable: false if the file system or store refused to open it.
+        readable: false if the file system or store refused to open it, or memory did not suffice.
     """
 
     path: str

@@ -19,7 +19,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ import jax
 import numpy as np
 
 from tests.benchmarks.report import Table
-from tests.benchmarks.systems import FLAX, OURS, RAW, timed
+from tests.benchmarks.systems import FLAX, OURS, RAW, timed, timed_twice
 from tests.benchmarks.workloads import Tree, Workload, leaf_shapes
 
 _Once = Callable[[], tuple[float, float]]  # saves and restores; returns the seconds of both
@@ -217,7 +216,9 @@ def _ratios(workdir: str) -> Iterator[Figure]:
     peer_once = functools.partial(_raw, np.ones(LARGE.nbytes, np.uint8), workdir)
     yield from _compared(_names(f"{_MSGPACK.name} ÷ raw file", LARGE), ours_once, peer_once)
     split, whole = (
-        functools.partial(_save_and_restore, _ORBAX, one.tree(), one.target(), workdir, cpu_seconds)
+        functools.partial(
+            _save_and_restore, _ORBAX, one.tree(), one.target(), workdir, lambda call: timed_twice(call)[1]
+        )
         for one in (SPLIT, WHOLE)
     )
     names = [f"{_ORBAX.name}, split ÷ whole leaves, {verb}" for verb in ("save", "restore")]
@@ -241,13 +242,6 @@ def _compared(names: list[str], ours: _Once, peer: _Once) -> list[Figure]:
         if all(figure.kept for figure in figures):
             break
     return figures
-
-
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    """Processor time of a call, of all threads."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
 
 
 def _save_and_restore(

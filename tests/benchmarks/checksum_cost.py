@@ -4,15 +4,14 @@ import dataclasses
 import gc
 import os
 import random
-import statistics
 import tempfile
 from typing import Any
 
 from tests.benchmarks.report import Table
+from tests.benchmarks.series import Series
 from tests.benchmarks.systems import OURS, RESTORE, SAVE, Checkpoints, timed
 from tests.benchmarks.workloads import Workload
 
-_Seconds = dict[tuple[str, str], list[float]]  # by operation and setting, one for each round
 SAVE_GOAL, RESTORE_GOAL = 1.10, 1.15
 _SETTINGS = ("off", "verify")
 _REPEATS = 4  # The ratios are close to one: each round of the benchmark is several of these.
@@ -23,16 +22,17 @@ def table(workload: Workload, rounds: int, workdir: str) -> Table:
     rows = []
     tree, target = workload.tree(), workload.target()
     for system in OURS:
-        seconds: _Seconds = {}
+        series = Series()
         for number in range(rounds * _REPEATS + 1):
             for setting in random.Random(number).sample(_SETTINGS, 2):
-                _run(dataclasses.replace(system, settings={"checksums": setting}), tree, target, workdir, seconds)
+                one = dataclasses.replace(system, name=setting, settings={"checksums": setting})
+                # The first round loads what is loaded once.
+                _run(one, tree, target, workdir, series if number else Series())
         for operation, goal in ((SAVE, SAVE_GOAL), (RESTORE, RESTORE_GOAL)):
-            # The first round loads what is loaded once.
-            off, on = (seconds[operation, setting][1:] for setting in _SETTINGS)
+            off, on = (series.seconds[setting, operation] for setting in _SETTINGS)
             ratios = [one / beside for one, beside in zip(on, off, strict=True)]
-            medians = [f"{statistics.median(one):.3f}" for one in (off, on)]
-            ratio = statistics.median(ratios)
+            medians = [f"{series.median(setting, operation):.3f}" for setting in _SETTINGS]
+            ratio = series.ratio(operation, "verify", "off") or 0.0
             spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
             verdict = "yes" if ratio <= goal else "no"
             rows.append((f"{operation}, {system.name}", *medians, f"{ratio:.2f}", spread, f"≤ {goal:g}", verdict))
@@ -40,13 +40,10 @@ def table(workload: Workload, rounds: int, workdir: str) -> Table:
     return Table(f"What checksums cost: {workload.summary}", columns, rows)
 
 
-def _run(
-    system: Checkpoints, tree: Any, target: Any, workdir: str, seconds: dict[tuple[str, str], list[float]]
-) -> None:
+def _run(system: Checkpoints, tree: Any, target: Any, workdir: str, series: Series) -> None:
     """Saves and restores once; the file is in the page cache."""
     gc.collect()
     os.sync()
-    setting = system.settings["checksums"]
     with tempfile.TemporaryDirectory(dir=workdir) as directory:
-        seconds.setdefault((SAVE, setting), []).append(timed(lambda: system.save(directory, tree)))
-        seconds.setdefault((RESTORE, setting), []).append(timed(lambda: system.restore(directory, target)))
+        series.add(system.name, SAVE, timed(lambda: system.save(directory, tree)))
+        series.add(system.name, RESTORE, timed(lambda: system.restore(directory, target)))

@@ -12,7 +12,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from pathlib import Path
 import flax_ckpt_compat
 from tests.benchmarks import disk
 from tests.benchmarks.report import Table
+from tests.benchmarks.systems import timed_twice
 from tests.support.mixed_checkpoints import save_mixed
 
 _CHECKPOINTS, _THREADS, _PIECE = 20, (1, 2, 4), 8 << 20
@@ -53,7 +53,7 @@ def measure(workdir: Path, mib: int, rounds: int) -> Table:
     found: dict[str, list[_Pair]] = {name: [] for name in systems}
     for number in range(rounds + 1):
         for name, run in systems.items():
-            seconds = _timed(run)
+            seconds = timed_twice(run)
             shutil.rmtree(result)
             if number:
                 found[name].append(seconds)
@@ -72,12 +72,6 @@ def _cells(pairs: list[_Pair], best: list[float]) -> list[str]:
         median = statistics.median(values)
         cells += [f"{median:.2f}", f"{min(values):.2f} to {max(values):.2f}", f"{copy / max(median, 1e-9):.2f}"]
     return cells
-
-
-def _timed(run: Callable[[], None]) -> _Pair:
-    clock, cpu = time.perf_counter(), time.process_time()
-    run()
-    return time.perf_counter() - clock, time.process_time() - cpu
 
 
 def _copy(source: Path, result: Path, threads: int) -> None:

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import types
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from flax_ckpt_compat._core.backend import ProcessInfo, WriteOptions
 from flax_ckpt_compat._core.tree import Branch, HostCopy, Shard
 from flax_ckpt_compat._save import coordination, key_value_store
 from tests.benchmarks.scale_jobs import Counting
+from tests.benchmarks.systems import timed_twice
 from tests.support.orbax_trees import BACKEND
 
 # Elements of a shard, of float32: just too large to be stored inside of the index.
@@ -79,19 +79,13 @@ def merge(folder: str, leaves: int) -> dict[str, Seconds]:
     BACKEND.begin_multiprocess(path, first, options, ProcessInfo(0, count))
     for index in range(count):  # one at a time: all plans of a thousand processes would take their memory
         plan = plan_of(index) if index else first
-        shares.append(_timed(lambda: BACKEND.write_process_part(path, plan, options, ProcessInfo(index, count))))  # noqa: B023
+        shares.append(timed_twice(lambda: BACKEND.write_process_part(path, plan, options, ProcessInfo(index, count))))  # noqa: B023
     wall, cpu = (float(np.median(some)) for some in zip(*shares[1:], strict=True))
     return {
         "share": (wall, cpu),
-        "end": _timed(lambda: BACKEND.finish_multiprocess(path, first, options, ProcessInfo(0, count))),
-        "open": _timed(lambda: BACKEND.open(path).close()),
+        "end": timed_twice(lambda: BACKEND.finish_multiprocess(path, first, options, ProcessInfo(0, count))),
+        "open": timed_twice(lambda: BACKEND.open(path).close()),
     }
-
-
-def _timed(call: Callable[[], Any]) -> Seconds:
-    start = time.perf_counter(), time.process_time()
-    call()
-    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def _tree(index: int, count: int, leaves: int, sharding: Any) -> Branch:

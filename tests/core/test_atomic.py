@@ -35,6 +35,14 @@ def make(path: str | Path, text: str, kind: str) -> None:
         (path / "data").write_text(text)
 
 
+def old_and_new(folder: Path) -> str:
+    """Makes a directory ``c_1``, and a temporary that is to replace it; the temporary's path."""
+    make(folder / "c_1", "old", "directory")
+    temporary = atomic.temporary_path(str(folder / "c_1"))
+    make(temporary, "new", "directory")
+    return temporary
+
+
 def read(path: str | Path) -> str:
     """What `make` put there."""
     path = Path(path)
@@ -192,9 +200,7 @@ def test_publish_when_another_process_publishes_first(
 
 def test_publish_when_another_process_evicts_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that vanishes while it is being replaced is no error."""
-    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
-    make(temporary, "new", "directory")
-    make(tmp_path / "c_1", "old", "directory")
+    temporary = old_and_new(tmp_path)
 
     def too_late(_: str, target: str) -> bool:
         atomic.discard([target])
@@ -229,9 +235,7 @@ def test_a_system_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_being_deleted_is_never_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that ends while it deletes what it replaced leaves a part of it, which must not get the name again."""
-    make(tmp_path / "c_1", "old", "directory")
-    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
-    make(temporary, "new", "directory")
+    temporary = old_and_new(tmp_path)
 
     def interrupted(path: str) -> None:
         os.unlink(os.path.join(path, "data"))
@@ -254,9 +258,7 @@ def test_without_exchange_a_failing_rename_puts_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the new one cannot take the name, the old one has it again and the error is a StorageError."""
-    make(tmp_path / "c_1", "old", "directory")
-    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
-    make(temporary, "new", "directory")
+    temporary = old_and_new(tmp_path)
     rename = os.rename
 
     def refuse(source: str, target: str) -> None:
@@ -275,9 +277,7 @@ def test_without_exchange_what_cannot_be_put_back_is_put_back_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither rename works for a while: the next look-up of the same process finds the old checkpoint."""
-    make(tmp_path / "c_1", "old", "directory")
-    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
-    make(temporary, "new", "directory")
+    temporary = old_and_new(tmp_path)
     rename = os.rename
 
     def refuse(source: str, target: str) -> None:
@@ -298,9 +298,7 @@ def test_without_exchange_what_was_replaced_goes_though_the_sync_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a later process would put it back, as what a dead writer set aside, once the new one is evicted."""
-    make(tmp_path / "c_1", "old", "directory")
-    temporary = atomic.temporary_path(str(tmp_path / "c_1"))
-    make(temporary, "new", "directory")
+    temporary = old_and_new(tmp_path)
 
     def refuse(_: str) -> None:
         raise OSError(errno.EIO, "Input/output error")
