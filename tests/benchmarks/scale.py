@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.write and options.quick:
         parser.error("the page holds a whole run: --write does not go with --quick")
-    processes = (2,) if options.quick else (2, 4, 8)
+    processes = (1, 2) if options.quick else (1, 2, 4, 8)
     leaves = (100,) if options.quick else (500, 5_000, 50_000)
     with tempfile.TemporaryDirectory(dir=options.workdir) as workdir:
         facts = disk.machine_facts(workdir)
@@ -138,7 +138,7 @@ def _counted(one: dict[str, Any]) -> tuple[str, ...]:
     methods = [result["messages"] for result in one["save"]]
     sent = sum(result["sent"] for result in one["save"])
     total = sum(sum(found.values()) for found in methods)
-    looks = sum(found.get("key_value_dir_get", 0) for found in methods) - 2
+    looks = max(0, sum(found.get("key_value_dir_get", 0) for found in methods) - 2)
     again = looks + sum(found.get("blocking_key_value_get", 0) for found in methods) - 2 * (len(methods) - 1)
     assert not any(result["messages"] for result in one["restore"])
     metadata = sum(number for kind, number in one["bytes"].items() if kind != "chunks")
@@ -157,17 +157,25 @@ def _counted(one: dict[str, Any]) -> tuple[str, ...]:
 
 def _timed(one: dict[str, Any]) -> tuple[str, ...]:
     lead = one["save"][0]["seconds"]
-    write = max(result["seconds"]["write_process_part"] for result in one["save"])
-    restore = max(result["seconds"] for result in one["restore"])
-    return tuple(
-        f"{value:.2f}" for value in (lead["prepare"], write, lead["finish_multiprocess"], lead["all"], restore)
+    alone = "write" in lead
+    write = max(result["seconds"]["write" if alone else "write_process_part"] for result in one["save"])
+    stages = (lead["prepare"], write, lead.get("finish_multiprocess"))
+    return (
+        *("-" if seconds is None else f"{seconds:.2f}" for seconds in stages),
+        _both(lead["all"], max(result["cpu"] for result in one["save"])),
+        _both(*(max(result[kind] for result in one["restore"]) for kind in ("seconds", "cpu"))),
     )
+
+
+def _both(clock: float, processor: float) -> str:
+    """Seconds of the clock, and in brackets those of the processor."""
+    return f"{clock:.2f} ({processor:.2f})"
 
 
 def simulated_tables(workdir: str, *, quick: bool) -> list[Table]:
     """Barriers and merges of which one process simulates all sides."""
     met = [(f"{count:,}", *_met(count)) for count in ((8, 64) if quick else (8, 64, 256, 1_000))]
-    sizes = ((8, 50),) if quick else ((8, 5_000), (64, 1_000), (256, 400), (1_000, 200), (1_000, 1_000))
+    sizes = ((8, 50),) if quick else ((8, 5_000), (64, 1_000), (256, 400), (1_000, 200), (1_000, 1_000), (1_000, 5_000))
     merged = [(f"{count:,}", f"{leaves:,}", *_merged(count, leaves, workdir)) for count, leaves in sizes]
     return [
         Table("Barriers of one save, simulated", ("processes", "messages", "process 0 s"), met),
@@ -195,7 +203,7 @@ def _merged(count: int, leaves: int, workdir: str) -> tuple[str, ...]:
         shutil.rmtree(folder)
     _say(str(seconds))
     numbers = (count * leaves, sum(files.values()), *(nbytes[kind] for kind in _KINDS))
-    times = ("{:.2f} ({:.2f})".format(*seconds[stage]) for stage in ("share", "end", "open"))
+    times = (_both(*seconds[stage]) for stage in ("share", "end", "open"))
     return (*(f"{number:,}" for number in numbers), *times)
 
 

@@ -18,12 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._save import key_value_store
 from tests.benchmarks import scale_costs
+from tests.benchmarks.systems import timed_twice
 from tests.multiprocess.jobs import mesh, use
 from tests.support.orbax_trees import BACKEND as ORBAX
 
 # Divides by 16 devices, and is small enough to be stored inside of the index of Orbax's format.
 LENGTH = 64
-_STAGES = ("prepare", "begin_multiprocess", "write_process_part", "finish_multiprocess")
+# A process that is alone has ``write`` for the last three.
+_STAGES = ("prepare", "begin_multiprocess", "write_process_part", "finish_multiprocess", "write")
 
 
 class Counting:
@@ -70,13 +72,14 @@ def save(folder: str, orbax: bool, leaves: int, step: int) -> dict[str, Any]:
     """Saves so many arrays.
 
     Returns:
-        ``messages`` (by method), ``sent`` and ``received`` (bytes), and seconds by stage.
+        ``messages`` (by method), ``sent`` and ``received`` (bytes), ``seconds`` by stage, and ``cpu``, those of the
+        processor in all threads.
     """
     use(orbax)
     tree = {"params": arrays(leaves, step)}
     counting, seconds = Counting(key_value_store._client()), dict[str, float]()
     backend = ORBAX if orbax else MSGPACK
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     with contextlib.ExitStack() as stack, config.override(coordination_timeout=300.0):
         stack.enter_context(mock.patch.object(key_value_store, "_client", lambda: counting))
         for stage in _STAGES:
@@ -84,8 +87,12 @@ def save(folder: str, orbax: bool, leaves: int, step: int) -> dict[str, Any]:
         checkpoints.save_checkpoint_multiprocess(folder, tree, step, keep=2)
     seconds["all"] = time.perf_counter() - start
     return {
-        "messages": dict(counting.counts), "sent": counting.sent, "received": counting.received, "seconds": seconds
-    }  # fmt: skip
+        "messages": dict(counting.counts),
+        "sent": counting.sent,
+        "received": counting.received,
+        "seconds": seconds,
+        "cpu": time.process_time() - cpu,
+    }
 
 
 @contextlib.contextmanager
@@ -107,20 +114,30 @@ def restore(folder: str, leaves: int, step: int) -> dict[str, Any]:
     """Restores and checks them.
 
     Returns:
-        ``messages``, ``read`` (bytes), ``calls`` (reads from files) and ``seconds``.
+        ``messages``, ``read`` (bytes), ``calls`` (reads from files), ``seconds`` and ``cpu``.
     """
     wanted = arrays(leaves, step)
     target = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in wanted.items()}
     counting = Counting(key_value_store._client())
     with mock.patch.object(key_value_store, "_client", lambda: counting):
-        before, start = _reads(), time.perf_counter()
-        got = jax.block_until_ready(checkpoints.restore_checkpoint(folder, {"params": target}, step))["params"]
-        seconds, after = time.perf_counter() - start, _reads()
+        before, got = _reads(), dict[str, Any]()
+        seconds, cpu = timed_twice(lambda: got.update(_restored(folder, target, step)))
+        after = _reads()
     for name, array in wanted.items():
         for mine, theirs in zip(got[name].addressable_shards, array.addressable_shards, strict=True):
             assert np.array_equal(mine.data, theirs.data), name
-    read = after.bytes - before.bytes
-    return {"messages": dict(counting.counts), "read": read, "calls": after.calls - before.calls, "seconds": seconds}
+    return {
+        "messages": dict(counting.counts),
+        "read": after.bytes - before.bytes,
+        "calls": after.calls - before.calls,
+        "seconds": seconds,
+        "cpu": cpu,
+    }
+
+
+def _restored(folder: str, target: dict[str, Any], step: int) -> dict[str, Any]:
+    restored: dict[str, dict[str, Any]] = checkpoints.restore_checkpoint(folder, {"params": target}, step)
+    return jax.block_until_ready(restored)["params"]
 
 
 def _reads() -> types.SimpleNamespace:
