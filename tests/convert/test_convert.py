@@ -134,6 +134,14 @@ def test_safetensors_hold_arrays_by_dotted_names(tmp_path: Path) -> None:
     assert "step" not in found
 
 
+def test_safetensors_hold_arrays_without_elements(tmp_path: Path) -> None:
+    """Real safetensors reads their shape and dtype; no byte of the file is theirs."""
+    flax_ckpt_compat.save(tmp_path / "src", {"none": np.ones((0, 3), np.int16), "one": np.ones(1)}, format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "safetensors")
+    found = safetensors.numpy.load_file(tmp_path / "dst")
+    assert_same(found, {"none": np.ones((0, 3), np.int16), "one": np.ones(1)})
+
+
 @pytest.mark.parametrize(
     "leaf", [2j, b"bytes", np.ones(2, np.complex64), np.ones(2, ml_dtypes.int4), jax.random.key(0)], ids=str
 )

@@ -53,6 +53,15 @@ def test_missing_leaves_are_an_error(save: Save, flag: bool, tmp_path: Path) -> 
     assert caught.value.missing == ("params/Dense_0/scale", "params/Dense_1/bias")
 
 
+def test_an_array_for_a_tree_is_an_error(flag: bool, tmp_path: Path) -> None:
+    """A checkpoint of one array restores into no tree of names, and no rule is proposed that would make one."""
+    checkpoints.save_checkpoint(tmp_path, np.arange(3), 1)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore_checkpoint(tmp_path, {"a": {"b": 1}})
+    assert "a/b" in str(caught.value)
+    assert "transforms = [" not in str(caught.value)
+
+
 @pytest.mark.parametrize("how", ["orbax_transforms", "keep", "warn"])
 def test_missing_leaves_are_kept_on_request(
     how: str, save: Save, flag: bool, tmp_path: Path, log: pytest.LogCaptureFixture

@@ -105,6 +105,25 @@ def test_a_removal_that_is_executed_again_later(
         assert fingerprint(flax_ckpt_compat.restore(root, step=1)) == fingerprint(state(3)), request[1]
 
 
+def test_a_removal_in_mid_overwrite_whose_answer_is_lost(gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked again, it finds nothing to remove; what was replaced still goes."""
+    root, delete_version = f"{gs_bucket.url}/run", client.delete_version
+    deleted = list[bool]()
+
+    def delete_twice(url: str, there: bytes) -> bool:
+        assert delete_version(url, there)
+        deleted.append(delete_version(url, there))
+        return deleted[-1]
+
+    flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
+    before = gs_bucket.keys("run/")
+    monkeypatch.setattr(client, "delete_version", delete_twice)
+    flax_ckpt_compat.save(root, state(2), step=1, format="orbax", overwrite=True)
+    assert deleted == [False]
+    assert fingerprint(flax_ckpt_compat.restore(root, step=1)) == fingerprint(state(2))
+    assert len(gs_bucket.keys("run/")) == len(before)
+
+
 def save_until_it_succeeds(root: str, tree: Any, step: int, format: Any) -> None:
     """Saves again where late requests look like another writer, and keeps two steps."""
     for _ in range(6):
