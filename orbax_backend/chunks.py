@@ -13,6 +13,7 @@ from flax_ckpt_compat._core import checksums, grid, memory
 from flax_ckpt_compat._core.grid import Box, Shape
 from flax_ckpt_compat._core.tree import Path, show_path
 
+from .box_layout import BoxLayout, ChunkPart
 from .files import ByteRange
 from .key_index import OpaqueValue, StoredValue
 from .zarr import CHECKSUM_NBYTES, ArrayInfo
@@ -50,29 +51,25 @@ class ArrayRead:
     """An array, or a box of it, to read."""
 
     name: str
-    info: ArrayInfo
     path: Path  # key path, for messages
-    box: Box | None  # box to read; None for the whole array
-    # Stored value and box of each chunk that it intersects, once located.
-    chunks: list[tuple[StoredValue, Box]] = dataclasses.field(default_factory=list)
+    layout: BoxLayout
+    # Stored value of each chunk that it intersects, once located.
+    chunks: list[tuple[StoredValue, ChunkPart]] = dataclasses.field(default_factory=list)
     complete: bool = True  # whether all of them are stored
     array: Any = None  # the result, with the stored dtype; None until its memory is there
-    cell: Shape | None = dataclasses.field(init=False)  # index of the chunk that the result is exactly, or None
-
-    def __post_init__(self) -> None:
-        self.cell = self.info.whole_cell if self.box is None else self.info.cell_of(self.box)
 
     @property
-    def is_one_raw_chunk(self) -> bool:
-        """Return whether it is exactly the bytes of one chunk, as almost all arrays and shards are."""
-        return self.cell is not None and self.info.raw and not self.info.checksum_nbytes
+    def info(self) -> ArrayInfo:
+        """Return the metadata of the whole array."""
+        return self.layout.info
 
     def bytes_in(self, chunk: ByteRange) -> ByteRange | None:
         """Return the range of bytes that is the result, if the array is one raw chunk; None for several ranges."""
-        if self.box is None or not self.info.is_one_raw_chunk:
-            return chunk if self.is_one_raw_chunk else None
-        count, _ = grid.runs(self.info.shape, self.box, self.shape, grid.full_box(self.shape))
-        start = grid.offset(self.info.shape, self.box) * self.info.dtype.itemsize
+        info, layout = self.info, self.layout
+        if layout.box is None or not info.is_one_raw_chunk:
+            return chunk if layout.is_chunk and info.raw and not info.checksum_nbytes else None
+        count, _ = grid.runs(info.shape, layout.box, self.shape, grid.full_box(self.shape))
+        start = grid.offset(info.shape, layout.box) * info.dtype.itemsize
         return ByteRange(chunk.file, chunk.offset + start, self.nbytes) if count == math.prod(self.shape) else None
 
     @property
@@ -81,30 +78,14 @@ class ArrayRead:
         return self.info.raw and self.complete and not any(type(value) is OpaqueValue for value, _ in self.chunks)
 
     @property
-    def region(self) -> Box:
-        """Return the box to read."""
-        return grid.full_box(self.info.shape) if self.box is None else self.box
-
-    @property
     def shape(self) -> Shape:
         """Return the shape of the box to read."""
-        return self.info.shape if self.box is None else grid.shape_of(self.box)
+        return self.layout.shape
 
     @property
     def nbytes(self) -> int:
         """Return the size of the result in bytes."""
-        return math.prod(self.shape) * self.info.dtype.itemsize
-
-    def cells(self) -> Iterator[tuple[Shape, Box]]:
-        """Yield index and box of every chunk that it intersects."""
-        if self.cell is not None:
-            return iter([(self.cell, self.region)])
-        return grid.cells(self.region, self.info.chunks)
-
-    def copy(self, chunk: Box) -> Copy:
-        """Return the copy of a chunk's elements into the array."""
-        part = grid.overlap(chunk, self.region)
-        return Copy(grid.relative_to(part, chunk), self.array, grid.relative_to(part, self.region))
+        return self.layout.nbytes
 
     def __str__(self) -> str:
         return f"{self.info.dtype.name}{list(self.shape)}"
@@ -156,15 +137,14 @@ def by_chunk(group: Sequence[ArrayRead]) -> dict[Shape, tuple[Any, list[Copy]]]:
     """Return start of each chunk → its stored value and the copies of all reads of one array."""
     wanted: dict[Shape, tuple[Any, list[Copy]]] = {}
     for read in group:
-        for value, chunk in read.chunks:
-            start = tuple(side.start for side in chunk)
-            wanted.setdefault(start, (value, []))[1].append(read.copy(chunk))
+        for value, part in read.chunks:
+            wanted.setdefault(part.start, (value, []))[1].append(Copy(part.source, read.array, part.target))
     return wanted
 
 
 def plan_pieces(group: Sequence[ArrayRead]) -> list[Piece]:
     """Return the ranges to read for boxes of one array of raw chunks; copy chunks that are inline at once."""
-    if all(read.cell is not None for read in group):
+    if all(read.layout.is_chunk for read in group):
         return [piece for read in group for piece in _plan_whole(read)]
     read = group[0]
     wanted = by_chunk(group)
@@ -206,9 +186,9 @@ def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copie
 
 def _plan_whole(read: ArrayRead) -> Iterable[Piece]:
     """Return the pieces of a read that is exactly one chunk; copy it at once if it is inline."""
-    ((value, _),) = read.chunks
+    ((value, part),) = read.chunks
     target = read.array.reshape(-1).view(np.uint8)
-    key = read.info.chunk_key(read.cell or ()) if read.info.checksum_nbytes else None
+    key = part.key if read.info.checksum_nbytes else None
     if isinstance(value, ByteRange):
         return _split(read, value, value, target) if key is None else [Piece(read, value, value, target, chunk=key)]
     data: Any = value if key is None else checked_data(value)  # type: ignore[arg-type]

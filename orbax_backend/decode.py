@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import grid
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
-from flax_ckpt_compat._core.grid import Box
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
+from .box_layout import LayoutCache
 from .structure import UNKNOWN
 from .type_annotations import LeafType
 from .zarr import ArrayInfo
@@ -26,7 +25,6 @@ _TEXTS = {"str": np.str_, "bytes": np.bytes_}  # numpy's text scalars, which a n
 KEY_WIDTHS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 # Arrays up to this size that are inline in the database share memory.
 _SMALL_BYTES = 4096
-_MAX_KEYS = 4096  # known for each type of leaf
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -45,9 +43,8 @@ class StoredLeaf:
     described: tuple[LeafKind, tuple[int, ...], np.dtype[Any] | None, int] = dataclasses.field(init=False)
     is_plain: bool = dataclasses.field(init=False)  # whether the array is the leaf
     has_small_chunks: bool = dataclasses.field(init=False)  # raw, and so small that they may be in the index
-    whole_key: str | None = dataclasses.field(init=False)  # of the chunk below the array's prefix, if there is one
     chunk_nbytes: int = dataclasses.field(init=False)  # stored size of a raw chunk
-    _keys: dict[int, tuple[Box, str | None]] = dataclasses.field(init=False, default_factory=dict)
+    layouts: LayoutCache = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         has_shape = self.kind in (LeafKind.ARRAY, LeafKind.PRNG_KEY)
@@ -58,24 +55,7 @@ class StoredLeaf:
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
         self.chunk_nbytes = self.info.chunk_nbytes
         self.has_small_chunks = self.info.raw and self.chunk_nbytes <= _SMALL_BYTES
-        cell = self.info.whole_cell
-        self.whole_key = None if cell is None else self.info.chunk_key(cell)
-
-    def stored_box(self, box: Box) -> Box:
-        """Return a box of the leaf as one of the stored array, which may have one more axis."""
-        return (*box, *grid.full_box(self.info.shape[len(box) :]))
-
-    def key_of(self, box: Box) -> str | None:
-        """Return the chunk key, below the array's prefix, of a box that is exactly one chunk; None for others.
-
-        Quick for boxes that many leaves share, as the shards of one sharding are."""
-        known = self._keys.get(id(box))
-        if known is None:
-            cell = self.info.cell_of(self.stored_box(box))
-            known = box, None if cell is None else self.info.chunk_key(cell)
-            if len(self._keys) < _MAX_KEYS:
-                self._keys[id(box)] = known  # holds the box, so that no other has its id
-        return known[1]
+        self.layouts = LayoutCache(self.info)
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the leaf, or a box of it; raise ValueError if its text is not UTF-8."""

@@ -95,7 +95,8 @@ def _start_copy(read: ArrayRead, store: Any) -> Any:
     """Start TensorStore's copy into the array, in native byte order."""
     array = read.array
     native = array if array.dtype.isnative else array.view(array.dtype.newbyteorder())
-    wanted = store if read.box is None else store[read.box][ts.d[:].translate_to[0]]
+    box = read.layout.box
+    wanted = store if box is None else store[box][ts.d[:].translate_to[0]]
     return ts.array(native).write(wanted)
 
 

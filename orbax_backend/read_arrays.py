@@ -116,8 +116,8 @@ class ArrayReader:
         prefix, stored, info = key_prefix(read.name), 0, read.info
         may_be_missing = self._fills_missing and info.has_fill_value
         missing = 0
-        for cell, box in read.cells():
-            key = prefix + info.chunk_key(cell)
+        for part in read.layout.parts:
+            key = prefix + part.key
             value = self._index.find(key)
             if value is None and may_be_missing:
                 read.complete, missing = False, missing + 1
@@ -133,7 +133,7 @@ class ArrayReader:
                 extents.append((read, value))
                 if verifier is not None:
                     verifier.expect(read, key, value)
-            read.chunks.append((value, box))
+            read.chunks.append((value, part))
             stored += read.nbytes if length is None else length
         if not may_be_missing and read.nbytes > stored * _MAX_RATIO:
             raise self._corrupt(read, f"{stored} stored bytes cannot hold {read}")

@@ -15,6 +15,7 @@ from flax_ckpt_compat._core.grid import readable_boxes
 from flax_ckpt_compat._core.tree import Node
 
 from .aggregate import OpenMsgpack
+from .box_layout import BoxLayout
 from .build_tree import build_tree
 from .checksum_file import Checksums
 from .chunks import ArrayRead, checked_data
@@ -64,9 +65,11 @@ class OrbaxReader(Reader):
         if self._is_closed:
             raise StorageError(f"{self.path}: the checkpoint was closed; open it again", path=self.path)
         values: list[Any] = [None] * len(handles)
-        # Arrays, or boxes of them, that may be inline in the index, and the keys of their chunks.
-        small: list[tuple[int, LeafHandle, StoredLeaf]] = []
+        # Arrays, or boxes of them, that may be inline in the index, and keys: those of one chunk, and of several.
+        small: list[tuple[int, LeafHandle]] = []
         keys: list[str] = []
+        cut: list[tuple[int, LeafHandle, BoxLayout]] = []
+        cut_keys: list[str] = []
         arrays: list[int] = []
         aggregated: list[tuple[int, LeafHandle | ArraySlice]] = []
         last, prefix = None, ""
@@ -74,22 +77,26 @@ class OrbaxReader(Reader):
             handle, box = (one, None) if type(one) is LeafHandle else (one.handle, one.index)  # type: ignore[union-attr]
             leaf = handle.locator
             if type(leaf) is StoredLeaf:
-                key = None
-                if leaf.has_small_chunks:
-                    key = leaf.whole_key if box is None else leaf.key_of(box)
-                if key is None:
+                parts = leaf.layouts.whole if box is None else leaf.layouts.of(box)
+                if not leaf.has_small_chunks or not parts.known:
                     arrays.append(number)
                     continue
                 if handle is not last:
                     last, prefix = handle, layout.key_prefix(handle.name)
-                small.append((number, handle, leaf))
-                keys.append(prefix + key)
+                if parts.is_chunk:
+                    small.append((number, handle))
+                    keys.append(prefix + parts.known[0].key)
+                else:
+                    cut.append((number, handle, parts))
+                    cut_keys += [prefix + part.key for part in parts.known]
             elif isinstance(leaf, LeafHandle):
                 aggregated.append((number, leaf if box is None else ArraySlice(leaf, box)))
             else:
                 values[number] = leaf
         if self._index is not None and self._arrays is not None:
             arrays += self._copy_inline(small, self._index.find_all(keys), values)
+            if cut:
+                arrays += self._assemble_inline(cut, iter(self._index.find_all(cut_keys)), values)
             reads = [_array_read(handles[number]) for number in arrays]
             if reads:
                 self._arrays.read(reads, mapped=mapped)
@@ -134,7 +141,7 @@ class OrbaxReader(Reader):
                 self.read([ArraySlice(handle, box)])
             return True
         return recorded.record() is not None and self._arrays.verify(
-            ArrayRead(handle.name, leaf.info, handle.path, None), recorded
+            ArrayRead(handle.name, handle.path, leaf.layouts.whole), recorded
         )
 
     def sharding_of(self, name: str) -> str | None:
@@ -148,24 +155,42 @@ class OrbaxReader(Reader):
             self._aggregate.reader.close()
 
     def _copy_inline(
-        self, small: Sequence[tuple[int, LeafHandle, StoredLeaf]], found: Sequence[Any], values: list[Any]
+        self, small: Sequence[tuple[int, LeafHandle]], found: Sequence[Any], values: list[Any]
     ) -> list[int]:
         """Copy the chunks that are inline in the index to new memory; return the numbers of the others."""
-        others, inline, chunks = list[int](), list[tuple[int, LeafHandle, StoredLeaf]](), list[Any]()
+        others, inline, chunks = list[int](), list[tuple[int, LeafHandle]](), list[Any]()
         for one, value in zip(small, found, strict=True):
-            leaf, data = one[2], value
-            if type(data) is not bytes or len(data) != leaf.chunk_nbytes:
-                data = None
-            elif leaf.info.checksum_nbytes:
-                data = checked_data(data)  # ArrayReader names a damaged chunk
+            leaf, data = one[1].locator, value
+            if type(data) is not bytes or len(data) != leaf.chunk_nbytes or leaf.info.checksum_nbytes:
+                data = _inline(leaf, data)
             if data is None:
                 others.append(one[0])
             else:
                 inline.append(one)
                 chunks.append((leaf.info.chunks, leaf.info.dtype, data))
         with memory.pause_gc():
-            for (number, handle, leaf), array in zip(inline, memory.pack(chunks), strict=True):
-                values[number] = array if leaf.is_plain else self._decoded(handle, array)
+            for (number, handle), array in zip(inline, memory.pack(chunks), strict=True):
+                values[number] = array if handle.locator.is_plain else self._decoded(handle, array)
+        return others
+
+    def _assemble_inline(
+        self, cut: Sequence[tuple[int, LeafHandle, BoxLayout]], found: Iterator[Any], values: list[Any]
+    ) -> list[int]:
+        """Assemble what lies in several chunks that are inline in the index; return the numbers of the others."""
+        others, alike = list[int](), dict[BoxLayout, list[tuple[int, LeafHandle, bytes]]]()
+        for number, handle, parts in cut:
+            pieces = [_inline(handle.locator, next(found)) for _ in parts.known or ()]
+            if None in pieces:
+                others.append(number)
+            else:
+                alike.setdefault(parts, []).append((number, handle, b"".join(pieces)))  # type: ignore[arg-type]
+        with memory.pause_gc():
+            for parts, ones in alike.items():
+                copies = [(part.source, part.target) for part in parts.parts]
+                info, data = parts.info, [one[2] for one in ones]
+                packed = memory.pack_chunks(data, parts.shape, info.dtype, info.chunks, copies)
+                for (number, handle, _), array in zip(ones, packed, strict=True):
+                    values[number] = array if handle.locator.is_plain else self._decoded(handle, array)
         return others
 
     def _decoded(self, one: LeafHandle | ArraySlice, array: Any) -> Any:
@@ -178,11 +203,17 @@ class OrbaxReader(Reader):
             raise corrupt_leaf(self.path, handle, f"its text is no UTF-8 ({error})") from error
 
 
+def _inline(leaf: StoredLeaf, value: Any) -> bytes | None:
+    """Return the data of a raw chunk if all of it is inline, and intact: `ArrayReader` names a damaged one."""
+    if type(value) is not bytes or len(value) != leaf.chunk_nbytes:
+        return None
+    return checked_data(value) if leaf.info.checksum_nbytes else value
+
+
 def _array_read(one: LeafHandle | ArraySlice) -> ArrayRead:
     if isinstance(one, LeafHandle):
-        return ArrayRead(one.name, one.locator.info, one.path, None)
-    handle = one.handle
-    return ArrayRead(handle.name, handle.locator.info, handle.path, handle.locator.stored_box(one.index))
+        return ArrayRead(one.name, one.path, one.locator.layouts.whole)
+    return ArrayRead(one.handle.name, one.handle.path, one.handle.locator.layouts.of(one.index))
 
 
 def _check_depth(structure: Structure) -> None:

@@ -20,6 +20,8 @@ ALIGNMENT = 64
 _BLOCK, _ARRAYS_PER_BLOCK = 256 * 2**10, 64
 _BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
+_Box = tuple[slice, ...]
+_Shape = tuple[int, ...]
 _pauses: list[None] = []  # one for each `pause_gc` of this process
 
 
@@ -65,28 +67,52 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def pack(arrays: Sequence[tuple[tuple[int, ...], np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
+def pack(arrays: Sequence[tuple[_Shape, np.dtype[Any], bytes | memoryview]]) -> list[np.ndarray[Any, Any]]:
     """Copy small arrays (shape, dtype and bytes) into blocks of memory, each array on a 64-byte boundary.
 
     A block is of arrays that are alike: numpy then copies and creates them without Python code for each."""
-    alike: dict[tuple[tuple[int, ...], np.dtype[Any]], list[int]] = {}
+    alike: dict[tuple[_Shape, np.dtype[Any]], list[int]] = {}
     for at, (shape, dtype, _) in enumerate(arrays):
         alike.setdefault((shape, dtype), []).append(at)
     packed: list[Any] = [None] * len(arrays)
     for (shape, dtype), places in alike.items():
-        size = len(arrays[places[0]][2])
-        stride = max(size + -size % ALIGNMENT, ALIGNMENT)
-        count = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))
-        for start in range(0, len(places), count):
-            some = places[start : start + count]
-            block = empty((len(some), stride), _BYTE)
+        size, start = len(arrays[places[0]][2]), 0
+        for block, rows in _blocks(len(places), shape, dtype):
+            some = places[start : (start := start + len(block))]
             data = b"".join([arrays[at][2] for at in some])
-            block[:, :size] = np.frombuffer(data, np.uint8).reshape(len(some), size)
-            found = (len(some), *(shape or (1,)))
-            rows = block[:, :size].view(dtype).reshape(found) if size else np.empty(found, dtype)
+            block[:] = np.frombuffer(data, np.uint8).reshape(len(some), size)
             for at, array in zip(some, rows, strict=True):
                 packed[at] = array if shape else array.reshape(shape)
     return packed
+
+
+def pack_chunks(
+    arrays: Sequence[bytes], shape: _Shape, dtype: np.dtype[Any], chunk: _Shape, copies: Sequence[tuple[_Box, _Box]]
+) -> list[np.ndarray[Any, Any]]:
+    """Assemble small arrays of one shape from chunks, in blocks of memory as `pack` does.
+
+    Each is the bytes of its chunks, one after another; ``copies`` are the boxes in each chunk, and in the array."""
+    packed: list[np.ndarray[Any, Any]] = []
+    for block, rows in _blocks(len(arrays), shape, dtype):
+        data = b"".join(arrays[len(packed) : len(packed) + len(block)])
+        chunks: Any = np.frombuffer(data, np.uint8).view(dtype).reshape(len(block), len(copies), *chunk)
+        for number, (source, target) in enumerate(copies):
+            rows[(slice(None), *target)] = chunks[(slice(None), number, *source)]
+        packed.extend(rows)
+    return packed
+
+
+def _blocks(
+    number: int, shape: _Shape, dtype: np.dtype[Any]
+) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Yield blocks of new memory for arrays that are alike: the bytes of each, and the arrays (of 0-d ones, 1-d)."""
+    size = math.prod(shape) * dtype.itemsize
+    stride = max(size + -size % ALIGNMENT, ALIGNMENT)
+    most = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))
+    for start in range(0, number, most):
+        count = min(most, number - start)
+        block, found = empty((count, stride), _BYTE)[:, :size], (count, *(shape or (1,)))
+        yield block, block.view(dtype).reshape(found) if size else np.empty(found, dtype)
 
 
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:

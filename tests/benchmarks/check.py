@@ -59,6 +59,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     # With the calls of jax itself.
     "ours, orbax format, save leaves in 8 shards: Python calls a leaf": (158, 237),
     "ours, orbax format, restore leaves in 8 shards: Python calls a leaf": (320, 480),
+    "ours, orbax format, restore leaves in 8 shards onto another mesh: Python calls a leaf": (367, 551),
     "ours, orbax format, save 64 MiB: bytes written ÷ bytes of leaves": (1.0, 1.02),
     "ours, orbax format, restore 64 MiB: bytes read ÷ bytes of leaves": (1.0, 1.02),
     "ours, msgpack ÷ flax, msgpack, save small leaves": (0.36, 1.5),
@@ -130,6 +131,13 @@ def _counts_of(system: Any, workload: Workload, workdir: str) -> Iterator[Figure
             system.save(folder, tree)
         with counted() as restore:
             system.restore(folder, target)
+        if workload is SPLIT:
+            moved = workload.target(other_mesh=True)
+            with counted() as move:
+                system.restore(folder, moved)
+            yield Figure(
+                f"{system.name}, restore leaves in 8 shards onto another mesh: Python calls a leaf", move.calls / leaves
+            )
     for operation, count in (("save", save), ("restore", restore)):
         if workload is SPLIT:
             yield Figure(f"{system.name}, {operation} leaves in 8 shards: Python calls a leaf", count.calls / leaves)

@@ -31,6 +31,24 @@ def test_packed_arrays_are_their_bytes_and_touch_no_other() -> None:
         memory.as_bytes(array)[:] = b"\xff" * array.nbytes
 
 
+def test_arrays_are_assembled_from_chunks() -> None:
+    """Chunks that reach beyond the array, as zarr stores them, each in its place of each array; more than a block."""
+    values = np.arange(200 * 5 * 3, dtype=">i4").reshape(200, 5, 3)
+    padded = np.pad(values, ((0, 0), (0, 1), (0, 1)))
+    boxes = [(slice(y, y + 2), slice(x, x + 2)) for y in (0, 2, 4) for x in (0, 2)]
+    chunks = [b"".join(one[box].tobytes() for box in boxes) for one in padded]
+    targets = [
+        tuple(slice(side.start, min(side.stop, end)) for side, end in zip(box, (5, 3), strict=True)) for box in boxes
+    ]
+    copies = [(tuple(slice(0, side.stop - side.start) for side in target), target) for target in targets]
+    found = memory.pack_chunks(chunks, (5, 3), values.dtype, (2, 2), copies)
+    for one, array in zip(values, found, strict=True):
+        assert array.dtype == values.dtype and array.flags.writeable and array.flags.c_contiguous
+        assert array.ctypes.data % memory.ALIGNMENT == 0
+        assert np.array_equal(array, one)
+        array[...] = 0
+
+
 def test_an_array_holds_on_to_few_others() -> None:
     """Of thousands of arrays, the one that is kept holds a block of at most 64, or 256 KiB."""
     for nbytes, most in ((8, 64), (4096, 64), (20_000, 13), (300_000, 1)):

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+from flax_ckpt_compat.orbax_backend import box_layout, read_arrays
 from flax_ckpt_compat.orbax_backend import chunks as planning
-from flax_ckpt_compat.orbax_backend import decode, read_arrays
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from tests.support.orbax_trees import handles, save
@@ -60,17 +61,25 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[tuple[slice
     return shape, chunks, boxes
 
 
-@given(case=cases(), codec=st.sampled_from(sorted(CODECS)), dtype=st.sampled_from(["<f4", ">i2", "|u1", "<c16"]))
+@given(
+    case=cases(),
+    codec=st.sampled_from(sorted(CODECS)),
+    dtype=st.sampled_from(["<f4", ">i2", "|u1", "<c16"]),
+    ocdbt=st.booleans(),
+)
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_boxes_are_what_numpy_slices(
-    tmp_path_factory: pytest.TempPathFactory, case: Any, codec: str, dtype: str
+    tmp_path_factory: pytest.TempPathFactory, case: Any, codec: str, dtype: str, ocdbt: bool
 ) -> None:
-    """Any boxes of any grid, read together with the whole, are what numpy slices, in memory of their own."""
+    """Any boxes of any grid, read together with the whole, are what numpy slices, in memory of their own.
+
+    The smallest chunks of a database are inline in its index."""
     shape, chunks, boxes = case
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
-    handle = stored_by_tensorstore(tmp_path_factory.mktemp("boxes") / "c", values, chunks, codec)
+    handle = stored_by_tensorstore(tmp_path_factory.mktemp("boxes") / "c", values, chunks, codec, ocdbt=ocdbt)
     whole, *found = handle.reader.read([handle, *(ArraySlice(handle, box) for box in boxes)])
     assert np.array_equal(whole, values)
+    assert all(array.ctypes.data % memory.ALIGNMENT == 0 for array in (whole, *found) if array.size)
     for box, part in zip(boxes, found, strict=True):
         assert part.dtype == values.dtype
         assert part.flags.writeable
@@ -181,13 +190,13 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
 
 def test_boxes_that_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a chunk that lies inline in the index is not the chunk, however often either is asked for."""
-    monkeypatch.setattr(decode, "_MAX_KEYS", 2)
+    monkeypatch.setattr(box_layout, "_MAX_KNOWN", 1)
     values = np.arange(8.0)
     handle = stored_by_tensorstore(tmp_path / "c", values, [4], "raw", ocdbt=True)
     for stop in (4, 2, 8, 4):
         (part,) = handle.reader.read([ArraySlice(handle, (slice(0, stop),))])
         assert np.array_equal(part, values[:stop])
-    assert len(handle.locator._keys) == 2  # an array has any number of boxes
+    assert len(handle.locator.layouts._known) == 1  # an array has any number of boxes
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, config
 from flax_ckpt_compat._core.backend import ArraySlice
-from flax_ckpt_compat._core.errors import ShapeMismatchError
+from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, ShapeMismatchError
 from flax_ckpt_compat._core.tree import normalize_index
 from flax_ckpt_compat.transforms import Transform
 from tests.support.logs import warnings_logged
@@ -247,6 +247,33 @@ def onto_any_sharding(folder: Path) -> None:
         for got, want in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
             assert got.sharding.is_equivalent_to(want.sharding, want.ndim), (name, got.sharding)
     same(checkpoints.restore_checkpoint(path, tree), tree)
+
+
+@case
+def many_leaves_of_small_chunks(folder: Path) -> None:
+    """Leaves that are stored alike are assembled together, on any sharding, and a chunk that was damaged is named."""
+    split = NamedSharding(mesh(), P("x", "y"))
+    tree = {f"leaf_{n:02}": jax.device_put(values(np.int32) * n, split) for n in range(70)}
+    targets = [
+        NamedSharding(mesh(), P()),
+        NamedSharding(mesh(), P("x")),
+        NamedSharding(other_mesh(), P("a", "b")),
+        SingleDeviceSharding(jax.devices()[3]),
+    ]
+    for number, compression in enumerate([None, "crc32c"]):
+        with config.override(compression=compression):
+            path = checkpoints.save_checkpoint(folder, tree, number)
+        for target in targets:
+            same(checkpoints.restore_checkpoint(path, abstract(tree, lambda _, on=target: on)), tree)
+        same(checkpoints.restore_checkpoint(path, jax.device_get(tree)), jax.device_get(tree))
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{path}/", "path": "leaf_30/c/"}).result()
+    store["2/1"] = bytes([store["2/1"][0] ^ 1]) + store["2/1"][1:]
+    for target in targets:
+        with pytest.raises(ChecksumError, match="leaf_30/c/2/1"):
+            checkpoints.restore_checkpoint(path, abstract(tree, lambda _, on=target: on))
+    store["2/1"] = None
+    with pytest.raises(CorruptCheckpointError, match=r"leaf_30/c/2/1.*missing"):
+        checkpoints.restore_checkpoint(path, abstract(tree, lambda _: targets[0]))
 
 
 @case

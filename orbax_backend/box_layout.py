@@ -1,0 +1,74 @@
+"""Find the chunks that hold a box of an array, once for all leaves that are stored alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from flax_ckpt_compat._core import grid
+from flax_ckpt_compat._core.grid import Box, Shape
+
+from .zarr import ArrayInfo
+
+# Of more chunks, as a hostile grid of 2**60 has them, each is found when it is needed.
+_MAX_KNOWN = 512
+
+
+class ChunkPart(NamedTuple):
+    """The part of a box that one chunk holds."""
+
+    start: Shape  # start of the chunk in the array
+    key: str  # key of the chunk, below the array's prefix
+    source: Box  # box in the chunk
+    target: Box  # box in the result
+
+
+class BoxLayout:
+    """The chunks that a box of an array, or all of it, intersects."""
+
+    def __init__(self, info: ArrayInfo, box: Box | None = None) -> None:
+        self.info, self.box = info, box  # box: None for the whole array
+        self.region = grid.full_box(info.shape) if box is None else box
+        self.shape = grid.shape_of(self.region)  # like the next, of the result
+        self.nbytes = math.prod(self.shape) * info.dtype.itemsize
+        # Whether the result is exactly one chunk, as almost all arrays and shards are.
+        self.is_chunk = (info.whole_cell if box is None else info.cell_of(box)) is not None
+        known = tuple(itertools.islice(self._find(), _MAX_KNOWN + 1))
+        self.known = known if len(known) <= _MAX_KNOWN else None  # None if they are too many
+
+    @property
+    def parts(self) -> Iterable[ChunkPart]:
+        """Return the part of each chunk."""
+        return self._find() if self.known is None else self.known
+
+    def _find(self) -> Iterator[ChunkPart]:
+        for cell, chunk in grid.cells(self.region, self.info.chunks):
+            inside = grid.overlap(chunk, self.region)
+            yield ChunkPart(
+                tuple(side.start for side in chunk),
+                self.info.chunk_key(cell),
+                grid.relative_to(inside, chunk),
+                grid.relative_to(inside, self.region),
+            )
+
+
+class LayoutCache:
+    """The layouts of boxes of leaves that are stored alike; quick for boxes that many share, as those of a sharding."""
+
+    def __init__(self, info: ArrayInfo) -> None:
+        self.whole = BoxLayout(info)
+        self._info, self._known, self._room = info, dict[int, tuple[Box, BoxLayout]](), 2 * _MAX_KNOWN
+
+    def of(self, box: Box) -> BoxLayout:
+        """Return the layout of a box of the leaf; the stored array may have one more axis."""
+        known = self._known.get(id(box))
+        if known is not None:
+            return known[1]
+        layout = BoxLayout(self._info, (*box, *grid.full_box(self._info.shape[len(box) :])))
+        needed = 1 + len(layout.known or ())
+        if needed <= self._room:
+            self._room -= needed
+            self._known[id(box)] = box, layout  # holds the box, so that no other has its id
+        return layout
