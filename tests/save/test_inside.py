@@ -62,6 +62,13 @@ def test_a_folder_above_that_cannot_be_read(step: Path, error: Exception, monkey
     assert why_inside(str(step / "sub")) is None
 
 
+def test_a_marker_alone_makes_no_checkpoint(flag: bool, tmp_path: Path) -> None:
+    """A folder of a manager's, of which an interrupted removal left only Orbax's marker, holds nothing to lose."""
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    checkpoints.save_checkpoint(tmp_path / "sub", tree(7), 7)
+    assert restore(tmp_path / "sub")["n"] == 7
+
+
 def test_a_link_out_of_a_checkpoint_is_elsewhere(flag: bool, step: Path, tmp_path: Path) -> None:
     """The eviction of the step takes the link, and not where it leads."""
     (tmp_path / "elsewhere").mkdir()

@@ -35,3 +35,14 @@ def test_the_innermost_is_named(bucket: Bucket) -> None:
         bucket.put(key.replace("outer/", "outer/inner/", 1), bucket.get(key))
     with pytest.raises(errors.InvalidCheckpointError, match=f"{bucket.url}/run/outer/inner is a checkpoint"):
         save(f"{bucket.url}/run/outer/inner/sub", tree(2), step=2)
+
+
+def test_a_bucket_and_a_marker_alone_are_no_checkpoints(bucket: Bucket) -> None:
+    """A bucket is never replaced or evicted, whatever lies at its top; a lone marker holds nothing to lose."""
+    save(f"{bucket.url}/run/outer", tree(1), format="orbax")
+    for key in bucket.keys("run/outer/"):
+        bucket.put(key.removeprefix("run/outer/"), bucket.get(key))
+    bucket.put("marked/_CHECKPOINT_METADATA", b"{}")
+    for folder in ("sub", "marked/sub"):
+        save(f"{bucket.url}/{folder}", tree(7), step=7)
+        assert restore(f"{bucket.url}/{folder}")["n"] == 7
