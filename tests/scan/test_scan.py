@@ -258,7 +258,7 @@ def test_notebook(tmp_path: Path) -> None:
     code = [{"cell_type": "code", "source": text.splitlines(keepends=True)} for text in cells]
     file = tmp_path / "look.ipynb"
     file.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": "# Title"}, *code]}))
-    found = [(one.cell, one.line, one.kind, one.code) for one in scan([file]).findings]
+    found = [(one.cell, one.line, one.kind, one.code) for one in scan([tmp_path]).findings]
     assert found == [
         (1, 2, "import", "from flax.training import checkpoints"),
         (3, 2, "lookup", "path = checkpoints.latest_checkpoint('d')"),

@@ -104,6 +104,13 @@ def test_weights_in_another_layout_or_size(old: Any, new: Any) -> None:
     assert guessed({"params": {**BODY, **old}}, {"params": {**BODY, **new}})
 
 
+def test_weights_of_flax_optim_are_no_state_of_an_optimizer() -> None:
+    """What lies below ``optimizer/target`` are parameters: those that are left behind are a doubt as anywhere."""
+    old = {"optimizer": {"target": {**BODY, "fc": {"weight": array(7, 5)}}, "state": {"step": 0}}}
+    doubts = guessed(old, {"params": {**BODY, "dense": {"kernel": array(5, 7)}}})
+    assert any("optimizer/target/fc/weight, which is not used" in doubt for doubt in doubts), doubts
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(2, 7), min_size=2, max_size=4), st.randoms(use_true_random=False), st.booleans())
 def test_as_many_elements_are_a_doubt(shape: list[int], random: Any, renamed: bool) -> None:
@@ -167,6 +174,13 @@ def test_reasons_name_a_difference() -> None:
     ):
         suggestion, _ = proposed({**old, "params": BODY}, {**new, "params": BODY})
         assert suggestion is None or "has count, mu, nu, the target's has count, mu, nu" not in str(suggestion)
+
+
+def test_a_reason_counts_what_two_names_share() -> None:
+    """Of a renamed model with another head: two layers of two leaves each."""
+    old, new = ({"a": dense(4, 5), "b": dense(5, 6), "head": dense(6, size)} for size in (7, 9))
+    suggestion, _ = proposed({"params": {"enc": old}}, {"params": {"encoder": new}})
+    assert "they share 4 leaves" in str(suggestion)
 
 
 def shuffled(node: Any, random: Any) -> Any:

@@ -35,6 +35,11 @@ def helper(where):
     os.unlink(where)  # expect: remove
 
 
+def undo(workdir, metrics):
+    last, metrics["undone"] = newest(workdir), True  # expect: lookup
+    os.unlink(last)  # expect: remove
+
+
 def drop(workdir, n):
     helper(workdir + "/checkpoint_" + str(n))
 
