@@ -78,6 +78,7 @@ def test_lines_while_it_runs_and_a_summary(runs: Path, tmp_path: Path) -> None:
     again = convert(runs, tmp_path / "out", "--to", "msgpack", "--resume", "--json")
     assert [one["status"] for one in json.loads(again.stdout)] == ["kept", "kept"]
     assert again.exit_code == 0
+    assert convert(runs, tmp_path / "out", "--to", "msgpack", "--resume").stdout.splitlines()[-1] == "2 kept."
     refused = convert(runs, tmp_path / "out", "--to", "msgpack")
     assert refused.exit_code == 1
     assert f"{tmp_path}/out/checkpoint_1 exists, and nothing is replaced" in refused.stderr
