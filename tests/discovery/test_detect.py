@@ -75,6 +75,21 @@ def test_a_flat_orbax_directory(make: Callable[[], Any], tmp_path: Path) -> None
     same(checkpoints.restore_checkpoint(tmp_path / "some name", ZEROS))
 
 
+def test_what_vanishes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that another process removes makes no directory of checkpoints of a checkpoint that was begun."""
+    (tmp_path / "state.orbax-checkpoint-tmp-1").mkdir()
+    file, may_be = tmp_path / "checkpoint_3", detect.may_be_msgpack_tree
+    file.write_bytes(serialization.to_bytes(TREE))
+    assert detect.foreign_look(str(tmp_path)) is not None
+
+    def removed(path: str) -> bool:
+        file.unlink()
+        return may_be(path)
+
+    monkeypatch.setattr(detect, "may_be_msgpack_tree", removed)
+    assert detect.foreign_look(str(tmp_path)) is None
+
+
 @pytest.mark.parametrize("target", [None, ZEROS], ids=["no target", "target"])
 def test_a_managers_root_step_and_item(target: Any, tmp_path: Path) -> None:
     """CheckpointManager: its root gives the latest step, step= selects, a step directory and an item restore, too."""

@@ -30,6 +30,13 @@ TREES = st.dictionaries(
 )
 
 
+def test_only_tuples_need_a_note_of_their_own() -> None:
+    """Orbax's own files tell dicts from lists, so the note beside them is of what they cannot tell."""
+    plan = make_plan(state_dict.describe({"d": {"x": 1}, "l": [1, {"y": 2}], "t": (1, 2), "empty": (), "none": {}}))
+    note = json.loads(metadata.tree_metadata(plan, zarr3=False))["custom_metadata"]
+    assert note == {"flax_ckpt_compat": {"format": 1, "leaves": {}, "containers": [[["t"], "tuple", []]]}}
+
+
 @given(TREES)
 def test_texts_decode_to_the_plan(tree: dict[str, Any]) -> None:
     """Every leaf is listed once, with its key path, type, part and sharding, in each file that lists it."""

@@ -16,6 +16,7 @@ from flax_ckpt_compat.orbax_backend import database_index
 from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
+from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import KeyData
 from tests.support.interpreters import run_python
 from tests.support.logs import warnings_logged
@@ -199,6 +200,33 @@ def test_reads_what_only_tensorstore_can_index(
 
     monkeypatch.setattr(database_index, "read_entries", refuse)
     assert fingerprint(load(path)) == fingerprint(on_host(common_tree))
+
+
+def test_a_damaged_database_that_only_tensorstore_can_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TensorStore cannot read any more is said to be damaged."""
+    path = WRITERS["v0"](tmp_path / "c", {"a": np.arange(5)})
+
+    def refuse(*args: object) -> None:
+        raise UndecodableError
+
+    monkeypatch.setattr(database_index, "read_entries", refuse)
+    index = database_index.open_database(str(path))
+    for file in path.glob("**/d/*"):
+        file.write_bytes(file.read_bytes()[:5])
+    for key in ("a/.zarray", "a/0"):
+        with pytest.raises(CorruptCheckpointError, match="its array database .* does not decode"):
+            index.get(key)
+
+
+@pytest.mark.parametrize("writer", ["v0", "zarr3"])
+def test_compressed_chunks_as_long_as_their_arrays(tmp_path: Path, writer: str) -> None:
+    """Their bytes lie in the database like those of small arrays, and are not the arrays' own: Orbax compresses."""
+    tree = {f"a{length}": np.ones(length, np.uint8) for length in range(10, 40)}
+    path = WRITERS[writer](tmp_path / "c", tree)
+    index = database_index.open_database(str(path))
+    chunks = {name: index.get(f"{name}/c/0" if writer == "zarr3" else f"{name}/0") for name in tree}
+    assert any(len(chunk or b"") == tree[name].nbytes for name, chunk in chunks.items())
+    assert fingerprint(load(path)) == fingerprint(tree)
 
 
 def test_kinds_without_reading(tmp_path: Path, common_tree: dict[str, Any]) -> None:

@@ -81,6 +81,20 @@ def test_every_leaf_has_its_type(name: str, with_target: bool, tmp_path: Path) -
     checkpointer.close()
 
 
+def test_what_a_handler_makes_of_arrays_is_restored(tmp_path: Path) -> None:
+    """A user's handler may decrypt or scale what is stored: its arrays are taken, not those of the files."""
+
+    class Doubling(ocp.PyTreeCheckpointHandler):
+        def restore(self, *args: Any, **kwargs: Any) -> Any:
+            return {name: value * 2 for name, value in super().restore(*args, **kwargs).items()}
+
+    _save(tmp_path, {"a": np.arange(3.0), "b": np.ones((2, 2), np.int32)})
+    checkpointer = ocp.Checkpointer(Doubling())
+    restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_checkpointer=checkpointer)
+    assert fingerprint(restored) == fingerprint({"a": np.arange(3.0) * 2, "b": np.full((2, 2), 2, np.int32)})
+    checkpointer.close()
+
+
 @pytest.mark.parametrize("name", PYTREE_READERS)
 def test_what_it_wrote_it_reads(name: str, tmp_path: Path) -> None:
     """Each of them as writer, then as reader, in the same object."""

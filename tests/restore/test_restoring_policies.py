@@ -17,7 +17,7 @@ from flax.training import train_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_ckpt_compat import checkpoints, config
+from flax_ckpt_compat import checkpoints, config, rules
 from flax_ckpt_compat.errors import CheckpointError, MissingLeavesError, ShapeMismatchError
 from tests.support.profiles import examples
 from tests.support.samples import Fields, Pair, Serialized, fingerprint
@@ -343,3 +343,8 @@ def test_abstract_targets_tell_what_they_may_lose(flag: bool, tmp_path: Path, ca
         checkpoints.restore_checkpoint(tmp_path, target)
     (record,) = caplog.records  # the setting asks for the cast, so only values that it loses are told: 1e300
     assert record.getMessage().endswith("does not hold all values: wide")
+    caplog.clear()
+    with config.override(dtype="target"), caplog.at_level("WARNING", "flax_ckpt_compat"):
+        checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=[rules.apply("wide", np.positive)])
+    (record,) = caplog.records  # of what a function made, too
+    assert record.getMessage().endswith("does not hold all values: wide (positive of wide)")

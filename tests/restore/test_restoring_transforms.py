@@ -311,6 +311,13 @@ def test_regular_expressions_of_inputs(kind: Any, saved: str) -> None:
     assert seen["new"][1].dtype == np.float16 and seen["new"][1].restore_type is jax.Array
 
 
+@pytest.mark.parametrize("kind", [ocp.Transform, ocp.RestoreTransform, transforms.RestoreTransform])
+def test_a_multi_value_fn_says_what_it_needs(kind: Any, saved: str) -> None:
+    """Without that, a restore cannot know what to read for it."""
+    with pytest.raises(TransformError, match="^new: a multi_value_fn has to say which stored leaves it needs"):
+        ours(saved, {"new": np.zeros(3)}, {"new": kind(multi_value_fn=lambda key, tree, *_: tree["a"]["b"])})
+
+
 def test_what_was_not_asked_for_is_not_there(saved: str) -> None:
     """A multi_value_fn that uses a leaf that it did not ask for fails, and the error names the target's leaf."""
 

@@ -224,6 +224,19 @@ def test_a_failure_raises_at_the_next_save_of_anyone(flag: bool, tmp_path: Path,
     assert names(tmp_path / "real") == ["checkpoint_2"]
 
 
+def test_a_failure_raises_at_the_managers_next_save_elsewhere(
+    flag: bool, tmp_path: Path, manager: Any, gate: Gate
+) -> None:
+    """Flax's own manager forgets the failure of a save that has ended; whoever saves with it is told all the same."""
+    fail_once(gate, tmp_path / "a", manager, finished=True)
+    with pytest.raises(errors.StorageError, match="broke"):
+        ours.save_checkpoint(tmp_path / "b", tree(1), 1, async_manager=manager)
+    gate.error = None
+    ours.save_checkpoint(tmp_path / "b", tree(1), 1, async_manager=manager)
+    manager.wait_previous_save()
+    assert names(tmp_path / "b") == ["checkpoint_1"]
+
+
 def test_a_failure_raises_at_wait(flag: bool, tmp_path: Path, gate: Gate) -> None:
     """Our manager's wait raises it even when the save ended long ago (Flax's forgets it)."""
     manager = ours.AsyncManager()

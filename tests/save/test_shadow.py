@@ -55,6 +55,7 @@ def save(folder: str, step: int, orbax: bool, **options) -> str:
 def test_record(folder: str, orbax: bool, shadowed) -> None:
     """The copy is compared with the checkpoint and removed; the record has the sizes on disk."""
     path = save(folder, 1, orbax)
+    assert sorted(os.listdir(folder)) == [".flax_ckpt_compat_shadow", "checkpoint_1"]  # as the guide names it
     assert sorted(os.listdir(os.path.join(folder, shadow.FOLDER))) == ["checkpoint_1.json"]
     (record,) = shadow_report(folder).records
     files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names] or [path]

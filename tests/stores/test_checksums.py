@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import ssl
+import types
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +118,24 @@ def test_gs_without_a_checksum_is_unverified(gs_bucket: GsBucket, monkeypatch: p
     del gs._cache["unreachable"]
     monkeypatch.setattr("flax_ckpt_compat._core.checksums.crc32c", None)
     assert fingerprint(restore(f"{gs_bucket.url}/c", None)) == fingerprint(TREE)
+
+
+def test_gs_trusts_whom_tensorstore_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests over TLS verify the server by the certificates of TENSORSTORE_CA_BUNDLE; loopback needs none."""
+    sent = dict[str, Any]()
+
+    def send(request: urllib.request.Request, timeout: float, context: Any) -> Any:
+        sent[request.type] = context
+        return contextlib.nullcontext(types.SimpleNamespace(status=200, read=lambda: b"{}"))
+
+    monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", "/certificates.pem")
+    monkeypatch.setattr(ssl, "create_default_context", lambda cafile: f"context of {cafile}")
+    monkeypatch.setattr(urllib.request, "urlopen", send)
+    gs._ssl_context.cache_clear()
+    for scheme in ("http", "https"):
+        assert gs._send(urllib.request.Request(f"{scheme}://store/b"), timeout=1) == (200, {})  # noqa: S310
+    gs._ssl_context.cache_clear()
+    assert sent == {"http": None, "https": "context of /certificates.pem"}
 
 
 @pytest.mark.parametrize("format", ["msgpack", "orbax"])

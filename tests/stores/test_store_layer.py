@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import types
@@ -495,6 +496,13 @@ def test_the_largest_object(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who made it could change what is saved before it is uploaded."""
     monkeypatch.setattr(commit.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / f"flax_ckpt_compat-{os.getuid()}"
+    link.symlink_to("elsewhere")
+    with pytest.raises(errors.StorageError, match="is not this user's own folder"):
+        commit.staging_path("s3://bucket/run")
+    link.unlink()
+    assert Path(commit.staging_path("s3://bucket/run")).parent == link
     monkeypatch.setattr(commit.os, "getuid", lambda: 2**31 - 7)
     with pytest.raises(errors.StorageError, match="is not this user's own folder"):
         commit.staging_path("s3://bucket/run")
