@@ -46,6 +46,7 @@ def test_the_demo_passes_and_is_readable(tmp_path: Path) -> None:
     assert "resumed at step 200, trained to step 600" in done.stdout
     assert "rules.rename('Dense_2', 'head')" in done.stdout and "MissingLeavesError" in done.stdout
     assert "flax-ckpt run train.py" in done.stdout
+    assert "batch_stats, which the file lacks, kept from the target" in done.stdout
     assert "\x1b" not in done.stdout
     report, _, _ = done.stdout.partition("The files are in")
     assert max(map(len, report.splitlines())) <= 80
@@ -73,6 +74,7 @@ def test_training_is_the_same_with_flax_itself(tmp_path: Path) -> None:
     found = [json.loads(line) for line in begun.stdout.splitlines()[:-1] + ended.stdout.splitlines()]
     expected[-1]["resumed_at"] = 20
     assert found == expected
+    assert expected[-1]["accuracy"] > 0.5  # of ten digits
 
 
 def test_a_wrong_bit_is_seen(checks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ import sys
 from importlib import metadata
 
 import pytest
+from click.testing import CliRunner
 
+from flax_ckpt_compat import config
+from flax_ckpt_compat.cli import main
 from tests.support import interpreters
 
 DOCTOR = ["-m", "flax_ckpt_compat", "doctor"]
@@ -37,6 +40,19 @@ def test_report(tmp_path):
     }
     assert sections["Settings"] == {"dtype": "target"}
     assert sections["Paths"] == {str(tmp_path): "reachable, 1 names", missing: "does not exist"}
+
+
+def test_a_flax_that_cannot_be_used_is_a_problem(monkeypatch):
+    """The rest is reported all the same."""
+
+    def fail():
+        raise RuntimeError("it is broken")
+
+    monkeypatch.setattr(config, "use_orbax_format", fail)
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    assert result.exit_code == 1 and "RuntimeError when Flax was imported: it is broken" in result.stderr
+    sections = json.loads(result.stdout)
+    assert sections["Flax"] == {} and sections["Versions"]["flax"] == metadata.version("flax")
 
 
 UNDER_RUN = """

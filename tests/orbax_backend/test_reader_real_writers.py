@@ -214,7 +214,7 @@ def test_a_damaged_database_that_only_tensorstore_can_index(tmp_path: Path, monk
     for file in path.glob("**/d/*"):
         file.write_bytes(file.read_bytes()[:5])
     for key in ("a/.zarray", "a/0"):
-        with pytest.raises(CorruptCheckpointError, match="its array database .* does not decode"):
+        with pytest.raises(CorruptCheckpointError, match=r"its array database .* does not decode"):
             index.get(key)
 
 

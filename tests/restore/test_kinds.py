@@ -101,6 +101,9 @@ def test_what_rules_compute_fits_numbers_and_arrays() -> None:
         difference = kinds.find(("a",), keys, target, False)
         assert difference is not None
         assert difference.what == f"stored a typed PRNG key, target {shown}"
+    computed = Derived((), lambda: 1, (2, 3), np.dtype(np.float32), "computed")
+    difference = kinds.find(("a",), computed, "text", False)
+    assert difference is not None and difference.what == "stored an array (2, 3) float32, target text"
 
 
 def test_a_number_of_the_target_takes_a_cast_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -98,7 +99,16 @@ TREE = {
 class Whole:
     """What one process restores of a checkpoint with others, of whole arrays in host memory."""
 
-    def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch, here: int = 0, target: Any = None, **settings: Any):
+    def __init__(
+        self,
+        path: str,
+        monkeypatch: pytest.MonkeyPatch,
+        here: int = 0,
+        target: Any = None,
+        *,
+        agrees: bool = True,
+        **settings: Any,
+    ):
         """Open and plan it, as process ``here`` of two."""
         monkeypatch.setattr(read_shares.jax, "process_count", lambda: 2)
         monkeypatch.setattr(read_shares.jax, "process_index", lambda: here)
@@ -110,7 +120,7 @@ class Whole:
         run = execute._Run(self.plan)
         self.mapped, self.casts = run.mapped, run.casts_at_read
         self.shares = read_shares.Shares(self.plan, run.reads, run.casts_at_read, run.mapped)
-        self.shares.divide(agrees=True)
+        self.shares.divide(agrees=agrees)
 
     def read(self) -> dict[Any, list[Any]]:
         """Read what this process is to; return what it exchanges, by process."""
@@ -144,6 +154,16 @@ def test_casts_are_part_of_what_processes_compare(tmp_path: Path, monkeypatch: p
     assert late.signature != found.shares.signature
     again = Whole(path, monkeypatch, here=1, target={"w": np.ones(5, np.float16)}, dtype="target")
     assert again.shares.signature == found.shares.signature
+
+
+def test_arrays_on_a_device_of_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two processes reads one of the two arrays once they agree, and both until then."""
+    path = save(tmp_path / "c", {name: np.ones(700 << 10, np.int8) for name in "ab"}, format="msgpack")
+    target = {name: jnp.zeros(700 << 10, jnp.int8) for name in "ab"}
+    for here, own in enumerate("ab"):
+        for agrees, expected in ((True, [own]), (False, ["a", "b"])):
+            process = Whole(path, monkeypatch, here, target, agrees=agrees)
+            assert [one.path[-1] for one in process.shares.own] == expected  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("place", ["first", "second"])

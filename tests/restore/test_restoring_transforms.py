@@ -314,7 +314,7 @@ def test_regular_expressions_of_inputs(kind: Any, saved: str) -> None:
 @pytest.mark.parametrize("kind", [ocp.Transform, ocp.RestoreTransform, transforms.RestoreTransform])
 def test_a_multi_value_fn_says_what_it_needs(kind: Any, saved: str) -> None:
     """Without that, a restore cannot know what to read for it."""
-    with pytest.raises(TransformError, match="^new: a multi_value_fn has to say which stored leaves it needs"):
+    with pytest.raises(TransformError, match=r"^new: a multi_value_fn has to say which stored leaves it needs"):
         ours(saved, {"new": np.zeros(3)}, {"new": kind(multi_value_fn=lambda key, tree, *_: tree["a"]["b"])})
 
 

@@ -73,6 +73,13 @@ def test_errors_of_a_pattern_count_from_its_beginning(pattern: str, place: int) 
         rules.rename(pattern, "x")
 
 
+@pytest.mark.parametrize("patterns", [("a|(b",), ("a", "a|(b")])
+def test_patterns_of_an_optimizers_state_are_checked_when_the_rule_is_made(patterns: tuple[str, ...]) -> None:
+    """Not hours later, when the checkpoint is there."""
+    with pytest.raises(TransformError, match=r"optimizer_state.*: 'a\|\(b' is no regular expression"):
+        rules.optimizer_state(*patterns)
+
+
 def test_rename_from_the_root() -> None:
     """A pattern that begins with ^ matches from the root only."""
     tree = {"a": {"a": 1}, "b": {"a": 2}}

@@ -1,5 +1,6 @@
 """What ``flax-ckpt clean`` removes, and that it removes nothing that a live writer may still write."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flax_ckpt_compat import checkpoints, verify
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._save import leftovers
 from flax_ckpt_compat.cli import main
@@ -106,6 +108,21 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "Removed 2 of 2." in result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "my_tmp"]
     assert verify(tmp_path).ok
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of this library, whatever the system says."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    shutil.copytree(ARCHIVES.parent / "gda" / "two_processes_tree", tmp_path / "a")
+    (tmp_path / "a" / "checkpoint_3").unlink()
+    later(monkeypatch)
+    (found,) = leftovers.find_leftovers(str(tmp_path))
+    monkeypatch.setattr(leftovers, "_remove", refuse)
+    with pytest.raises(StorageError, match=f"{found.path}: Permission denied"):
+        leftovers.remove(found)
 
 
 def test_orphaned_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

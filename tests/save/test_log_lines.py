@@ -23,6 +23,8 @@ def test_lines(flag, tmp_path, caplog, background):
         checkpoints.restore_checkpoint(tmp_path, TREE)
     lines = [re.fullmatch(LINE, record.getMessage()) for record in caplog.records]
     assert [line and line[1] for line in lines] == ["Saved", "Restored"]
+    saved = [part.rsplit(" ", 1)[0] for part in lines[0][4].split(", ")]
+    assert saved == ["wait for earlier saves", "prepare", *["queue"] * background, "write", "publish", "retain"]
     for line in lines:
         phases = dict(part.rsplit(" ", 1) for part in line[4].split(", "))
         assert sum(map(float, phases.values())) == pytest.approx(float(line[2]), abs=0.005)

@@ -133,7 +133,7 @@ def test_gs_trusts_whom_tensorstore_trusts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(urllib.request, "urlopen", send)
     gs._ssl_context.cache_clear()
     for scheme in ("http", "https"):
-        assert gs._send(urllib.request.Request(f"{scheme}://store/b"), timeout=1) == (200, {})  # noqa: S310
+        assert gs._send(urllib.request.Request(f"{scheme}://store/b"), timeout=1) == (200, {})
     gs._ssl_context.cache_clear()
     assert sent == {"http": None, "https": "context of /certificates.pem"}
 
