@@ -50,6 +50,17 @@ def test_any_file_may_be_lost(case: corpus.Case, unpacked: Path, tmp_path: Path)
         file.write_bytes(content)
 
 
+def test_an_array_whose_metadata_is_lost(unpacked: Path, tmp_path: Path) -> None:
+    """The folder of an array item of Orbax 0.2.7 still shows what it was: its chunks are there."""
+    directory = corpus.unpack("flax-0.7.0_orbax-0.2.7", unpacked) / "orbax_array" / "int"
+    name = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["ckpts"][0]
+    shutil.copytree(directory / "ckpt", tmp_path, dirs_exist_ok=True)
+    (metadata,) = (tmp_path / name).rglob(".zarray")
+    metadata.unlink()
+    with pytest.raises(CheckpointError, match=r"there are arrays, but no|is missing"):
+        checkpoints.restore_checkpoint(tmp_path / name, None)
+
+
 def quietly_restored(path: Path) -> Any:
     """Restores without a target. Warnings may come, and are no excuse for other values."""
     logging.getLogger("absl").setLevel(logging.ERROR)

@@ -146,6 +146,16 @@ def test_every_flip_is_found(tmp_path: Path, compression: str | None, step: int)
     assert fcc.verify(path).verified
 
 
+def test_a_type_that_a_flip_made_is_damage(tmp_path: Path) -> None:
+    """No newer release wrote the type of leaf that nobody knows: the checksum of the file is wrong."""
+    path = saved(tmp_path / "c", {"text": "s"})
+    metadata = path / "_METADATA"
+    metadata.write_bytes(metadata.read_bytes().replace(b'"string"', b'"stzing"'))
+    found = fcc.verify(path)
+    assert not found.ok
+    assert "_METADATA" in str(found) and "checksum" in str(found)
+
+
 def test_flips_of_other_processes_are_found(tmp_path: Path) -> None:
     """The checksums of each process lie beside its database, with those of the files that it wrote."""
     path = tmp_path / "c"
