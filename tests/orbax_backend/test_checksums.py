@@ -148,7 +148,7 @@ def test_every_flip_is_found(tmp_path: Path, compression: str | None, step: int)
 
 def test_a_type_that_a_flip_made_is_damage(tmp_path: Path) -> None:
     """No newer release wrote the type of leaf that nobody knows: the checksum of the file is wrong."""
-    path = saved(tmp_path / "c", {"text": "s"})
+    path = saved(tmp_path / "c", {"a": np.ones(3), "text": "s"})
     metadata = path / "_METADATA"
     metadata.write_bytes(metadata.read_bytes().replace(b'"string"', b'"stzing"'))
     found = fcc.verify(path)
