@@ -18,7 +18,7 @@ from flax_ckpt_compat.orbax_backend.ocdbt_encoding import UndecodableError
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.tree import KeyData
-from tests.support.interpreters import run_python
+from tests.support.interpreters import devices, run_python
 from tests.support.logs import warnings_logged
 from tests.support.orbax_trees import BACKEND, handles, load, on_host
 from tests.support.peers import needs, ocp_v1, pytree_handler, skip_without_typed_keys
@@ -118,14 +118,13 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     skip_without_typed_keys()
     folder = tmp_path_factory.mktemp("sharded")
     program = "import sys; from tests.orbax_backend import sharded_save; sharded_save.main(*sys.argv[1:])"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    run_python(program, folder, "ocdbt", "zarr3", "files", "ours", **flags)
+    run_python(program, folder, "ocdbt", "zarr3", "files", "ours", **devices(8))
 
     def write(writer: str) -> Path:
         if writer == "plain":
             pytree_handler(use_compression=False)  # skips where there is no such option
         if not (folder / writer).exists():
-            run_python(program, folder, writer, **flags)
+            run_python(program, folder, writer, **devices(8))
         return folder / writer
 
     return write

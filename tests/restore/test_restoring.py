@@ -15,6 +15,7 @@ from flax import serialization
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
+from tests.support.interpreters import devices
 from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, fingerprint, train_state_sample
 from tests.support.saves import Save, run_python, use_flag
@@ -234,8 +235,7 @@ DEVICES = """
 
 def test_shardings_of_the_target(tmp_path: Path) -> None:
     """On eight devices, arrays come back with the target's shardings, whatever they were saved with."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    assert run_python(DEVICES, f"{tmp_path}/", **flags)[0] == "done\n"
+    assert run_python(DEVICES, f"{tmp_path}/", **devices(8))[0] == "done\n"
     for value in ("True", "False"):
         restored = checkpoints.restore_checkpoint(tmp_path / value, None)
         assert restored["one"].tolist() == np.arange(64.0).reshape(16, 4).tolist()

@@ -17,6 +17,7 @@ from flax.training import train_state
 from flax_ckpt_compat import checkpoints, convert, plan_restore, restore, rules, save
 from flax_ckpt_compat.errors import MissingLeavesError, NameCollisionError, TransformError
 from flax_ckpt_compat.transforms import Transform
+from tests.support.interpreters import devices
 from tests.support.peers import ocp_v1, skip_without_typed_keys
 from tests.support.saves import run_python
 
@@ -377,8 +378,7 @@ DEVICES = """
 
 def test_shardings_of_the_target(tmp_path: Path) -> None:
     """On eight devices, renamed and computed leaves get the target's sharding; what it cannot hold is a named error."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    assert run_python(DEVICES, tmp_path / "x", **flags)[0] == "done\n"
+    assert run_python(DEVICES, tmp_path / "x", **devices(8))[0] == "done\n"
 
 
 @pytest.mark.parametrize("by_step", [False, True])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.interpreters import run_python
+from tests.support.interpreters import devices, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "sharded_cases.py"
@@ -24,8 +24,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     items = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
     asked = [item.callspec.params["name"] for item in items]
     program = "import sys; from tests.support import sharded_cases; sharded_cases.main(*sys.argv[1:])"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    out, _ = run_python(program, tmp_path_factory.mktemp("sharded"), *asked, timeout=300, **flags)
+    out, _ = run_python(program, tmp_path_factory.mktemp("sharded"), *asked, timeout=300, **devices(8))
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
     return dict(lines)
 

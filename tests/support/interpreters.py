@@ -128,6 +128,12 @@ class Program:
         self.close()
 
 
+def devices(count: int) -> dict[str, str]:
+    """Return the variable that splits the processor into devices, and keeps what the run says of compilation."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={count}".strip()}
+
+
 def start_zygote() -> None:
     """Start the process that is forked, also for all that inherit this one's variables; it ends with this one."""
     listener = socket.socket(socket.AF_UNIX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -82,6 +83,7 @@ class Fused(nn.Module):
         return nn.Dense(8, name="out")(nn.Dense(24, name="qkv")(x)[..., :8])
 
 
+@functools.cache  # many cases are made of the same few
 def train(model: nn.Module, tx: Any = ADAM) -> dict[str, Any]:
     """The abstract state of a model in training."""
     variables = dict(jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 8))))

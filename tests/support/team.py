@@ -246,7 +246,7 @@ def _member(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    os.environ.update(interpreters.devices(devices))
     job: Any = _join
     args: Any = (index, count, port, outside)
     while True:
