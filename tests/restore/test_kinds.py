@@ -16,11 +16,15 @@ from flax_ckpt_compat._trees.leaf_sources import Derived
 from flax_ckpt_compat.errors import KindMismatchError
 
 
+def handle_of(kind: LeafKind, shape: tuple[int, ...], dtype: Any, **more: Any) -> LeafHandle:
+    """A stored leaf, of no checkpoint."""
+    reader: Any = None
+    return LeafHandle(("a",), kind, shape, dtype and np.dtype(dtype), 0, "a", reader, None, **more)
+
+
 def fits(kind: LeafKind, shape: tuple[int, ...], dtype: Any, target: Any, *, cast: bool = False, **more: Any) -> bool:
     """Whether a stored leaf fits a leaf of the target."""
-    reader: Any = None
-    handle = LeafHandle(("a",), kind, shape, dtype and np.dtype(dtype), 0, "a", reader, None, **more)
-    return kinds.find(("a",), handle, target, cast) is None
+    return kinds.find(("a",), handle_of(kind, shape, dtype, **more), target, cast) is None
 
 
 @pytest.mark.parametrize(
@@ -101,9 +105,10 @@ def test_what_rules_compute_fits_numbers_and_arrays() -> None:
         difference = kinds.find(("a",), keys, target, False)
         assert difference is not None
         assert difference.what == f"stored a typed PRNG key, target {shown}"
-    computed = Derived((), lambda: 1, (2, 3), np.dtype(np.float32), "computed")
-    difference = kinds.find(("a",), computed, "text", False)
-    assert difference is not None and difference.what == "stored an array (2, 3) float32, target text"
+    stored = handle_of(LeafKind.ARRAY, (2, 3), np.float32)
+    for array in (stored, Derived((stored,), lambda value: value, (2, 3), stored.dtype, "computed")):
+        difference = kinds.find(("a",), array, "text", False)
+        assert difference is not None and difference.what == "stored an array (2, 3) float32, target text"
 
 
 def test_a_number_of_the_target_takes_a_cast_one(tmp_path: Path) -> None:
