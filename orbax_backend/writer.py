@@ -179,8 +179,7 @@ def commit(path: str, plan: SavePlan, record: Record | None) -> None:
         record.add_files(path, {**files, os.path.join(path, layout.COMMIT_FILE): _COMMITTED})
         files |= file_of_database(record, path, path)
     write_files(files)
-    sync_directory(path)
-    # Last: it marks the checkpoint as complete.
+    # Last: it marks the checkpoint as complete. One sync is enough: nobody reads the directory before its final name.
     write_file(os.path.join(path, layout.COMMIT_FILE), _COMMITTED)
     sync_directory(path)
 

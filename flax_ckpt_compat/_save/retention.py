@@ -107,6 +107,8 @@ def _remove(checkpoint_dir: CheckpointDir, saved: str, names: list[str], listed:
     def remove(group: list[str]) -> None:
         failures.extend(_remove_group(checkpoint_dir, saved, group, listed))
 
+    if not names:  # no need to lock the directory
+        return failures
     if not paths.is_url(checkpoint_dir.directory):
         remove(names)
     elif any(name + steps.ARRAYS_POSTFIX in listed for name in names):

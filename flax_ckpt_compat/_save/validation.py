@@ -14,7 +14,7 @@ from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, listing, opening, orbax_directory
 from flax_ckpt_compat._discovery.around import why_inside
@@ -114,15 +114,30 @@ def _check_replaced(request: SaveRequest) -> None:
                 "only checkpoints are replaced; save under another name, or remove it yourself.",
             )
         return
-    if not paths.lexists(path) or paths.holds_nothing(path):
+    if not paths.lexists(path):
         return
-    foreign = _check_stable(path, _foreign_reason)
-    if foreign:
-        hint = ", pass step= to save into this directory" if request.step is None and paths.isdir(path) else ""
-        remedy = f"save under another name{hint}, or remove it yourself"
-        raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
+    version = _object_version(path)
+    if version is None or version not in request.checked_versions:
+        if paths.holds_nothing(path):
+            return
+        foreign = _check_stable(path, _foreign_reason)
+        if foreign:
+            hint = ", pass step= to save into this directory" if request.step is None and paths.isdir(path) else ""
+            remedy = f"save under another name{hint}, or remove it yourself"
+            raise _invalid(request, f"{request.attempt}: {foreign}, and only checkpoints are replaced; {remedy}.")
+        if version is not None:
+            request.checked_versions.add(version)
     if not request.overwrite:
         raise _invalid(request, f"{request.attempt}: it exists; pass overwrite=True to replace it.")
+
+
+def _object_version(path: str) -> bytes | None:
+    """Return the version of an object of a store, of which opening it again takes five rounds; None for all else."""
+    storage = paths.storage_of(path)
+    if not storage.is_remote or not paths.isfile(path):
+        return None
+    version = storage.version(path)
+    return None if version == client.NO_OBJECT else version
 
 
 def _check_overwrite(request: SaveRequest) -> None:

@@ -238,6 +238,83 @@ def test_a_removal_that_is_refused(format: Any, bucket: Bucket) -> None:
     assert flax_ckpt_compat.restore(root)["n"] == 2
 
 
+def test_a_marker_whose_removal_is_refused(bucket: Bucket) -> None:
+    """What the save evicts goes beside its marker: it does, and the save says that it is complete, with a marker."""
+    root = f"{bucket.url}/run"
+    flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
+    with (
+        bucket.proxy.failing(
+            lambda method, path: "403" if method == "DELETE" and "checkpoint_2/_begun" in path else ""
+        ),
+        pytest.raises(errors.CleanupError, match=r"checkpoint_2 was saved.*markers"),
+    ):
+        flax_ckpt_compat.save(root, state(2), step=2, format="orbax", keep=1)
+    assert ours.available_steps(root) == [2]
+    assert not bucket.keys("run/checkpoint_1")
+    assert flax_ckpt_compat.restore(root)["n"] == 2
+    flax_ckpt_compat.save(root, state(3), step=3, format="orbax", keep=1)
+    assert ours.available_steps(root) == [3]
+    assert not [key for key in bucket.keys("run/") if "_begun" in key]
+
+
+def test_the_sign_of_a_finished_replacement_stays_longest(any_bucket: AnyBucket) -> None:
+    """Where the rest below it is gone, the folder's own sign counts, also for who replaces or removes it."""
+    root = f"{any_bucket.url}/run"
+
+    def rule(method: str, path: str) -> s3.Fault:
+        return "403" if method == "DELETE" and "_next" in path and "commit_success" in path else ""
+
+    for number in (9, 11):
+        for step in (2, 3):
+            flax_ckpt_compat.save(root, state(step), step=step, format="orbax", overwrite=True)
+        with any_bucket.proxy.failing(rule), pytest.raises(errors.CleanupError, match="was saved"):
+            flax_ckpt_compat.save(root, state(9), step=3, format="orbax", overwrite=True)
+        sign, *others = sorted(
+            any_bucket.keys("run/"), key=lambda key: ("_next" not in key, "commit_success" not in key)
+        )
+        assert "_next" in sign and sign.endswith("/commit_success.txt")
+        for key in others:
+            if "_next" in key:
+                any_bucket.delete(key)
+        assert check(root, 9) == 9
+        if number == 11:
+            flax_ckpt_compat.save(root, state(11), step=3, format="orbax", overwrite=True)
+            assert check(root, 11) == 11
+            assert len(any_bucket.keys("run/checkpoint_3/")) == 6
+        else:
+            flax_ckpt_compat.save(root, state(4), step=4, format="orbax", keep=1)
+            assert {key.split("/")[1] for key in any_bucket.keys("run/")} == {"checkpoint_4"}
+            commit.discard(f"{root}/checkpoint_4")
+
+
+def test_only_checkpoints_are_replaced_however_late_they_come(any_bucket: AnyBucket) -> None:
+    """What another program puts there after the first look at the old file is looked at, too; it stays as it is."""
+    root, other, log = f"{any_bucket.url}/run", b"<html>no checkpoint</html>" * 9, any_bucket.proxy.log
+    flax_ckpt_compat.save(root, state(2), step=2, format="msgpack")
+    old = any_bucket.get("run/checkpoint_2")
+    for at in range(20):
+        any_bucket.put("run/checkpoint_2", old)
+        asked = itertools.count()
+
+        def rule(method: str, path: str, at: int = at, asked: Any = asked) -> s3.Fault:
+            if next(asked) == at:
+                any_bucket.put("run/checkpoint_2", other)
+            return ""
+
+        log.clear()
+        try:
+            with any_bucket.proxy.failing(rule):
+                flax_ckpt_compat.save(root, state(3), step=2, format="msgpack", overwrite=True)
+        except errors.InvalidCheckpointError as error:
+            assert "only checkpoints are replaced" in str(error)
+            assert any_bucket.get("run/checkpoint_2") == other
+        else:
+            break
+    # Not before the upload looks for the version that it replaces: after the second list, and the version behind it.
+    lists = [number for number, one in enumerate(log) if "list-type=" in one.path or "startOffset=" in one.path]
+    assert at > lists[1] + 1
+
+
 def test_the_parts_of_several_processes_are_completed(bucket: Bucket, tmp_path: Path) -> None:
     """What they wrote of a save that replaced another, and whose writer died behind its commit, stays; and is named."""
     url, tag = f"{bucket.url}/run/c", "a" * 32

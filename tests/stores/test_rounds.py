@@ -237,15 +237,15 @@ COSTS: dict[tuple[str, str], dict[str, tuple[int, int, float]]] = {
     ("s3", "msgpack"): {
         "save": (7, 9, 1.05),
         "save, keep=2": (9, 11, 1.05),
-        "overwrite": (18, 19, 2.7),  # what is replaced is opened twice
+        "overwrite": (15, 16, 2.1),
         "latest_checkpoint": (2, 2, 0.02),
         "available_steps": (2, 3, 0.02),
         "restore": (7, 8, 1.35),
     },
     ("s3", "orbax"): {
         "save": (11, 19, 1.05),
-        "save, keep=2": (16, 28, 1.05),
-        "overwrite": (18, 38, 1.05),
+        "save, keep=2": (15, 28, 1.05),
+        "overwrite": (17, 38, 1.05),
         "latest_checkpoint": (1, 1, 0.02),
         "available_steps": (1, 1, 0.02),
         "restore": (4, 6, 1.05),
@@ -253,15 +253,15 @@ COSTS: dict[tuple[str, str], dict[str, tuple[int, int, float]]] = {
     ("gs", "msgpack"): {
         "save": (7, 9, 1.05),
         "save, keep=2": (9, 11, 1.05),
-        "overwrite": (18, 19, 2.7),
+        "overwrite": (15, 16, 2.1),
         "latest_checkpoint": (2, 2, 0.02),
         "available_steps": (2, 3, 0.02),
         "restore": (8, 8, 1.85),
     },
     ("gs", "orbax"): {
         "save": (10, 15, 1.1),
-        "save, keep=2": (15, 29, 1.1),
-        "overwrite": (17, 34, 1.15),
+        "save, keep=2": (14, 29, 1.1),
+        "overwrite": (16, 34, 1.15),
         "latest_checkpoint": (1, 1, 0.02),
         "available_steps": (1, 1, 0.02),
         "restore": (4, 6, 1.05),

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
 from flax_ckpt_compat._core.errors import CleanupError, ConcurrentWriteError, StorageError
-from flax_ckpt_compat._core.object_store import client, uploads, visible_objects
+from flax_ckpt_compat._core.object_store import client, thread_cache, uploads, visible_objects
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
@@ -155,8 +155,14 @@ class WriteLease:
             if not self.is_superseded(there):
                 break
             time.sleep(_PAUSE)
-        self.remove(leftovers)
-        self.release()
+        # All at once: while there is the folder's own commit file, those below ``_next…`` say nothing.
+        client.delete_all(f"{self.url}/{name}" for name in leftovers)
+        # The checkpoint is complete beside our marker, so evictions need not wait for its removal.
+        thread_cache.beside(self._release_committed)
+
+    def _release_committed(self) -> None:
+        with after_commit(self.url):
+            self.release()
 
     def commit_content(self) -> bytes:
         """Return the content of a commit file, which tells other writers whose objects these are."""

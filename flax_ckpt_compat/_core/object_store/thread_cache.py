@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import visible_objects
+from flax_ckpt_compat._core.thread_pools import Once, start_thread
 
 
 class Listing(NamedTuple):
@@ -28,6 +30,7 @@ class _Cache(threading.local):
         self.listings: list[Listing] = []
         self.offered: Listing | None = None
         self.wanted: str | None = None
+        self.beside: list[Once] = []  # what `offering_after_commit` waits for
         self.sizes: dict[str, int] = {}
         self.emptiness: dict[str, bool] = {}
         self.contents: dict[str, bytes] = {}
@@ -77,9 +80,27 @@ def is_offered(url: str) -> bool:
 
 @contextmanager
 def offering_after_commit(url: str) -> Iterator[None]:
-    """Let a commit within the context list this folder, and the next `client.listing_cache` use that listing."""
+    """Let a commit within the context list this folder, and the next `client.listing_cache` use that listing.
+
+    The end waits for what was begun with `beside`, and raises its failure unless there is another."""
     cache.wanted = url
     try:
         yield
+        while cache.beside:
+            cache.beside.pop().result()
     finally:
         cache.wanted = cache.offered = None
+        left, cache.beside = cache.beside, []
+        for task in left:
+            with suppress(StorageError):
+                task.result()
+
+
+def beside(function: Callable[[], Any]) -> None:
+    """Call a function beside what follows within `offering_after_commit`; outside of one, call it here."""
+    if cache.wanted is None:
+        function()
+        return
+    task = Once(function)
+    cache.beside.append(task)
+    start_thread(task.run, "flax-ckpt")
