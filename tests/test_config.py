@@ -204,3 +204,13 @@ def test_flax_flag_is_read_afresh() -> None:
     for value in (True, False, True):
         with use_flag(value):
             assert config.use_orbax_format() is value is bool(flax.config.flax_use_orbax_checkpointing)
+
+
+def test_a_flag_in_the_environment_that_is_neither(monkeypatch):
+    """A program that has not imported Flax goes by its variable; Flax itself refuses such a value, too."""
+    for value, expected in (("ON", True), ("f", False)):
+        monkeypatch.setenv("FLAX_USE_ORBAX_CHECKPOINTING", value)
+        assert config._flag_in_environment() is expected
+    monkeypatch.setenv("FLAX_USE_ORBAX_CHECKPOINTING", "perhaps")
+    with pytest.raises(SettingError, match="FLAX_USE_ORBAX_CHECKPOINTING is 'perhaps'"):
+        config._flag_in_environment()

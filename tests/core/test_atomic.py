@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -17,7 +19,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
-from flax_ckpt_compat._core import steps
+from flax_ckpt_compat._core import steps, storage_errors
+from flax_ckpt_compat._core.errors import ProcessTimeoutError
 from flax_ckpt_compat._core.local import atomic, removal, temporaries
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
@@ -82,6 +85,26 @@ def living() -> Iterator[int]:
 def kind(request: pytest.FixtureRequest) -> str:
     """What a checkpoint is: a msgpack file or an Orbax directory."""
     return str(request.param)
+
+
+def test_an_error_of_ours_stays_what_it_is(tmp_path: Path) -> None:
+    """A time limit is an OSError of Python's, and no failure of the disk."""
+    late = ProcessTimeoutError("process 1 did not come", absent=(1,))
+    with pytest.raises(ProcessTimeoutError) as caught, storage_errors.writing(str(tmp_path / "c"), str(tmp_path / "t")):
+        raise late
+    assert caught.value is late
+
+
+def test_a_system_without_proc_has_a_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing tells boots and pid namespaces apart, such as on macOS, it is the host."""
+
+    def absent(*_: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(temporaries, "open", absent, raising=False)
+    monkeypatch.setattr(temporaries.os, "readlink", absent)
+    expected = hashlib.sha256(platform.node().encode()).hexdigest()[:12]
+    assert temporaries.machine.__wrapped__() == expected
 
 
 @pytest.mark.parametrize("make_name", [atomic.temporary_path, atomic.staging_path])

@@ -14,7 +14,8 @@ import tensorstore as ts
 from flax import serialization
 
 import flax_ckpt_compat
-from flax_ckpt_compat import checkpoints, errors
+from flax_ckpt_compat import checkpoints, config, errors
+from flax_ckpt_compat._restore import pipeline, read_once
 from tests.support.interpreters import devices
 from tests.support.peers import nnx
 from tests.support.samples import SAMPLES, fingerprint, train_state_sample
@@ -306,3 +307,27 @@ def test_key_data_for_keys_of_its_shape(flag: bool, tmp_path: Path) -> None:
     target = {"a": jax.random.split(jax.random.key(0), 2)}
     with pytest.raises(errors.KindMismatchError, match="target a typed PRNG key"):
         flax_ckpt_compat.restore(tmp_path, target)
+
+
+def test_ctrl_c_in_a_restore_is_raised(flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gets None, or the target, for a state that was not restored."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
+    monkeypatch.setattr(pipeline, "rebuild", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.restore_checkpoint(tmp_path, {"a": 0})
+
+
+def test_the_collector_runs_while_others_are_told_of_a_failure(
+    flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That may take as long as they do; meanwhile the program's other threads make garbage."""
+    ran = list[bool]()
+    checkpoints.save_checkpoint(tmp_path, {"a": 1}, 1)
+    monkeypatch.setattr(read_once, "give_up", lambda *_: ran.append(gc.isenabled()))
+    with config.override(read_once=True), pytest.raises(errors.MissingLeavesError):
+        checkpoints.restore_checkpoint(tmp_path, {"b": 0})
+    assert ran == [True]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat import checkpoints, convert, errors, restore, save
 from flax_ckpt_compat._discovery import detect
 from flax_ckpt_compat._discovery.around import why_inside
+from tests.support.peers import ocp_v1
 from tests.support.saves import names, saved_by_peer, tree
 
 
@@ -60,6 +62,16 @@ def test_a_folder_above_that_cannot_be_read(step: Path, error: Exception, monkey
 
     monkeypatch.setattr(detect, "is_certainly_orbax", refuse)
     assert why_inside(str(step / "sub")) is None
+
+
+def test_orbax_v1s_marker_is_enough(tmp_path: Path) -> None:
+    """Whatever other markers it has as well."""
+    ocp_v1.save(tmp_path / "c", {"a": np.ones(2)})
+    if not (tmp_path / "c" / "orbax.checkpoint").exists():
+        pytest.skip("this release writes none")
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (tmp_path / "c" / name).unlink(missing_ok=True)
+    assert (why_inside(str(tmp_path / "c" / "sub")) or "").startswith(f"{tmp_path}/c is a checkpoint")
 
 
 def test_a_marker_alone_makes_no_checkpoint(flag: bool, tmp_path: Path) -> None:

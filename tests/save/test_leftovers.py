@@ -99,13 +99,15 @@ def test_others_keep_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         checkpointer.save(tmp_path / "checkpoint_1", {"x": np.ones(3)})
     shutil.copytree(tmp_path / "checkpoint_1", tmp_path / "checkpoint_2.orbax-checkpoint-tmp")
     (tmp_path / "checkpoint_tmp").write_bytes(b"\x81")
+    arrays = ARCHIVES.parent / "gda" / "two_processes_tree" / "checkpoint_3_gda"
+    shutil.copytree(arrays, tmp_path / "checkpoint_tmp_gda")  # of several processes
     (tmp_path / "my_tmp").write_bytes(b"mine")
     before = names(tmp_path)
     assert "0 to remove" in clean(tmp_path, "--yes").stdout
     assert names(tmp_path) == before
     later(monkeypatch)
     result = clean(tmp_path, "--yes")
-    assert "Removed 2 of 2." in result.stdout
+    assert "Removed 3 of 3." in result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "my_tmp"]
     assert verify(tmp_path).ok
 

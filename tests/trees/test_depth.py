@@ -100,6 +100,15 @@ def test_a_restore_that_is_called_too_far_down_says_so(flag: bool, tmp_path: Pat
         RESTORES[name](tmp_path, tree)
 
 
+def test_a_read_that_is_called_too_far_down_says_so(flag: bool, tmp_path: Path) -> None:
+    """Of a checkpoint that was opened where there was room."""
+    with recursion_limit(5000):
+        checkpoints.save_checkpoint(tmp_path, nested(450), 1)
+        opened = open_checkpoint(tmp_path)
+    with opened, recursion_limit(300), pytest.raises(errors.DepthError, match="recursion limit"):
+        opened.read()
+
+
 def test_shallow_trees_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls are counted for deep trees alone."""
     monkeypatch.setattr(depth_module, "_calls", lambda: pytest.fail("counted"))

@@ -124,7 +124,7 @@ class LocalStorage:
     def temporary_path(self, path: str) -> str:
         return atomic.temporary_path(path)
 
-    def publish(self, temporary: str, path: str, *, new: bool = False) -> None:
+    def publish(self, temporary: str, path: str, *, new: bool) -> None:
         atomic.publish(temporary, path, new=new)
 
     def discard(self, doomed: Iterable[str]) -> dict[str, StorageError]:

@@ -81,7 +81,7 @@ class ObjectStorage:
             prefetching.prefetch_sizes(inside)
             return sum(map(_size_or_zero, inside))
 
-    def publish(self, temporary: str, path: str, *, new: bool = False) -> None:
+    def publish(self, temporary: str, path: str, *, new: bool) -> None:
         uploads.check_sizes(temporary, path)  # before anything in the store changes
         commit.publish(temporary, path, new=new)
 
