@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax_ckpt_compat.orbax_backend import metadata
+from flax_ckpt_compat.orbax_backend import metadata, shardings
 from flax_ckpt_compat.orbax_backend.save_plan import make_plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,24 @@ TREES = st.dictionaries(
     min_size=1,
     max_size=4,
 )
+
+
+def test_leaves_are_in_the_order_of_jax() -> None:
+    """Which sorts keys that are ints as numbers."""
+    tree = {"d": {number: number for number in range(12)}, "a": {str(number): number for number in range(12)}}
+    plan = make_plan(state_dict.describe(tree))
+    expected = [[str(key.key) for key in path] for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert [[name for name, _ in entry.keys] for entry in plan.entries] == expected
+
+
+def test_shards_that_are_no_grid_are_one() -> None:
+    """Jax cannot tell their shape; the array is written whole."""
+
+    def refuse(_: tuple[int, ...]) -> tuple[int, ...]:
+        raise ValueError("5 is not divisible by 2")
+
+    sharding = types.SimpleNamespace(is_fully_replicated=False, shard_shape=refuse)
+    assert shardings.shard_shape((5, 3), sharding) == (5, 3)
 
 
 def test_only_tuples_need_a_note_of_their_own() -> None:
