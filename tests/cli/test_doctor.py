@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from importlib import metadata
@@ -34,6 +35,7 @@ def test_report(tmp_path):
     sections = json.loads(found.stdout)
     for name in ("jax", "flax", "tensorstore", "orbax-checkpoint"):
         assert sections["Versions"][name] == metadata.version(name)
+    assert sections["Versions"]["python"] == f"{platform.python_version()} ({sys.executable})"
     assert sections["Flax"] == {
         "flax_use_orbax_checkpointing": "True (FLAX_USE_ORBAX_CHECKPOINTING=true)",
         "flax.training.checkpoints": "Flax's own; not patched",
