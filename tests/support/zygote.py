@@ -29,7 +29,7 @@ PRELOAD = (
 # Variables that our library reads when it is imported: a program with one of them imports it anew.
 _OUR_VARIABLES = "FLAX_CKPT_COMPAT_"
 # When a program ends. The modules of others would take half of the processor time of a small one.
-_TAKEN_APART = {"__main__", *sys.stdlib_module_names, "flax_ckpt_compat", "legacy", "orbax_backend", "tests"}
+_TAKEN_APART = {*sys.stdlib_module_names, "flax_ckpt_compat", "legacy", "orbax_backend", "tests"}
 
 
 def serve() -> types.CodeType:
@@ -40,10 +40,12 @@ def serve() -> types.CodeType:
     """
     listener = socket.socket(fileno=int(sys.argv[1]))
     loaded: dict[str, types.ModuleType] = {}
-    atexit.register(_spare, loaded)  # the first to be registered is the last to run
+    atexit.register(_spare, loaded)  # after what the modules below register
+    before = set(sys.modules)
     for name in PRELOAD:
         importlib.import_module(name)
-    loaded |= {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in _TAKEN_APART}
+    names = {name for name in sys.modules.keys() - before if name.partition(".")[0] not in _TAKEN_APART}
+    loaded |= {name: sys.modules[name] for name in names}
     # Another process is writing it, or was killed meanwhile: it is compiled.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     gc.collect()
