@@ -12,6 +12,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.escaping import format_size
+from flax_ckpt_compat._core.signal_handlers import is_of_handler
 from flax_ckpt_compat._core.tree import Node, iter_leaves
 
 _REMEDIES = {
@@ -52,6 +53,8 @@ def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = 
     except StorageError:
         raise
     except kinds as error:
+        if is_of_handler(error):
+            raise
         raise storage_error(path, error, doing) from error
 
 
@@ -92,6 +95,8 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
             raise  # such as ProcessTimeoutError, which is an OSError because it is a TimeoutError
+        if is_of_handler(error):
+            raise
         raise _storage_error(path, temporary, tree, error) from (error.__cause__ or error)
 
 
@@ -173,7 +178,7 @@ def store_errors(path: str) -> Iterator[None]:
     except StorageError:
         raise
     except TENSORSTORE_ERRORS as error:
-        if "://" in path and (isinstance(error, TimeoutError) or is_store_error(error)):
+        if "://" in path and not is_of_handler(error) and (isinstance(error, TimeoutError) or is_store_error(error)):
             raise translate_error(path, "read", error) from error
         raise
 
@@ -225,6 +230,8 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
         return f"{bucket!r} cannot be the name of a bucket ({rule}): correct the URL, {scheme}://bucket/folder"
     if re.search("Invalid (S3|GCS) object name", codes):
         return "no object can have this name: change the directory, prefix or step"
+    if "etag not found" in codes:
+        return f"this is no answer of a store: check the proxy before it, and {_ENDPOINT_SETTINGS[scheme]}"
     if "NoSuchBucket" in codes or last == "404":
         return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
     if _EXPIRED.search(codes) or (scheme == "gs" and last == "401"):

@@ -28,6 +28,7 @@ from typing import Any
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store.retrying import retry, split
 from flax_ckpt_compat._core.object_store.scheme import StoreScheme
+from flax_ckpt_compat._core.signal_handlers import is_of_handler
 from flax_ckpt_compat._core.storage_errors import store_error
 
 # Names in a page. A list shorter than its first page had no second one that could fail.
@@ -157,8 +158,10 @@ def _server() -> str:
 
 
 def _api_request(endpoint: str, token: str | None) -> urllib.request.Request:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return urllib.request.Request(endpoint, headers=headers)  # noqa: S310  (the store's own)
+    request = urllib.request.Request(endpoint)  # noqa: S310  (the store's own)
+    if token is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # a redirect may lead anywhere
+    return request
 
 
 class _TransientError(OSError):
@@ -185,6 +188,8 @@ def _send(request: urllib.request.Request, timeout: float) -> tuple[int, dict[st
             raise _TransientError(f"UNAVAILABLE: {error.reason} (HTTP {error.code})") from error
         return error.code, _error_content(error)
     except (OSError, ValueError) as error:
+        if is_of_handler(error):
+            raise
         raise _UnreachableError(f"UNAVAILABLE: {error}") from error
 
 

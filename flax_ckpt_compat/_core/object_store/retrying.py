@@ -22,6 +22,7 @@ from typing import Any
 from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.signal_handlers import is_of_handler
 
 _log = logging.getLogger("flax_ckpt_compat")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)
@@ -113,7 +114,7 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
         except BaseException as error:
             if future is not None:
                 future.cancel()  # else it might still take effect, after later requests
-            if not isinstance(error, storage_errors.TENSORSTORE_ERRORS):  # such as Ctrl-C
+            if not isinstance(error, storage_errors.TENSORSTORE_ERRORS) or is_of_handler(error):  # such as Ctrl-C
                 raise
             if not storage_errors.is_transient(error) or trial + 1 == _ATTEMPTS:
                 raise storage_errors.translate_error(url, operation, error) from error
