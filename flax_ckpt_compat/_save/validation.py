@@ -199,6 +199,8 @@ def _foreign_reason(path: str) -> str | None:
         return "it is no regular file"
     try:
         opening.open_item(orbax_directory.Item(Format.MSGPACK, path)).close()
+    except StorageError:  # it tells nothing of what is there
+        raise
     except CheckpointError as error:
         return f"it does not open as a checkpoint ({error})"
     return None
@@ -208,6 +210,8 @@ def _extra_files(path: str) -> list[str]:
     """Return the names in an Orbax checkpoint that are no part of it."""
     try:
         items = detect.detect(path).items
+    except StorageError:
+        raise
     except CheckpointError:
         items = {}
     found = []

@@ -56,6 +56,28 @@ def test_an_answer_that_is_not_a_store_s(bucket: Bucket, monkeypatch: pytest.Mon
     assert bucket.keys() == []
 
 
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_expired_credentials_make_no_checkpoint_foreign(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: Any
+) -> None:
+    """Whichever read before an overwrite is the first to be refused: nobody is told to remove the checkpoint there."""
+    url, code = f"{bucket.url}/run", b"<Error><Code>ExpiredToken</Code><Message>Expired.</Message></Error>"
+    flax_ckpt_compat.save(url, {"a": 1}, step=1, format=format)
+    left = [0]
+
+    def expire(*_: Any) -> Answer | None:
+        left[0] -= 1
+        return None if left[0] >= 0 else (400, XML, code)
+
+    answering(bucket, monkeypatch, expire)
+    for number in range(8 if format == "msgpack" else 5):
+        left[0] = number
+        with pytest.raises(StorageError):
+            flax_ckpt_compat.save(url, {"a": 2}, step=1, format=format, overwrite=True)
+    left[0] = 10**6
+    assert flax_ckpt_compat.restore(url, {"a": 0}) == {"a": 1}
+
+
 @contextmanager
 def raising_timeout(after: float) -> Iterator[None]:
     """Within it a signal handler of the program raises TimeoutError soon."""
