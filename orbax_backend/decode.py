@@ -10,6 +10,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name
+from flax_ckpt_compat._core.memory import MAX_PACKED_RANK
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
@@ -54,7 +55,8 @@ class StoredLeaf:
         self.described = self.kind, self.shape if has_shape else (), dtype if has_dtype else None, nbytes
         self.is_plain = self.kind is LeafKind.ARRAY and self.dtype == self.info.dtype
         self.chunk_nbytes = self.info.chunk_nbytes
-        self.has_small_chunks = self.info.raw and self.chunk_nbytes <= _SMALL_BYTES
+        can_pack = len(self.info.shape) <= MAX_PACKED_RANK
+        self.has_small_chunks = self.info.raw and self.chunk_nbytes <= _SMALL_BYTES and can_pack
         self.layouts = LayoutCache(self.info)
 
     def decode(self, array: np.ndarray[Any, Any]) -> Any:

@@ -17,7 +17,7 @@ from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredAr
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
-from .zarr import typestr
+from .zarr import MAX_RANK, typestr
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BYTE = np.dtype(np.uint8)
@@ -104,7 +104,7 @@ class Encoder:
     def encode(self, leaf: Any, path: Path) -> EncodedLeaf:
         """Encode a leaf; see the function `encode`."""
         kind = type(leaf)
-        if kind is np.ndarray and self._is_plain[leaf.dtype]:
+        if kind is np.ndarray and self._is_plain[leaf.dtype] and leaf.ndim <= MAX_RANK:
             return EncodedLeaf(NP_ARRAY, leaf.dtype, leaf.shape, leaf, None, None, leaf.shape)
         if kind in self._jax_types and self._is_plain[dtype := leaf.dtype]:
             sharding, parts = self._shardings.of(leaf.sharding)
@@ -233,13 +233,23 @@ def _array(array: Any, value_type: str, keystr: str, sharding: Any = None) -> En
         raise _unsupported(keystr, "a masked array")
     dtype, shape = np.dtype(array.dtype), tuple(array.shape)
     if typestr(dtype) is not None:
+        _refuse_many_axes(shape, keystr)
         return EncodedLeaf(value_type, dtype, shape, array, None, sharding)
     _refuse_unstorable(dtype, keystr)
     annotation = LeafType(dtype=dtype_name(dtype))
     view = _unsigned_dtype(dtype)
-    if view is None:
-        return EncodedLeaf(value_type, _BYTE, (*shape, dtype.itemsize), array, annotation, sharding)
-    return EncodedLeaf(value_type, view, shape, array, annotation, sharding)
+    stored, view = (shape, view) if view is not None else ((*shape, dtype.itemsize), _BYTE)
+    _refuse_many_axes(stored, keystr)
+    return EncodedLeaf(value_type, view, stored, array, annotation, sharding)
+
+
+def _refuse_many_axes(shape: tuple[int, ...], keystr: str) -> None:
+    if len(shape) > MAX_RANK:
+        raise UnsupportedLeafError(
+            f"{keystr}: an array of {len(shape)} axes, as they are stored, does not fit Orbax's format; expected at "
+            f"most {MAX_RANK}. Reshape it, or save it as msgpack",
+            leaf=keystr,
+        )
 
 
 def _unsigned_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -28,7 +28,7 @@ _V3_NAMES = _NAMED | frozenset([
 _SPLIT_CHUNK_BYTES = 32 << 20
 # A chunk is in one file, and object stores accept at most 5 GiB per request.
 _PLAIN_CHUNK_BYTES = 2 << 30
-_MAX_RANK = 32  # TensorStore's and (about) numpy's
+MAX_RANK = 32  # TensorStore's and (about) numpy's
 _CHECKSUM = {"name": "crc32c"}
 CHECKSUM_NBYTES = 4
 
@@ -238,7 +238,7 @@ def _parse_v3(metadata: dict[str, Any]) -> ArrayInfo:
 
 
 def _lengths(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MAX_RANK:
+    if not isinstance(value, list) or len(value) > MAX_RANK:
         raise ValueError(f"{value!r} is no shape")
     if not all(type(length) is int and 0 <= length < 2**62 for length in value):
         raise ValueError(f"{value!r} is no shape")

@@ -22,6 +22,8 @@ _BYTE = np.dtype(np.uint8)
 _REMEDY = "free memory, or raise the limit of this process (ulimit -v)"
 _Box = tuple[slice, ...]
 _Shape = tuple[int, ...]
+# Of arrays that are put into one: numpy 1 has at most 32 axes, of which blocks of arrays and of their chunks take two.
+MAX_PACKED_RANK = 30
 _pauses: list[None] = []  # one for each `pause_gc` of this process
 
 
@@ -76,20 +78,21 @@ def pack(arrays: Sequence[tuple[_Shape, np.dtype[Any], bytes | memoryview]]) -> 
         alike.setdefault((shape, dtype), []).append(at)
     packed: list[Any] = [None] * len(arrays)
     for (shape, dtype), places in alike.items():
+        flat = shape if 0 < len(shape) <= MAX_PACKED_RANK else (math.prod(shape),)
         size, start = len(arrays[places[0]][2]), 0
-        for block, rows in _blocks(len(places), shape, dtype):
+        for block, rows in _blocks(len(places), flat, dtype):
             some = places[start : (start := start + len(block))]
             data = b"".join([arrays[at][2] for at in some])
             block[:] = np.frombuffer(data, np.uint8).reshape(len(some), size)
             for at, array in zip(some, rows, strict=True):
-                packed[at] = array if shape else array.reshape(shape)
+                packed[at] = array if flat is shape else array.reshape(shape)
     return packed
 
 
 def pack_chunks(
     arrays: Sequence[bytes], shape: _Shape, dtype: np.dtype[Any], chunk: _Shape, copies: Sequence[tuple[_Box, _Box]]
 ) -> list[np.ndarray[Any, Any]]:
-    """Assemble small arrays of one shape from chunks, in blocks of memory as `pack` does.
+    """Assemble small arrays of one shape, of at most `MAX_PACKED_RANK` axes, from chunks, in blocks as `pack` does.
 
     Each is the bytes of its chunks, one after another; ``copies`` are the boxes in each chunk, and in the array."""
     packed: list[np.ndarray[Any, Any]] = []
@@ -105,13 +108,13 @@ def pack_chunks(
 def _blocks(
     number: int, shape: _Shape, dtype: np.dtype[Any]
 ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Yield blocks of new memory for arrays that are alike: the bytes of each, and the arrays (of 0-d ones, 1-d)."""
+    """Yield blocks of new memory for arrays that are alike: the bytes of each, and the arrays."""
     size = math.prod(shape) * dtype.itemsize
     stride = max(size + -size % ALIGNMENT, ALIGNMENT)
     most = max(1, min(_ARRAYS_PER_BLOCK, _BLOCK // stride))
     for start in range(0, number, most):
         count = min(most, number - start)
-        block, found = empty((count, stride), _BYTE)[:, :size], (count, *(shape or (1,)))
+        block, found = empty((count, stride), _BYTE)[:, :size], (count, *shape)
         yield block, block.view(dtype).reshape(found) if size else np.empty(found, dtype)
 
 

@@ -27,6 +27,7 @@ from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
 from flax_ckpt_compat._core.local import atomic
 from tests.support.profiles import examples
+from tests.support.samples import fingerprint
 from tests.support.saves import names, run_python, tree, use_flag
 
 FUNCTIONS = ("save_checkpoint", "save_checkpoint_multiprocess")
@@ -238,6 +239,24 @@ def test_an_abstract_leaf_is_refused(flag: bool, tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedLeafError, match=r"a/b is abstract.*pass the arrays") as caught:
         ours.save_checkpoint(tmp_path, target, 1)
     assert caught.value.leaf == "a/b"
+
+
+def test_an_array_of_as_many_axes_as_possible(flag: bool, tmp_path: Path) -> None:
+    """Numpy's most (64, before numpy 2 32) in msgpack, as in Flax; Orbax's format has 32, and more are refused."""
+    most = 64 if int(np.__version__.split(".")[0]) > 1 else 32
+    for rank in (31, 32, most):
+        expected = np.arange(2.0).reshape((1,) * (rank - 1) + (2,))
+        tree = {"a": expected, "b": expected + 1}
+        if flag and rank > 32:
+            with pytest.raises(errors.UnsupportedLeafError, match=r"^a: an array of 64 axes.*at most 32"):
+                ours.save_checkpoint(tmp_path, tree, rank)
+            assert f"checkpoint_{rank}" not in names(tmp_path)
+        else:
+            ours.save_checkpoint(tmp_path, tree, rank)
+            restored = ours.restore_checkpoint(tmp_path, None, rank)
+            assert fingerprint(restored) == fingerprint(tree)
+            if not flag:
+                assert fingerprint(flax_checkpoints.restore_checkpoint(tmp_path, None, rank)) == fingerprint(tree)
 
 
 def test_a_nul_character_is_shown(flag: bool, tmp_path: Path) -> None:
