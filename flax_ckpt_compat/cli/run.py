@@ -6,6 +6,7 @@ Python itself runs the program, with a folder on ``PYTHONPATH`` whose ``sitecust
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ Examples:
 """
 # With these, Python ignores PYTHONPATH; the scripts of some installers have them.
 _IGNORE_ENVIRONMENT = {"-E", "-I"}
+_INTERPRETER = re.compile(r"python(\d+(\.\d+)*t?)?")
 
 
 class _RunCommand(click.Command):
@@ -46,6 +48,11 @@ def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     script = program[1:] if program[:1] == ("--",) else program
     if script[:1] in ((), ("-",)):
         raise click.UsageError("a script file or -m MODULE is needed; a program typed on standard input cannot be run")
+    if _is_interpreter(script[0]):
+        raise click.UsageError(
+            f"leave out {script[0]}: the script runs with {sys.executable}; for another Python, put the folder that "
+            "`flax-ckpt run --pythonpath` prints on its PYTHONPATH"
+        )
     if program in (("-m",), ("-c",)):
         raise click.UsageError(f"{program[0]} needs {'the name of a module' if program[0] == '-m' else 'a program'}")
     if program[0].startswith("-") and program[0] != "--" and not program[0].startswith(("-m", "-c")):
@@ -55,6 +62,15 @@ def command(program: tuple[str, ...], *, pythonpath: bool) -> None:
     path = os.pathsep.join(filter(None, (_FOLDER, os.environ.get("PYTHONPATH"))))
     words = [sys.executable, *_python_options(), *program]
     os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})  # noqa: S606
+
+
+def _is_interpreter(script: str) -> bool:
+    """Return whether a script is Python, by its name; a plain file, or a folder with ``__main__``, is a program."""
+    if not _INTERPRETER.fullmatch(os.path.basename(script)):
+        return False
+    if os.path.isdir(script):
+        return not any(os.path.isfile(os.path.join(script, f"__main__.{kind}")) for kind in ("py", "pyc"))
+    return os.access(script, os.X_OK) or not os.path.exists(script)
 
 
 def _python_options() -> list[str]:

@@ -10,6 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from flax_ckpt_compat.cli import main
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "flax_ckpt_compat", "run"]
@@ -150,6 +153,31 @@ def test_standard_input_is_no_program(tmp_path: Path, arguments: tuple[str, ...]
     stdout, stderr, code = outcome([*RUN, *arguments], tmp_path)
     assert (stdout, code) == ("", 2)
     assert "a script file or -m MODULE is needed" in stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["python", "python3", "python3.12", "python3.13t", "/nowhere/bin/python3", sys.executable]
+)
+@pytest.mark.parametrize("before", [(), ("--",)])
+def test_python_is_left_out(
+    before: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python in front of its script is refused, with what runs the script; a folder of that name does not help."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "python").mkdir()
+    result = CliRunner().invoke(main, ["run", *before, name, "train.py"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Usage: ")
+    assert f"leave out {name}: the script runs with {sys.executable}" in result.stderr
+
+
+def test_programs_named_like_python_run(tmp_path: Path) -> None:
+    """A folder with a __main__.py, or a plain file, is a program whatever it is called."""
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python/__main__.py").write_text(SHOW)
+    (tmp_path / "python3").write_text(SHOW)
+    assert_same(tmp_path, "python", "x")
+    assert_same(tmp_path, "python3", "x")
 
 
 def test_safe_path_is_kept(tmp_path: Path) -> None:
