@@ -16,12 +16,13 @@ def load_name(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise SettingError(f"{name!r} names nothing: expected module:name, such as train:create_state")
+    _refuse_file(name, module, attribute)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
     except Exception as error:
-        remedy = "run this in the folder of that module, or put it on PYTHONPATH"
+        remedy = f"searched {os.getcwd()} and PYTHONPATH: run this in the module's folder, or put that on PYTHONPATH"
         remedy = remedy if isinstance(error, ModuleNotFoundError) else "importing the module must not fail"
         raise SettingError(f"{name!r}: cannot import {module} ({type(error).__name__}: {error}); {remedy}") from error
     for part in attribute.split("."):
@@ -31,6 +32,20 @@ def load_name(name: str) -> Any:
             raise SettingError(f"{name!r}: {module} has no {attribute}; {hint}")
         found = getattr(found, part)
     return found
+
+
+def _refuse_file(name: str, module: str, attribute: str) -> None:
+    """Raise SettingError, with the name to use, if a file stands where the module is expected."""
+    if not module.endswith(".py") and "/" not in module:
+        return
+    path = os.path.relpath(module)
+    parts = path.removesuffix(".py").split("/")
+    if os.pardir not in parts and all(map(str.isidentifier, parts)):
+        searched = f"{os.getcwd()} and PYTHONPATH are searched for it"
+    else:
+        parts = parts[-1:]
+        searched = f"run this in {os.path.dirname(os.path.abspath(module))}, or put that on PYTHONPATH"
+    raise SettingError(f"{name!r} names a file, not a module: write {'.'.join(parts)}:{attribute}; {searched}")
 
 
 def load_value(name: str) -> Any:

@@ -70,12 +70,18 @@ def test_rules_of_the_project() -> None:
         ("my_train:create_stat", "did you mean create_state?"),
         ("my_train:without_data", "my_train:without_data() raised RuntimeError: no data set here"),
         ("my_trian:create_state", "cannot import my_trian"),
+        ("my_trian:create_state", "searched {cwd} and PYTHONPATH"),
         ("my_train", "expected module:name"),
+        ("my_train.py:create_state", "write my_train:create_state; {cwd} and PYTHONPATH are searched"),
+        ("./absent.py:create_state", "write absent:create_state; {cwd} and"),
+        ("{cwd}/models/vit.py:create_state", "write models.vit:create_state; {cwd} and"),
+        ("models/vit:create_state", "write models.vit:create_state; {cwd} and"),
+        ("../my-code/vit.py:create_state", "write vit:create_state; run this in {cwd.parent}/my-code, or"),
     ],
 )
-def test_targets_that_cannot_be_loaded(target: str, says: str) -> None:
-    """A misspelt or failing target is one paragraph that says what to do; exit code 2."""
-    result = plan("run", "--target", target)
+def test_targets_that_cannot_be_loaded(target: str, says: str, tmp_path: Path) -> None:
+    """A misspelt or failing target, or a file, is one paragraph that says what to do; exit code 2."""
+    result = plan("run", "--target", target.format(cwd=tmp_path))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert says in result.stderr
+    assert says.format(cwd=tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
