@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._discovery import foreign, listing
+from flax_ckpt_compat._discovery import foreign, listing, nearby
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
@@ -39,8 +39,10 @@ class Absence:
         return logging.INFO if self.is_start else logging.WARNING
 
     def error(self, path: str, before: str = "") -> CheckpointNotFoundError:
-        """Return this as an error, after other words."""
-        return CheckpointNotFoundError(f"{before}{self}", path=path, has_remedy=bool(self.remedy))
+        """Return this as an error, after other words; with what is beside the path, if there is no other remedy."""
+        beside = None if self.remedy else nearby.beside(path)
+        message = f"{before}{self}; {beside}" if beside else f"{before}{self}"
+        return CheckpointNotFoundError(message, path=path, has_remedy=bool(self.remedy or beside))
 
 
 def of_directory(path: str) -> Absence:
@@ -49,9 +51,13 @@ def of_directory(path: str) -> Absence:
         return Absence(f"{path} does not exist, as {why}", False, "shorten it")
     near = _near_directory(path)
     # Sibling runs often differ in a number.
-    if near is None or _without_numbers(near) == _without_numbers(path):
-        return Absence(f"{path} does not exist", True)
-    return Absence(f"{path} does not exist", False, f"did you mean {near}?")
+    if near is not None and _without_numbers(near) != _without_numbers(path):
+        return Absence(f"{path} does not exist", False, f"did you mean {near}?")
+    if others := nearby.steps_of_prefix(path):
+        parent, prefix = os.path.split(path)
+        there = f"there are {nearby.some(others)} in {parent}"
+        return Absence(f"{path} does not exist; {there}", False, f"pass that directory, and {prefix=}")
+    return Absence(f"{path} does not exist", True)
 
 
 def no_directory(path: str) -> Absence:
@@ -86,6 +92,9 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     if file is not None:
         look = foreign.folder_looks_like(checkpoint_dir.directory)
         return Absence(f"{none}, but looks like {look}", False, f"restore {file}")
+    if below := nearby.checkpoints_below(checkpoint_dir.directory):
+        remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
+        return Absence(f"{none}; there are checkpoints at {nearby.some(below)}", False, remedy)
     return Absence(none, all(map(_is_unrelated, names)))
 
 

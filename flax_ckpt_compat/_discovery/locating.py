@@ -107,8 +107,8 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     elif paths.isfile(root) or detect.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
     else:
-        absent = absence.of_checkpoints(checkpoint_dir, prefix)
-        known, has_remedy = str(absent), bool(absent.remedy)
+        absent = absence.of_checkpoints(checkpoint_dir, prefix).error(checkpoint_dir.directory)
+        known, has_remedy = str(absent), absent.has_remedy
     raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path, has_remedy=has_remedy)
 
 

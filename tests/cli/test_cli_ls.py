@@ -141,7 +141,7 @@ def test_recursive(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning):
         for run, step, prefix in [("a", 1, "checkpoint_"), ("b/deep", 7, "gan_"), ("b/deep", 2, "checkpoint_")]:
             flax_checkpoints.save_checkpoint(tmp_path / run, TREE, step, prefix=prefix)
-    assert "There are checkpoints in" in ls(tmp_path).stdout
+    assert "there are checkpoints at" in ls(tmp_path).stdout
     found = json.loads(ls(tmp_path, "-r", "--json").stdout)
     paths = [f"{tmp_path}/a/checkpoint_1", f"{tmp_path}/b/deep/checkpoint_2", f"{tmp_path}/b/deep/gan_7"]
     assert [record["path"] for record in found] == paths

@@ -1,0 +1,97 @@
+"""Look near a local path that is no checkpoint for what the caller may mean: one level up or down, a few names of each.
+
+Only for messages of what is absent: nothing raises, and object stores are not asked."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from flax_ckpt_compat._core import module_names, paths, steps
+from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._discovery import foreign, listing
+
+_Result = TypeVar("_Result")
+_DIGITS = re.compile(r"\d+")
+_MAX_NAMES = 5
+_MAX_FOLDERS = 20  # to look into, and names to look at in each
+_SIMILAR = 0.6  # of difflib; of restores, which have to be sure, more is asked
+
+
+def _quietly(look: Callable[[str], _Result]) -> Callable[[str], _Result | None]:
+    """Decorate a look at a local path: it returns None for URLs, and where the look fails."""
+
+    @functools.wraps(look)
+    def wrapped(path: str) -> _Result | None:
+        try:
+            return None if paths.is_url(path) else look(path)
+        except (OSError, ValueError, CheckpointError):
+            return None
+
+    return wrapped
+
+
+@_quietly
+def checkpoints_below(directory: str) -> list[str]:
+    """Return the paths to restore that are one level below a directory: checkpoints, and directories of them."""
+    names = module_names.natural_sort(os.listdir(directory), signed=False)
+    folders = (os.path.join(directory, name) for name in names if not name.startswith("."))
+    found = map(_checkpoint_at, itertools.islice(filter(os.path.isdir, folders), _MAX_FOLDERS))
+    return [path for path in found if path is not None]
+
+
+@_quietly
+def steps_of_prefix(path: str) -> list[str]:
+    """Return the names of checkpoints whose prefix is a path that does not exist, oldest first."""
+    parent, prefix = os.path.split(path)
+    found = [name for name in os.listdir(parent) if prefix and (steps.split_step(name) or ("",))[0] == prefix]
+    names = itertools.islice(module_names.natural_sort(found, signed=False), _MAX_FOLDERS)
+    return [name for name in names if listing.is_checkpoint(os.path.join(parent, name))]
+
+
+@_quietly
+def beside(path: str) -> str:
+    """Return what is beside a path that does not exist, without a final stop: a similar name, or some of all."""
+    if os.path.lexists(path):
+        return ""
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    names = [name for name in os.listdir(parent) if not name.startswith(".")]
+    if parent == os.path.dirname(parent) or not names:
+        return f"check the path; {printable(parent, one_line=True)} exists" if parent != "/" else "check the path"
+    missing = os.path.relpath(path, parent).partition(os.sep)[0]
+    near = difflib.get_close_matches(missing, names, 1, _SIMILAR)
+    if near and _DIGITS.sub("", near[0]) != _DIGITS.sub("", missing):  # of other steps, all are of interest
+        return f"did you mean {printable(os.path.join(parent, near[0]), one_line=True)}?"
+    return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
+
+
+def some(names: list[str]) -> str:
+    """Return the first names as text, and how many more there are."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join([printable(name, one_line=True) for name in names[:_MAX_NAMES]]) + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+def _checkpoint_at(folder: str) -> str | None:
+    """Return a folder that is a checkpoint or holds some, or the path of its only msgpack file; else None."""
+    if listing.is_checkpoint(folder):
+        return folder
+    numbered = itertools.islice(_numbered(folder), _MAX_FOLDERS)
+    if any(map(listing.is_checkpoint, numbered)):
+        return folder
+    return foreign.msgpack_file_in(folder)
+
+
+def _numbered(folder: str) -> Iterator[str]:
+    for name in os.listdir(folder):
+        if not steps.is_foreign(name) and steps.split_step(name):
+            yield os.path.join(folder, name)

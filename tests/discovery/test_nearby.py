@@ -1,0 +1,97 @@
+"""What errors and warnings say of paths that hold no checkpoint, where one is near."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flax_ckpt_compat import checkpoints, errors, open_checkpoint, plan_restore, restore, save
+from flax_ckpt_compat._core import paths
+from flax_ckpt_compat._discovery import nearby
+from tests.support.saves import tree
+
+TARGET = {"nothing": 0}
+RAISING: dict[str, Callable[[Any], Any]] = {
+    "restore": restore,
+    "restore step": lambda path: restore(path, step=7),
+    "restore_checkpoint step": lambda path: checkpoints.restore_checkpoint(path, None, 7),
+    "open_checkpoint": open_checkpoint,
+    "plan_restore": lambda path: plan_restore(path, TARGET),
+}
+
+
+def error_of(call: Callable[[Any], Any], path: Any) -> str:
+    """The message of the error for a path without checkpoints, which says what to do."""
+    with pytest.raises(errors.CheckpointNotFoundError) as caught:
+        call(path)
+    assert caught.value.has_remedy
+    return str(caught.value)
+
+
+def warning_of(path: Any, caplog: pytest.LogCaptureFixture) -> str:
+    """The only warning of restore_checkpoint, which returns the target."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "flax_ckpt_compat"):
+        assert checkpoints.restore_checkpoint(path, TARGET) is TARGET
+    (warning,) = caplog.messages
+    return warning
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_folder_one_level_up(format: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Errors and the warning name the folders below that hold checkpoints, or are one."""
+    save(tmp_path / "a", tree(1), step=1, format=format)
+    save(tmp_path / "b", tree(1), step=1, prefix="best_", format=format)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "notes.txt").write_text("none")
+    expected = f"there are checkpoints at {tmp_path}/a, {tmp_path}/b: pass one of these paths"
+    for call in RAISING.values():
+        assert expected in error_of(call, tmp_path)
+    assert expected in warning_of(tmp_path, caplog)
+
+
+def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Few of many folders are named, none further down is looked for, and no more than the first twenty opened."""
+    for number in range(8):
+        save(tmp_path / "many" / f"run{number}", tree(1), step=1, format="msgpack")
+    assert f"{tmp_path}/many/run4 and 3 more: pass one" in warning_of(tmp_path / "many", caplog)
+    assert "holds no checkpoint with the prefix 'checkpoint_'; the target" in warning_of(tmp_path, caplog)
+    for number in range(nearby._MAX_FOLDERS):
+        (tmp_path / "many" / f"a{number}").mkdir()
+    assert nearby.checkpoints_below(str(tmp_path / "many")) == []  # names in natural order: those are first
+
+
+def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``runs/best_`` names the steps of that prefix in ``runs``: an error, and a warning where the target returns."""
+    for step in (9, 10):
+        save(tmp_path, tree(1), step=step, prefix="best_", format="msgpack", keep=9)
+    expected = f"there are best_9, best_10 in {tmp_path}: pass that directory, and prefix='best_'"
+    assert expected in error_of(restore, tmp_path / "best_")
+    assert expected in warning_of(tmp_path / "best_", caplog)
+
+
+def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Errors say what is beside it, or similar; a first run, which may begin there, is no warning."""
+    (tmp_path / "large").mkdir()
+    assert f"does not exist; {tmp_path} has large" in error_of(restore, tmp_path / "7")
+    assert f"; did you mean {tmp_path}/large?" in error_of(restore, tmp_path / "lar")
+    with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
+        assert checkpoints.restore_checkpoint(tmp_path / "7", TARGET) is TARGET
+    assert [(record.levelname, "large" in record.message) for record in caplog.records] == [("INFO", False)]
+
+
+def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing near may be listed, the error is the same without a hint; stores are not asked."""
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for look in (nearby.checkpoints_below, nearby.steps_of_prefix, nearby.beside):
+        assert not look(str(tmp_path / "absent"))
+    monkeypatch.setattr(paths, "listdir", refuse)
+    for look in (nearby.checkpoints_below, nearby.steps_of_prefix, nearby.beside):
+        assert not look("s3://bucket/run")
