@@ -49,6 +49,8 @@ def of_directory(path: str) -> Absence:
     """Explain that a path does not exist."""
     if why := paths.storage_of(path).why_too_long(path):
         return Absence(f"{path} does not exist, as {why}", False, "shorten it")
+    if expanded := nearby.unexpanded_home(path):
+        return Absence(f"{path} does not exist, as '~' is not expanded", False, f"write {expanded}")
     near = _near_directory(path)
     # Sibling runs often differ in a number.
     if near is not None and _without_numbers(near) != _without_numbers(path):

@@ -73,6 +73,13 @@ def beside(path: str) -> str:
     return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
 
 
+@_quietly
+def unexpanded_home(path: str) -> str | None:
+    """Return the expression to write for a path whose ``~``, as the caller wrote it, became a directory's name."""
+    shown = os.path.relpath(path)
+    return f"os.path.expanduser({shown!r})" if shown != os.path.expanduser(shown) else None
+
+
 def some(names: list[str]) -> str:
     """Return the first names as text, and how many more there are."""
     more = len(names) - _MAX_NAMES

@@ -83,6 +83,32 @@ def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert [(record.levelname, "large" in record.message) for record in caplog.records] == [("INFO", False)]
 
 
+@pytest.mark.parametrize("path", ["~/runs/a", "~root/runs", Path("~")])
+def test_an_unexpanded_home(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Flax, ``~`` is a directory's name: errors and warnings say so, and a save does once."""
+    monkeypatch.chdir(tmp_path)
+    remedy = f"{tmp_path}/{path} does not exist, as '~' is not expanded: write os.path.expanduser('{path}')"
+    assert remedy in error_of(restore, path)
+    assert remedy in warning_of(path, caplog)
+    for step in (1, 2):
+        assert checkpoints.save_checkpoint(path, tree(1), step) == f"{path}/checkpoint_{step}"
+    (warning,) = (record.message for record in caplog.records[1:] if record.levelname == "WARNING")
+    assert f"Saving to {tmp_path}/{path}, as '~' is not expanded: write os.path.expanduser('{path}')" in warning
+    assert (tmp_path / path / "checkpoint_2").exists()
+    caplog.clear()
+    assert checkpoints.restore_checkpoint(path, None) is not None
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("path", ["a~/runs", "~nobody-of-this-name/runs", "/~/runs", "a/~/runs"])
+def test_other_tildes(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tilde that no shell expands is part of a name."""
+    monkeypatch.chdir(tmp_path)
+    assert "expand" not in error_of(restore, path)
+
+
 def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing near may be listed, the error is the same without a hint; stores are not asked."""
 
