@@ -51,6 +51,8 @@ def of_directory(path: str) -> Absence:
         return Absence(f"{path} does not exist, as {why}", False, "shorten it")
     if expanded := nearby.unexpanded_home(path):
         return Absence(f"{path} does not exist, as '~' is not expanded", False, f"write {expanded}")
+    if outer := nearby.checkpoint_around(path):
+        return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", False, "pass that path")
     near = _near_directory(path)
     # Sibling runs often differ in a number.
     if near is not None and _without_numbers(near) != _without_numbers(path):
@@ -83,6 +85,8 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
     if why := paths.storage_of(checkpoint_dir.directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):
         return Absence(f"{none}, as {why}", False, "shorten the prefix")
+    if outer := nearby.checkpoint_around(checkpoint_dir.directory):
+        return Absence(f"{none}, as it is a part of the checkpoint {outer}", False, "pass that path")
     names = listing.names_in(checkpoint_dir)
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
     if others:

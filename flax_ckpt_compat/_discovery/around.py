@@ -18,17 +18,20 @@ def why_inside(path: str) -> str | None:
     """Return why nothing is saved to a path that lies in a checkpoint in Orbax's format; None if it lies in none.
 
     The path need not exist."""
-    storage = paths.storage_of(path)
-    parent = os.path.dirname(storage.resolve(path))
-    if storage.is_remote:
-        around = _around_in_store(parent)
-    else:
-        marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in detect.MARKERS))
-        around = next(filter(_is_checkpoint, marked), None)
-    if around is None:
+    if (around := checkpoint_around(path)) is None:
         return None
     outside = f"pass a directory outside of it, such as {os.path.dirname(around)}"
     return f"{around} is a checkpoint, and would be removed with all in it; {outside}"
+
+
+def checkpoint_around(path: str) -> str | None:
+    """Return the checkpoint in Orbax's format that a path lies in, or None."""
+    storage = paths.storage_of(path)
+    parent = os.path.dirname(storage.resolve(path))
+    if storage.is_remote:
+        return _around_in_store(parent)
+    marked = (folder for folder in _upwards(parent) if any(_is_there(folder, name) for name in detect.MARKERS))
+    return next(filter(_is_checkpoint, marked), None)
 
 
 @functools.lru_cache(maxsize=64)  # a request for each folder and marker

@@ -15,7 +15,7 @@ from typing import TypeVar
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.escaping import printable
-from flax_ckpt_compat._discovery import foreign, listing
+from flax_ckpt_compat._discovery import around, foreign, listing
 
 _Result = TypeVar("_Result")
 _DIGITS = re.compile(r"\d+")
@@ -71,6 +71,12 @@ def beside(path: str) -> str:
     if near and _DIGITS.sub("", near[0]) != _DIGITS.sub("", missing):  # of other steps, all are of interest
         return f"did you mean {printable(os.path.join(parent, near[0]), one_line=True)}?"
     return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
+
+
+@_quietly
+def checkpoint_around(path: str) -> str | None:
+    """Return the checkpoint in Orbax's format that a path lies in, or None."""
+    return around.checkpoint_around(path)
 
 
 @_quietly

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
-from flax_ckpt_compat import checkpoints, errors, open_checkpoint, plan_restore, restore, save
+from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._discovery import nearby
 from tests.support.saves import tree
@@ -81,6 +83,19 @@ def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, "flax_ckpt_compat"):
         assert checkpoints.restore_checkpoint(tmp_path / "7", TARGET) is TARGET
     assert [(record.levelname, "large" in record.message) for record in caplog.records] == [("INFO", False)]
+
+
+@pytest.mark.parametrize("inner", ["d", "w", "absent"])
+def test_a_path_inside_a_checkpoint(inner: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Data and array folders of an Orbax checkpoint, and names that it lacks, lead to the checkpoint."""
+    with Checkpointer(PyTreeCheckpointHandler(use_ocdbt=inner == "d")) as checkpointer:
+        checkpointer.save(tmp_path / "run" / "checkpoint_1", {"w": tree(1)["w"]})
+    path = tmp_path / "run" / "checkpoint_1" / inner
+    expected = f"part of the checkpoint {tmp_path}/run/checkpoint_1: pass that path"
+    for call in RAISING.values():
+        assert expected in error_of(call, path)
+    assert expected in warning_of(path, caplog)
+    assert expected in CliRunner().invoke(cli.main, ["ls", str(path)]).output
 
 
 @pytest.mark.parametrize("path", ["~/runs/a", "~root/runs", Path("~")])
