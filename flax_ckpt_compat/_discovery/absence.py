@@ -18,6 +18,7 @@ from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
 _DIGITS = re.compile(r"\d+")
+_ARTIFACT = re.compile(r".*:v\d+", re.DOTALL)  # of Weights & Biases, whose versions are no steps
 _MAX_OTHERS = 5
 _LIKE_A_TYPO = 0.85
 
@@ -129,6 +130,7 @@ def _is_unrelated(name: str) -> bool:
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
     names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]
+    names = [name for name in names if not _ARTIFACT.fullmatch(name)]  # of artifacts, the path is to be passed
     found = filter(None, map(steps.split_step, names))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
@@ -21,6 +22,7 @@ _Result = TypeVar("_Result")
 _DIGITS = re.compile(r"\d+")
 _MAX_NAMES = 5
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
+_MAX_REVISION = 200  # characters
 _SIMILAR = 0.6  # of difflib; of restores, which have to be sure, more is asked
 
 
@@ -39,7 +41,12 @@ def _quietly(look: Callable[[str], _Result]) -> Callable[[str], _Result | None]:
 
 @_quietly
 def checkpoints_below(directory: str) -> list[str]:
-    """Return the paths to restore that are one level below a directory: checkpoints, and directories of them."""
+    """Return the paths to restore that are one level below a directory: checkpoints, and directories of them.
+
+    In a cache of Hugging Face they are below ``snapshots``, of which the one that ``refs/main`` names comes first."""
+    snapshots = os.path.join(directory, "snapshots")
+    if os.path.isdir(os.path.join(directory, "refs")) and os.path.isdir(snapshots):
+        return _snapshots(directory, snapshots)
     names = module_names.natural_sort(os.listdir(directory), signed=False)
     folders = (os.path.join(directory, name) for name in names if not name.startswith("."))
     found = map(_checkpoint_at, itertools.islice(filter(os.path.isdir, folders), _MAX_FOLDERS))
@@ -92,6 +99,15 @@ def some(names: list[str]) -> str:
     return ", ".join([printable(name, one_line=True) for name in names[:_MAX_NAMES]]) + (
         f" and {more} more" if more > 0 else ""
     )
+
+
+def _snapshots(directory: str, snapshots: str) -> list[str]:
+    revisions = sorted(os.listdir(snapshots))
+    with suppress(OSError, UnicodeDecodeError), open(os.path.join(directory, "refs", "main"), encoding="utf-8") as file:
+        main = file.read(_MAX_REVISION).strip()
+        revisions.sort(key=lambda revision: revision != main)
+    found = (_checkpoint_at(os.path.join(snapshots, revision)) for revision in revisions[:_MAX_FOLDERS])
+    return [path for path in found if path is not None]
 
 
 def _checkpoint_at(folder: str) -> str | None:

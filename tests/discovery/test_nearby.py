@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
@@ -85,6 +86,36 @@ def test_a_wrong_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert [(record.levelname, "large" in record.message) for record in caplog.records] == [("INFO", False)]
 
 
+@pytest.mark.parametrize("main", [None, "b7"])
+def test_a_cache_of_hugging_face(main: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of ``models--…``, the files in snapshots are named, that of ``refs/main`` first; not a snapshot without one."""
+    root = tmp_path / "models--me--bert"
+    for name in ("blobs", "refs", "snapshots/a1", "snapshots/b7", "snapshots/c0"):
+        (root / name).mkdir(parents=True)
+    (root / "snapshots" / "c0" / "config.json").write_text("{}")
+    blob = save(root / "blobs" / "0f", tree(1), format="msgpack")
+    for revision in ("a1", "b7"):
+        (root / "snapshots" / revision / "flax_model.msgpack").symlink_to(blob)
+    found = [f"{root}/snapshots/{revision}/flax_model.msgpack" for revision in ("a1", "b7")]
+    if main is not None:
+        (root / "refs" / "main").write_text(main)
+        found.reverse()
+    expected = f"there are checkpoints at {', '.join(found)}: pass one of these paths"
+    assert expected in error_of(restore, root)
+    assert expected in warning_of(root, caplog)
+
+
+def test_artifacts_of_weights_and_biases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The version in ``run:v3`` is no step: its path is named, or that of the file in it, beside others."""
+    save(tmp_path / "artifacts" / "orb:v3", tree(1), format="orbax")
+    save(tmp_path / "artifacts" / "run-model:v3" / "m.msgpack", tree(1), format="msgpack")
+    path = tmp_path / "artifacts"
+    expected = f"there are checkpoints at {path}/orb:v3, {path}/run-model:v3/m.msgpack: pass one of these paths"
+    for call in RAISING.values():
+        assert expected in error_of(call, path)
+    assert expected in warning_of(path, caplog)
+
+
 @pytest.mark.parametrize("inner", ["d", "w", "absent"])
 def test_a_path_inside_a_checkpoint(inner: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Data and array folders of an Orbax checkpoint, and names that it lacks, lead to the checkpoint."""
@@ -122,6 +153,22 @@ def test_other_tildes(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A tilde that no shell expands is part of a name."""
     monkeypatch.chdir(tmp_path)
     assert "expand" not in error_of(restore, path)
+
+
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [
+        ({"w": np.zeros(99)}, "found dict; "),
+        (np.zeros((2, 99)), r"found ndarray of shape \(2, 99\); "),
+        (7, "found int: 7; pass a str or a pathlib.Path$"),
+    ],
+)
+@pytest.mark.parametrize("call", [restore, save, plan_restore, checkpoints.restore_checkpoint])
+def test_swapped_arguments(call: Callable[..., Any], first: Any, found: str) -> None:
+    """A tree in the path's place is named by its type and shape, without its values; the path is to come first."""
+    end = "" if isinstance(first, int) else "pass a str or a pathlib.Path; the path comes first, before the tree$"
+    with pytest.raises(errors.StepError, match=found + end):
+        call(first, "runs")
 
 
 def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
