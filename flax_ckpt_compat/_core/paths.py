@@ -52,7 +52,13 @@ def as_text(path: object, what: str = "path") -> str:
     if isinstance(text, str):
         return text
     remedy = "decode it with os.fsdecode" if isinstance(text, bytes) else "pass a str or a pathlib.Path"
-    raise StepError(f"a {what} is text or a path object, found {type(path).__name__}: {path!r:.100}; {remedy}")
+    found, shape = type(path).__name__, getattr(path, "shape", None)
+    if path is None or isinstance(path, (bytes, bool, int, float)):
+        found += f": {path!r:.100}"
+    else:  # perhaps a tree, whose text may be long
+        found += f" of shape {shape}" if isinstance(shape, tuple) else ""
+        remedy += "; the path comes first, before the tree" if what == "path" else ""
+    raise StepError(f"a {what} is text or a path object, found {found}; {remedy}")
 
 
 def is_url(path: str) -> bool:
