@@ -172,9 +172,8 @@ def _check_stable(path: str, find_reason: Callable[[str], str | None]) -> str | 
             return None  # another writer has just removed it
         try:
             reason = find_reason(path)
-        except OSError as error:
-            gone = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-            if gone and _file_id(path) != before:
+        except OSError:  # such as IsADirectoryError, where a directory has taken the place of a file
+            if _file_id(path) != before:
                 continue
             with translated(path):
                 raise
