@@ -38,9 +38,7 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
     if found == [source] and (to not in TO_STEPS or wanted):
         jobs = [_single(source, destination, to, wanted)]
     else:
-        if _is_inside(destination, source):
-            message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
-            raise StepError(message, path=destination)
+        _check_apart(source, destination)
         top = os.path.dirname(source) if found == [source] else source
         jobs = [_job(path, destination + os.path.dirname(path)[len(top) :], to) for path in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
@@ -74,9 +72,17 @@ def _single(source: str, destination: str, to: str, wanted: Sequence[Any] | None
     """Return the job of one checkpoint whose result has a name of the caller's choice."""
     if to in TO_STEPS:
         return _with_step(source, destination, to, steps.parse_step(steps.step_text((wanted or [None])[0])))
-    if _is_inside(destination, source):
-        raise StepError(f"{destination} is the source, which is never touched; pass another path", path=source)
+    _check_apart(source, destination)
     return Job(source, destination, to)
+
+
+def _check_apart(source: str, destination: str) -> None:
+    """Raise StepError if the destination is the source, or in it."""
+    if _is_inside(destination, source):
+        message = f"{destination} is in {source}, which is never touched; pass a destination outside of it"
+        if _is_inside(source, destination):
+            message = f"{destination} is both source and destination, and a source is never touched; pass another path"
+        raise StepError(message, path=destination)
 
 
 def _is_inside(path: str, folder: str) -> bool:
