@@ -14,7 +14,7 @@ _FIRST_BYTES = 512
 _LOOKS: Sequence[tuple[bytes, str]] = (
     (b"version https://git-lfs", "a git-lfs pointer (the file itself was never fetched: run `git lfs pull`)"),
     (b"\x1f\x8b", "a gzip file (unpack it first)"),
-    (b"PK\x03\x04", "a zip archive (a .npz file, a PyTorch checkpoint, or a zipped directory)"),
+    (b"PK\x03\x04", "a zip archive (a .npz file, a PyTorch checkpoint, or a zipped directory: unpack that first)"),
     (b"\x28\xb5\x2f\xfd", "a zstd file (unpack it first)"),
     (b"\xfd7zXZ", "an xz file (unpack it first)"),
     (b"BZh", "a bzip2 file (unpack it first)"),

@@ -47,6 +47,17 @@ class Command(click.Command):
             for line in self._examples.strip().splitlines():
                 formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; tell how to pass a step that stands behind them."""
+        ctx.allow_extra_args = True  # refused here instead
+        extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            options = {option for parameter in self.params for option in parameter.opts}
+            is_step = len(extra) == 1 and "--step" in options and extra[0].replace(".", "", 1).isdecimal()
+            remedy = f"; for that step, pass --step {extra[0]}" if is_step else ""
+            ctx.fail(f"Got unexpected extra argument{'s' * (len(extra) > 1)} ({' '.join(extra)}){remedy}")
+        return extra
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; translate what it raises."""
         debug = ctx.params.pop("debug")

@@ -12,22 +12,24 @@ from flax_ckpt_compat._discovery import below, nearby
 _MAX_FOLDERS = 200  # a tree of runs may be large, and its disk slow
 
 
-def next_step(path: str) -> str:
-    """Return a sentence about what is near a local path without checkpoints; empty in stores, and for files."""
+def next_step(path: str, for_below: str = "") -> str:
+    """Return a sentence about what is near a local path without checkpoints; empty in stores, and for files.
+
+    It ends with ``for_below`` if there are checkpoints below the path."""
     try:
         if paths.is_url(path) or os.path.isfile(path):
             return ""
         if os.path.isdir(path):
-            return _inside(path)
+            return _inside(path, for_below)
     except (OSError, CheckpointError):
         return ""
     beside = nearby.beside(path)
     return beside[0].upper() + beside[1:] + ("" if beside.endswith("?") else ".") if beside else ""
 
 
-def _inside(path: str) -> str:
+def _inside(path: str, for_below: str) -> str:
     folders = itertools.islice(below.folders_below(path), 1, _MAX_FOLDERS)
     found = [folder for folder, checkpoints in folders if checkpoints]
     if found:
-        return f"There are checkpoints in {nearby.some(found)}."
+        return f"There are checkpoints in {nearby.some(found)}{for_below}."
     return "Pass a checkpoint, or a directory of checkpoints."

@@ -62,7 +62,7 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursi
     absent = absence.of_checkpoints(checkpoint_dir, prefix)
     if recursive:
         return f"{absent}, and none is below it"
-    return str(absent) if absent.remedy else f"{absent}. {next_step(path)}".rstrip(" ")
+    return str(absent) if absent.remedy else f"{absent}. {next_step(path, '; list them with --recursive')}".rstrip(" ")
 
 
 def _as_json(folder: Folder) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import click
@@ -118,6 +119,26 @@ def test_colors(no_color: str, tmp_path: Path) -> None:
     assert ("\x1b" in text) is (not no_color)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "runs", "100"), "(100); for that step, pass --step 100"),
+        (("plan", "runs", "1.5"), "(1.5); for that step, pass --step 1.5"),
+        (("diff", "a", "b", "7"), "(7); for that step, pass --step 7"),
+        (("convert", "a", "b", "7", "--to", "orbax"), "(7); for that step, pass --step 7"),
+        (("show", "runs", "more"), "unexpected extra argument (more)\n"),
+        (("show", "runs", "1", "2"), "unexpected extra arguments (1 2)\n"),
+        (("ls", "runs", "100"), "unexpected extra argument (100)\n"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_step_behind_the_path(arguments: tuple[str, ...], message: str) -> None:
+    """A number too many is answered with the option for it, where there is one."""
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(message) or f"{message}\n" in result.stderr, result.stderr
+
+
 @pytest.fixture
 def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory ``runs`` with one run of two steps, an empty directory and a foreign file."""
@@ -125,6 +146,8 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         save(tmp_path / "runs" / "a", {"w": np.ones(3)}, step=step, format="msgpack", keep=9)
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("hello\n")
+    with zipfile.ZipFile(tmp_path / "notes.zip", "w") as archive:
+        archive.writestr("checkpoint_1/_METADATA", "{}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -139,7 +162,8 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
         *(((name, "runs"), 2, "there are checkpoints at ") for name in ("show", "plan")),
         (("ls", "runs"), 0, "there are checkpoints at "),
-        (("ls", "."), 0, "There are checkpoints in "),
+        (("ls", "."), 0, "; list them with --recursive."),
+        *(((name, "notes.zip"), 2, "a zipped directory: unpack that first") for name in ("show", "verify")),
         *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),
         *(((name, "notes.txt"), 2, "looks like a text file") for name in ("show", "verify", "plan")),
         *(((name, "notes.txt"), 2, "is a file: pass the directory") for name in ("clean", "shadow-report")),
