@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from flax_ckpt_compat._core.object_store import gs as gs_scheme
 from tests.support import gs, s3
 from tests.support.gs import GsBucket, GsProxy
 from tests.support.peers import version
@@ -49,6 +50,8 @@ def gs_bucket(gs_server: GsProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     """An empty bucket of gs://, to which the environment leads the library through a proxy without faults."""
     for name, value in gs.environment(gs_server).items():
         monkeypatch.setenv(name, value)
+    # Else a test that made the JSON API unreachable would cost the next ones more requests, for five minutes.
+    monkeypatch.setattr(gs_scheme, "_cache", {})
     gs_server.log.clear()
     yield gs.new_bucket(gs_server)
     gs_server.rule = lambda method, path: ""
