@@ -232,24 +232,18 @@ def _array(array: Any, value_type: str, keystr: str, sharding: Any = None) -> En
     if isinstance(array, np.ma.MaskedArray):
         raise _unsupported(keystr, "a masked array")
     dtype, shape = np.dtype(array.dtype), tuple(array.shape)
-    if typestr(dtype) is not None:
-        _refuse_many_axes(shape, keystr)
-        return EncodedLeaf(value_type, dtype, shape, array, None, sharding)
-    _refuse_unstorable(dtype, keystr)
-    annotation = LeafType(dtype=dtype_name(dtype))
-    view = _unsigned_dtype(dtype)
-    stored, view = (shape, view) if view is not None else ((*shape, dtype.itemsize), _BYTE)
-    _refuse_many_axes(stored, keystr)
-    return EncodedLeaf(value_type, view, stored, array, annotation, sharding)
-
-
-def _refuse_many_axes(shape: tuple[int, ...], keystr: str) -> None:
-    if len(shape) > MAX_RANK:
+    annotation, stored, view = None, shape, dtype
+    if typestr(dtype) is None:
+        _refuse_unstorable(dtype, keystr)
+        annotation, unsigned = LeafType(dtype=dtype_name(dtype)), _unsigned_dtype(dtype)
+        stored, view = (shape, unsigned) if unsigned is not None else ((*shape, dtype.itemsize), _BYTE)
+    if len(stored) > MAX_RANK:
         raise UnsupportedLeafError(
-            f"{keystr}: an array of {len(shape)} axes, as they are stored, does not fit Orbax's format; expected at "
+            f"{keystr}: an array of {len(stored)} axes, as they are stored, does not fit Orbax's format; expected at "
             f"most {MAX_RANK}. Reshape it, or save it as msgpack",
             leaf=keystr,
         )
+    return EncodedLeaf(value_type, view, stored, array, annotation, sharding)
 
 
 def _unsigned_dtype(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import logging
 import os
@@ -17,10 +16,8 @@ from flax_ckpt_compat._discovery import foreign, listing, nearby
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
-_DIGITS = re.compile(r"\d+")
 _ARTIFACT = re.compile(r".*:v\d+", re.DOTALL)  # of Weights & Biases, whose versions are no steps
 _MAX_OTHERS = 5
-_LIKE_A_TYPO = 0.85
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,9 +51,7 @@ def of_directory(path: str) -> Absence:
         return Absence(f"{path} does not exist, as '~' is not expanded", False, f"write {expanded}")
     if outer := nearby.checkpoint_around(path):
         return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", False, "pass that path")
-    near = _near_directory(path)
-    # Sibling runs often differ in a number.
-    if near is not None and _without_numbers(near) != _without_numbers(path):
+    if near := nearby.sibling_directory(path):
         return Absence(f"{path} does not exist", False, f"did you mean {near}?")
     if others := nearby.steps_of_prefix(path):
         parent, prefix = os.path.split(path)
@@ -105,23 +100,6 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     return Absence(none, all(map(_is_unrelated, names)))
 
 
-def _near_directory(path: str) -> str | None:
-    """Return a sibling directory whose name differs from that of a local path like a typo, or None."""
-    if paths.is_url(path):
-        return None
-    parent, name = os.path.split(path)
-    try:
-        with os.scandir(parent) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-    except OSError:
-        return None
-    return next((os.path.join(parent, near) for near in difflib.get_close_matches(name, names, 1, _LIKE_A_TYPO)), None)
-
-
-def _without_numbers(path: str) -> str:
-    return _DIGITS.sub("", os.path.basename(path))
-
-
 def _is_unrelated(name: str) -> bool:
     """Return whether a name is unrelated to checkpoints, such as a file that exists before the first one."""
     return _EVENTS.fullmatch(name) is not None or atomic.is_temporary(name)
@@ -130,7 +108,8 @@ def _is_unrelated(name: str) -> bool:
 def _others(checkpoint_dir: CheckpointDir, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield prefix and step of the complete numeric checkpoints of other prefixes, oldest first."""
     names = [name for name in names if not _is_unrelated(name) and not steps.is_foreign(name)]
-    names = [name for name in names if not _ARTIFACT.fullmatch(name)]  # of artifacts, the path is to be passed
+    if not paths.is_url(checkpoint_dir.directory):  # of local artifacts, `nearby` names the path to pass
+        names = [name for name in names if not _ARTIFACT.fullmatch(name)]
     found = filter(None, map(steps.split_step, names))
     for other, step in sorted(found, key=lambda parts: (parts[0], float(parts[1]))):
         name = other + step

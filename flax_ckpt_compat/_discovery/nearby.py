@@ -23,7 +23,8 @@ _DIGITS = re.compile(r"\d+")
 _MAX_NAMES = 5
 _MAX_FOLDERS = 20  # to look into, and names to look at in each
 _MAX_REVISION = 200  # characters
-_SIMILAR = 0.6  # of difflib; of restores, which have to be sure, more is asked
+# Of difflib: for one name of all that are told, and for the one that a restore proposes, which has to be sure.
+_SIMILAR, _LIKE_A_TYPO = 0.6, 0.85
 
 
 def _quietly(look: Callable[[str], _Result]) -> Callable[[str], _Result | None]:
@@ -63,6 +64,17 @@ def steps_of_prefix(path: str) -> list[str]:
 
 
 @_quietly
+def sibling_directory(path: str) -> str | None:
+    """Return a sibling directory whose name differs from that of a path like a typo, or None."""
+    parent, name = os.path.split(path)
+    with os.scandir(parent) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    near = difflib.get_close_matches(name, names, 1, _LIKE_A_TYPO)
+    # Sibling runs often differ in a number.
+    return os.path.join(parent, near[0]) if near and not _differ_in_numbers(near[0], name) else None
+
+
+@_quietly
 def beside(path: str) -> str:
     """Return what is beside a path that does not exist, without a final stop: a similar name, or some of all."""
     if os.path.lexists(path):
@@ -75,7 +87,7 @@ def beside(path: str) -> str:
         return f"check the path; {printable(parent, one_line=True)} exists" if parent != "/" else "check the path"
     missing = os.path.relpath(path, parent).partition(os.sep)[0]
     near = difflib.get_close_matches(missing, names, 1, _SIMILAR)
-    if near and _DIGITS.sub("", near[0]) != _DIGITS.sub("", missing):  # of other steps, all are of interest
+    if near and not _differ_in_numbers(near[0], missing):  # of other steps, all are of interest
         return f"did you mean {printable(os.path.join(parent, near[0]), one_line=True)}?"
     return f"{printable(parent, one_line=True)} has {some(module_names.natural_sort(names, signed=False))}"
 
@@ -91,6 +103,10 @@ def unexpanded_home(path: str) -> str | None:
     """Return the expression to write for a path whose ``~``, as the caller wrote it, became a directory's name."""
     shown = os.path.relpath(path)
     return f"os.path.expanduser({shown!r})" if shown != os.path.expanduser(shown) else None
+
+
+def _differ_in_numbers(name: str, other: str) -> bool:
+    return _DIGITS.sub("", name) == _DIGITS.sub("", other)
 
 
 def some(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flax_ckpt_compat import checkpoints
-from flax_ckpt_compat.errors import CheckpointError
+from flax_ckpt_compat.errors import CheckpointError, IncompleteCheckpointError
 from tests.support import corpus
 
 # Small cases of every layout; the others differ from them in leaves only.
@@ -57,7 +57,7 @@ def test_an_array_whose_metadata_is_lost(unpacked: Path, tmp_path: Path) -> None
     shutil.copytree(directory / "ckpt", tmp_path, dirs_exist_ok=True)
     (metadata,) = (tmp_path / name).rglob(".zarray")
     metadata.unlink()
-    with pytest.raises(CheckpointError, match=r"there are arrays, but no|is missing"):
+    with pytest.raises(IncompleteCheckpointError, match="zarray"):
         checkpoints.restore_checkpoint(tmp_path / name, None)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.errors import CheckpointError, CorruptCheckpointError
-from flax_ckpt_compat.errors import IncompleteCheckpointError, UnrecognizedFormatError
+from flax_ckpt_compat.errors import UnrecognizedFormatError
 from tests.support.profiles import examples
 from tests.support.samples import fingerprint
 
@@ -122,14 +122,6 @@ def test_zero_bytes_asked_for_by_name(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="empty"):
             checkpoints.restore_checkpoint(*arguments)
     assert checkpoints.restore_checkpoint(tmp_path, None) is None
-
-
-def test_an_array_item_without_the_metadata_of_its_array(tmp_path: Path) -> None:
-    """A folder of chunks alone is an incomplete checkpoint."""
-    (tmp_path / "item/checkpoint").mkdir(parents=True)
-    (tmp_path / "item/checkpoint/0").write_bytes(bytes(32))
-    with pytest.raises(IncompleteCheckpointError, match="zarray"):
-        checkpoints.restore_checkpoint(tmp_path / "item", None)
 
 
 def test_an_array_item_without_step_metadata(tmp_path: Path) -> None:
