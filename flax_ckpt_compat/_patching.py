@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, cast
 
 _TARGET = "flax.training.checkpoints"
 _PACKAGE = "flax.training"
+# Private in Flax's module too; a stand-in offers them because evaluation scripts call them.
+_CALLED_PRIVATE_NAMES = ("_all_checkpoints", "_checkpoint_path", "_checkpoint_path_step")
 _ABSENT = object()
 _log = logging.getLogger("flax_ckpt_compat")
 
@@ -260,7 +262,8 @@ def _make_stand_in(module: types.ModuleType) -> None:
         del namespace[name]
     if module.__name__ == _TARGET:
         ours = importlib.import_module("flax_ckpt_compat.checkpoints")
-        namespace.update({name: vars(ours)[name] for name in ours.__all__}, __all__=list(ours.__all__))
+        names = [*ours.__all__, *_CALLED_PRIVATE_NAMES]
+        namespace.update({name: vars(ours)[name] for name in names}, __all__=list(ours.__all__))
         namespace["__doc__"] = ours.__doc__
         namespace["__getattr__"] = _missing_name
     with _State.lock:
@@ -270,7 +273,7 @@ def _make_stand_in(module: types.ModuleType) -> None:
 def _missing_name(name: str) -> Any:
     raise AttributeError(
         f"module {_TARGET!r} has no attribute {name!r}: Flax's own module is missing or cannot be imported, and"
-        " flax_ckpt_compat, which takes its place, has its public names only"
+        " flax_ckpt_compat, which takes its place, has none of that name"
     )
 
 

@@ -224,8 +224,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         >>> checkpoints.latest_checkpoint("runs")
         'runs/checkpoint_1'
     """
-    checkpoint_dir = listing.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
-    async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
+    checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = directory.latest(checkpoint_dir)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
 
@@ -248,8 +247,7 @@ def available_steps(
         >>> checkpoints.available_steps("runs")
         [1]
     """
-    checkpoint_dir = listing.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
-    async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
+    checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = []
     for entry in directory.available(checkpoint_dir):
         try:
@@ -285,3 +283,24 @@ def convert_pre_linen(params: PyTree) -> PyTree:
 
 def _directory(path: str | os.PathLike[str]) -> str:
     return paths.normal(paths.as_text(path))
+
+
+def _checkpoint_dir(ckpt_dir: str | os.PathLike[str], prefix: str) -> listing.CheckpointDir:
+    checkpoint_dir = listing.checkpoint_dir(paths.as_text(ckpt_dir), paths.as_text(prefix, "prefix"))
+    async_saves.wait_for_multiprocess_saves(checkpoint_dir.directory)
+    return checkpoint_dir
+
+
+# The rest is private in Flax's module too, but evaluation scripts call it.
+def _checkpoint_path(ckpt_dir: str, step: int | float | str, prefix: str = "checkpoint_") -> str:
+    return os.path.join(ckpt_dir, f"{prefix}{step}")
+
+
+def _checkpoint_path_step(path: str) -> float | None:
+    numbers = SIGNED_FLOAT_RE.findall(path)
+    return float(numbers[-1]) if numbers else None
+
+
+def _all_checkpoints(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[str]:
+    checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
+    return [os.path.join(checkpoint_dir.shown, entry.name) for entry in directory.all_of(checkpoint_dir)]

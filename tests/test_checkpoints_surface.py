@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat.errors import CheckpointError
 from tests.support.profiles import examples
+from tests.support.saves import use_flag
 
 FUNCTIONS = [
     "save_checkpoint",
@@ -121,6 +123,36 @@ def test_natural_sort(names: list[str], signed: bool) -> None:
 def test_safe_normpath(path: str) -> None:
     """Paths are normalised as Flax does."""
     assert ours.safe_normpath(path) == theirs.safe_normpath(path)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(path=TEXTS)
+@example(path="runs/1/checkpoint_-2.5e3")
+@example(path="checkpoint_best")
+def test_step_of_a_path(path: str) -> None:
+    """Evaluation scripts call Flax's ``_checkpoint_path_step``, and get what it returns."""
+    assert ours._checkpoint_path_step(path) == theirs._checkpoint_path_step(path)
+
+
+def test_path_of_a_step() -> None:
+    """They also call ``_checkpoint_path``, with numbers and with ``tmp``."""
+    for arguments in ((".", 3), ("a/", "tmp", "x_"), ("s3://b", 2.5), ("", 1e20, "")):
+        assert ours._checkpoint_path(*arguments) == theirs._checkpoint_path(*arguments)
+
+
+def test_paths_of_all_checkpoints(tmp_path: Path) -> None:
+    """``_all_checkpoints`` returns Flax's paths, without incomplete ones, and the latest step last."""
+    assert ours._all_checkpoints(tmp_path) == theirs._all_checkpoints(tmp_path) == []
+    assert ours._all_checkpoints(tmp_path / "absent") == []
+    for step, orbax in ((-1, False), (2.5, False), (9, True), (10, False)):
+        with use_flag(orbax):
+            ours.save_checkpoint(tmp_path, {"a": 1}, step, keep=9)
+    (tmp_path / "other_12").write_bytes(b"x")
+    assert ours._all_checkpoints(tmp_path) == theirs._all_checkpoints(tmp_path)
+    assert [path.rpartition("_")[2] for path in ours._all_checkpoints(tmp_path)] == ["-1", "2.5", "9", "10"]
+    (tmp_path / "checkpoint_10").rename(tmp_path / "checkpoint_best")
+    (tmp_path / "checkpoint_12").touch()  # cut off
+    assert [path.rpartition("_")[2] for path in ours._all_checkpoints(tmp_path)] == ["best", "-1", "2.5", "9"]
 
 
 MODULES = st.from_regex(r"(Conv|Dense|conv|Layer_1|x)(_\d{1,2})?", fullmatch=True)

@@ -288,7 +288,8 @@ def test_without_flax_own_module(tmp_path: Path, name: str) -> None:
         import flax.training.checkpoints
         assert flax.training.checkpoints is c is sys.modules["flax.training.checkpoints"]
         assert all(getattr(c, n) is getattr(ours, n) for n in ours.__all__), vars(c).keys()
-        assert not [n for n in vars(c) if not n.startswith("__") and n not in ours.__all__]
+        assert not [n for n in vars(c) if not n.startswith("_") and n not in ours.__all__]
+        assert c._checkpoint_path("a", "tmp", "x_") == "a/x_tmp" and c._checkpoint_path_step("a/x_12") == 12
         with flax_ckpt_compat.installed():
             pass
         flax_ckpt_compat.install()

@@ -235,6 +235,18 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
     return list_again_while_it_changes(checkpoint_dir.directory, look)
 
 
+def all_of(checkpoint_dir: CheckpointDir) -> list[Entry]:
+    """Return every checkpoint that is not incomplete, ``prefix + text`` first, so that the latest step comes last."""
+
+    def look(last: bool) -> list[Entry]:
+        found = [
+            classified for classified in everything_of(Directory(checkpoint_dir, tolerant=last)) if classified.counts
+        ]
+        return [classified.entry for classified in sorted(found, key=lambda one: one.entry.step is not None)]
+
+    return list_again_while_it_changes(checkpoint_dir.directory, look)
+
+
 def everything_of(directory: Directory) -> list[Classified]:
     """Return every checkpoint of one listing, the unfinished and foreign ones too: steps, then ``prefix + text``."""
     found = _classified_steps(directory) + [directory.classify(entry) for entry in directory.texts]
