@@ -90,8 +90,13 @@ def check_overlapping(sequence: list[dict[str, Any]]) -> None:
                 assert found == "InvalidCheckpointError", (value, call)
                 continue
             values[found] = value
-            _save(flax_checkpoints, _own(folder, call["prefix"]), call, value)
-            kept = {name for prefix in OVERLAPPING_PREFIXES for name in names(_own(folder, prefix))}
+            # Of a prefix that ends in a digit, Flax's keep_every_n_steps takes that for a part of the step.
+            _save(flax_checkpoints, _own(folder, call["prefix"]), call | {"prefix": "_"}, value)
+            kept = set[str]()
+            for prefix in OVERLAPPING_PREFIXES:
+                if prefix != call["prefix"] and found.startswith(prefix):  # another prefix has taken the name over
+                    Path(_own(folder, prefix), "_" + found.removeprefix(prefix)).unlink(missing_ok=True)
+                kept.update(prefix + name[1:] for name in names(_own(folder, prefix)))
             assert kept <= set(names(mine)), (value, call)
         _check_values(mine, values)
 
