@@ -15,7 +15,7 @@ from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
-from flax_ckpt_compat._core.errors import UnsupportedLeafError
+from flax_ckpt_compat._core.errors import StorageError, UnsupportedLeafError
 from flax_ckpt_compat._core.local.syncing import sync_directory, write_file
 from flax_ckpt_compat._core.storage_errors import translated, writing
 from flax_ckpt_compat._core.tree import Path, iter_leaves
@@ -25,6 +25,7 @@ from flax_ckpt_compat._save.request import write_options
 from flax_ckpt_compat._view import metadata
 
 _ROOT_METADATA = "metadata/_ROOT_METADATA"  # in a manager's directory, as Orbax 0.12.8 names it (measured)
+_FILES = ("msgpack", "safetensors")  # layouts of one file
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _V1 = "orbax.checkpoint.experimental.v1._src.handlers."
 # What Orbax 0.12.8 writes (measured): layout → handler of trees, handler of JSON.
@@ -93,10 +94,18 @@ def _finish_step(temporary: str, to: str, contents: Contents) -> None:
 
 def has_other_metadata(path: str, to: str, contents: Contents) -> bool:
     """Return whether a written checkpoint holds other custom metadata; compared as JSON, where NaN equals NaN."""
-    if to in ("msgpack", "safetensors"):
+    if to in _FILES:
         return False
     found, expected = metadata.read_step_metadata(path).get("custom_metadata"), contents.custom
     return json.dumps(found or {}, sort_keys=True) != json.dumps(expected, sort_keys=True)
+
+
+def check_kept(path: str, to: str) -> None:
+    """Raise StorageError if what is there is a file and the layout is a directory, or the reverse."""
+    if paths.isdir(path) == (to in _FILES):
+        found, expected = ("a directory", "a file") if to in _FILES else ("a file", "a directory")
+        message = f"{path} is {found} of another conversion, and {to!r} writes {expected}; pass another destination"
+        raise StorageError(message, path=path)
 
 
 def copy_root_metadata(jobs: Iterable[Job]) -> None:

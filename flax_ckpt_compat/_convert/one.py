@@ -69,6 +69,7 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
             raise StorageError(
                 f"{final} exists, and nothing is replaced; pass another destination, or resume (--resume)", path=final
             )
+        layouts.check_kept(final, job.to)
         if not job.dry_run:
             verify.verify(final, job.to, contents, progress)
         return "kept"

@@ -28,7 +28,7 @@ def load_name(name: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), 1)
-            hint = f"did you mean {near[0]}?" if near else f"it is in {getattr(found, '__file__', 'no file')}"
+            hint = f"did you mean {near[0]}?" if near else f"{module} is {getattr(found, '__file__', 'no file')}"
             raise SettingError(f"{name!r}: {module} has no {attribute}; {hint}")
         found = getattr(found, part)
     return found
@@ -51,11 +51,13 @@ def _refuse_file(name: str, module: str, attribute: str) -> None:
 def load_value(name: str) -> Any:
     """Return what ``module:name`` names, or the result of calling it if it is a function."""
     found = load_name(name)
-    if not callable(found):
-        return found
+    called = f"{name}()" if callable(found) else name
     try:
-        return found()
+        value = found() if callable(found) else found
     except Exception as error:
         raise SettingError(
-            f"{name}() raised {type(error).__name__}: {error}; it must take no arguments and return the state"
+            f"{called} raised {type(error).__name__}: {error}; it must take no arguments and return the state"
         ) from error
+    if value is None:  # a forgotten return: without a target every checkpoint fits
+        raise SettingError(f"{called} is None; it must {'return' if callable(found) else 'be'} the state")
+    return value

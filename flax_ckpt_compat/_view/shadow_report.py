@@ -103,5 +103,6 @@ def lines(report: ShadowReport) -> list[str]:
         ]
     lines += [f"{printable(record['name'])}: {printable(record['error'])}" for record in failed]
     if report.is_clean:
-        lines.append("Both formats hold the same values, bit for bit. To flip: FLAX_USE_ORBAX_CHECKPOINTING=true")
+        flag = "false" if compared[-1].get("format") == Format.ORBAX.value else "true"
+        lines.append(f"Both formats hold the same values, bit for bit. To flip: FLAX_USE_ORBAX_CHECKPOINTING={flag}")
     return lines

@@ -13,7 +13,7 @@ import click
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
-from flax_ckpt_compat._discovery import absence, detect, listing
+from flax_ckpt_compat._discovery import absence, detect, listing, nearby
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
 from ._commands import echo, print_json
@@ -62,7 +62,9 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursi
     absent = absence.of_checkpoints(checkpoint_dir, prefix)
     if recursive:
         return f"{absent}, and none is below it"
-    return str(absent) if absent.remedy else f"{absent}. {next_step(path, '; list them with --recursive')}".rstrip(" ")
+    if not absent.remedy:
+        return f"{absent}. {next_step(path, '; list them with --recursive')}".rstrip(" ")
+    return f"{absent}; --recursive lists all below it" if nearby.checkpoints_below(path) else str(absent)
 
 
 def _as_json(folder: Folder) -> list[dict[str, Any]]:

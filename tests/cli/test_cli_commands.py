@@ -162,6 +162,7 @@ def tree_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *(((name, "runs/a/checkpoint_3"), 2, "has checkpoint_1, checkpoint_2") for name in ("show", "verify", "plan")),
         *(((name, "runs"), 2, "there are checkpoints at ") for name in ("show", "plan")),
         (("ls", "runs"), 0, "there are checkpoints at "),
+        (("ls", "runs"), 0, "; --recursive lists all below it"),
         (("ls", "."), 0, "; list them with --recursive."),
         *(((name, "notes.zip"), 2, "a zipped directory: unpack that first") for name in ("show", "verify")),
         *(((name, "empty"), 2, "Pass a checkpoint, or a directory") for name in ("show", "verify", "plan")),

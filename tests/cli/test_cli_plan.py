@@ -23,6 +23,9 @@ def create_state():
 def without_data():
     raise RuntimeError("no data set here")
 
+def forgot_return():
+    create_state()
+
 RULES = [rules.rename("dense", "head")]
 """
 
@@ -69,6 +72,7 @@ def test_rules_of_the_project() -> None:
     [
         ("my_train:create_stat", "did you mean create_state?"),
         ("my_train:without_data", "my_train:without_data() raised RuntimeError: no data set here"),
+        ("my_train:forgot_return", "my_train:forgot_return() is None; it must return the state"),
         ("my_trian:create_state", "cannot import my_trian"),
         ("my_trian:create_state", "searched {cwd} and PYTHONPATH"),
         ("my_train", "expected module:name"),

@@ -221,6 +221,16 @@ def test_what_exists_is_refused_or_compared(tmp_path: Path) -> None:
     assert [result.status for result in caught.value.conversions] == ["kept", "failed"]
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(("there", "to"), [("orbax", "msgpack"), ("msgpack", "orbax")])
+def test_to_resume_refuses_another_format(tmp_path: Path, there: Any, to: Any, dry_run: bool) -> None:
+    """The same values in the other format are no result: who needs the format could not open them."""
+    flax_ckpt_compat.save(tmp_path / "src", {"w": np.ones(2)}, step=1, format="msgpack")
+    flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", there)
+    with pytest.raises(errors.ConversionError, match="of another conversion"):
+        flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", to, resume=True, dry_run=dry_run)
+
+
 @needs("orbax-checkpoint", 0, 11, 0, why="has no metadata of a user's own")
 @pytest.mark.parametrize("to", ["orbax", "manager"])
 def test_to_resume_compares_custom_metadata(tmp_path: Path, to: str) -> None:

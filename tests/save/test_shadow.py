@@ -144,14 +144,16 @@ def test_no_records(folder: str) -> None:
             shadow_report(folder)
 
 
-def test_command(folder: str, shadowed) -> None:
-    """The command's exit code tells whether the formats agree."""
+@pytest.mark.parametrize(("orbax", "flip"), [(False, "true"), (True, "false")])
+def test_command(folder: str, orbax: bool, flip: str, shadowed) -> None:
+    """The command's exit code tells whether the formats agree; the report says how to get the other format."""
 
     def report(*words: str) -> Result:
         return CliRunner().invoke(main, ["shadow-report", *words])
 
-    save(folder, 1, False)
+    save(folder, 1, orbax)
     shown = report(folder)
+    assert shown.stdout.endswith(f"To flip: FLAX_USE_ORBAX_CHECKPOINTING={flip}\n")
     assert shown.exit_code == 0 and shown.stdout.startswith("1 saves compared, 0 differ, 0 could not"), shown
     (record,) = json.loads(report(folder, "--json").stdout)
     assert record["differences"] == 0
