@@ -1,33 +1,29 @@
-"""Run async saves: Flax's AsyncManager, and a registry from which every failure is raised or logged."""
+"""Run async saves, and wait for them: Flax's AsyncManager; `background_saves` has those that run or failed."""
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
 import logging
-import math
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
 from flax_ckpt_compat._discovery import absence, listing, locating
+from flax_ckpt_compat._save import background_saves
+from flax_ckpt_compat._save.background_saves import BackgroundSave
 
 if TYPE_CHECKING:  # a listing of a directory loads this module, but not jax and flax
     from flax_ckpt_compat._save.request import SaveManager, SaveRequest
 
 _log = logging.getLogger("flax_ckpt_compat")
-# Changed by single operations only: with a lock, a signal handler that saves could wait for ever.
-_saves: list[_BackgroundSave] = []
 _QUEUED_SECONDS = 60.0  # how long a restore waits for a save that may be queued behind it
 _AT_EXIT_SECONDS = 1.0
 _managers: weakref.WeakSet[AsyncManager] = weakref.WeakSet()
-_raised: weakref.WeakSet[Future[Any]] = weakref.WeakSet()  # their failures, without their managers
 
 
 class AsyncManager:
@@ -72,35 +68,11 @@ class AsyncManager:
         return future
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _BackgroundSave:
-    """One background save that is running, or that failed and whose failure was not raised yet."""
-
-    directory: str  # real path of the checkpoint's directory
-    lookup_timeout: float | None  # seconds that look-ups wait for a multi-process save; None if they do not
-    task: thread_pools.Once
-    # Its outcome, which later calls raise; None if the manager has none: then only the manager can raise it.
-    future: Future[Any] | None = None
-    is_logged: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Return whether the save has ended, or was cancelled."""
-        return self.task.done if self.future is None else self.future.done()
-
-    def wait(self, timeout: float = math.inf) -> None:
-        """Wait until it has ended or was cancelled, at most so many seconds; run nothing."""
-        if self.future is None:
-            self.task.wait(timeout)
-        else:
-            thread_pools.wait(self.future, timeout)
-
-
 def start(
     manager: SaveManager, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
-    """Start a save with a manager, or in the foreground if its pool takes no tasks; see `_BackgroundSave`."""
-    save = _BackgroundSave(_key(directory), lookup_timeout, thread_pools.Once(_run, task))
+    """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
+    save = BackgroundSave(background_saves.real_path(directory), lookup_timeout, thread_pools.Once(_run, task))
     refusal = ""
     if _is_within(manager) or not thread_pools.pools_take_tasks():
         refusal = "none are taken within its tasks, or a call that a signal interrupted"
@@ -121,7 +93,7 @@ def start(
         future = getattr(manager, "save_future", None)
     save.future = future if isinstance(future, Future) else None
     if save.future is not None or lookup_timeout is not None:
-        _saves.append(save)
+        background_saves.add(save)
 
 
 def _run(task: Callable[[], Any]) -> None:
@@ -158,15 +130,16 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
     for directory in directories:
         checkpointer_adapter.wait_for_checkpointer(orbax_checkpointer, directory)
         wait_for_multiprocess_saves(directory)
-    running = [save for one in directories for save in _saves_into(one) if save.future is not None and not save.done]
+    saves = [save for one in directories for save in background_saves.saves_into(one)]
+    running = [save for save in saves if save.future is not None and not save.done]
     if running and isinstance(locating.find(ckpt_dir, None, prefix), absence.Absence):
         for save in running:
             _wait_for(save, _QUEUED_SECONDS)
     for directory in directories:
-        raise_failures(directory)
+        background_saves.raise_failures(directory)
 
 
-def _wait_for(save: _BackgroundSave, until_begun: float) -> None:
+def _wait_for(save: BackgroundSave, until_begun: float) -> None:
     """Wait until a save has ended, unless this thread runs it; for one that has not begun, so many seconds."""
     if not save.task.runs_here:
         save.wait(until_begun)
@@ -178,7 +151,7 @@ def wait_for_multiprocess_saves(directory: str) -> None:
     """Wait for this process's multi-process background saves into a directory, before every look-up in it.
 
     Processes that called the same saves then find the same checkpoints. Wait for no other process; raise no failure."""
-    for save in _saves_into(directory):
+    for save in background_saves.saves_into(directory):
         if save.lookup_timeout is not None and not save.task.runs_here:
             save.wait(save.lookup_timeout)
 
@@ -209,13 +182,13 @@ def _is_within(manager: Any) -> bool:
 def _raise_failure(manager: Any, future: Future[Any]) -> None:
     """Wait for a manager's save and raise its failure, once: not if another thread did meanwhile."""
     thread_pools.wait(future)
-    if _forget(manager, future) and future not in _raised:
+    if _forget(manager, future) and not background_saves.was_raised(future):
         future.result()
 
 
 def _forget(manager: Any, future: Future[Any]) -> bool:
     """Forget a save whose failure is raised now; return False if it was already."""
-    _mark_seen(future)
+    background_saves.mark_seen(future)
     if manager.save_future is not future:
         return False
     manager.save_future = None
@@ -224,60 +197,21 @@ def _forget(manager: Any, future: Future[Any]) -> bool:
 
 def wait_for_async_saves(directory: str) -> None:
     """Wait for every background save into a directory; raise the failure of the first one that failed."""
-    for save in _saves_into(directory):
+    for save in background_saves.saves_into(directory):
         # A manager without a future may never run its task.
         if save.future is not None and not save.task.runs_here:
             save.wait()
-    raise_failures(directory)
+    background_saves.raise_failures(directory)
 
 
-def raise_failures(directory: str) -> None:
-    """Raise the first failure of a background save into this directory that was not raised yet; never wait."""
-    for save in _saves_into(directory):
-        if save.future is not None and save.future.done():
-            _drop(save)
-            _raised.add(save.future)
-            save.future.result()
-
-
-def _key(directory: str) -> str:
-    return paths.storage_of(directory).resolve(directory)
-
-
-def _saves_into(directory: str) -> list[_BackgroundSave]:
-    if not _saves:
-        return []
-    try:
-        key = _key(directory)
-    except ValueError:  # no directory can have this name
-        return []
-    for save in list(_saves):
-        if save.future is None and save.done:
-            _drop(save)
-    return [save for save in list(_saves) if save.directory == key]
-
-
-def _mark_seen(future: Future[Any]) -> None:
-    for save in list(_saves):
-        if save.future is future:
-            _drop(save)
-
-
-def _drop(save: _BackgroundSave) -> None:
-    with suppress(ValueError):  # another thread did
-        _saves.remove(save)
-
-
-def _clear_after_fork() -> None:
-    # The threads of these saves exist in the parent only: waiting for them here would never end, nor would tasks that
-    # a pool queues for them.
-    _saves.clear()
+def _start_after_fork() -> None:
+    # The threads of their pools exist in the parent only: tasks that these queue for them would never run here.
     for manager in list(_managers):
         manager._start()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_clear_after_fork)
+if hasattr(os, "register_at_fork"):  # after `background_saves`, which forgets the parent's saves
+    os.register_at_fork(after_in_child=_start_after_fork)
 
 
 def _finish_saves() -> None:
@@ -285,25 +219,11 @@ def _finish_saves() -> None:
     for manager in list(_managers):
         with suppress(Exception):  # the interpreter would not wait for other saves; a program may set the executor
             manager.executor.shutdown(wait=False)
-    for save in list(_saves):
+    for save in background_saves.all_saves():
         if save.future is not None:
             _wait_for(save, _AT_EXIT_SECONDS)
-    _log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
+    background_saves.log_failures(running=False)  # now, as processes that multiprocessing forks call no exit handlers
 
 
 with suppress(AttributeError, RuntimeError):  # it is called before threads are waited for; too late at the exit
     threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
-
-
-@atexit.register
-def _log_failures(*, running: bool = True) -> None:
-    # At the exit, the interpreter has joined all pools, unless Ctrl-C interrupted it.
-    for save in list(_saves):
-        error: BaseException | None = None
-        if save.future is not None and save.done:
-            error = CancelledError("cancelled") if save.future.cancelled() else save.future.exception()
-        elif save.future is not None and running:
-            error = RuntimeError("it has not ended before the interpreter does")
-        if error is not None and not save.is_logged:
-            save.is_logged = True
-            _log.error("A background save of a checkpoint into %s failed: %r", save.directory, error, exc_info=error)

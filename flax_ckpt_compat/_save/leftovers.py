@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
-from flax_ckpt_compat._core.object_store import commit
+from flax_ckpt_compat._core.object_store import removal
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import absence, below, detect
@@ -45,7 +45,7 @@ def remove(leftover: Leftover) -> bool:
 def _remove(folder: str, name: str) -> None:
     path = os.path.join(folder, name)
     if paths.is_url(folder):
-        commit.remove_stale(folder, [name])
+        removal.remove_stale(folder, [name])
     elif temporaries.is_temporary(name):
         atomic.remove_stale(folder, [name])
     elif name.endswith(steps.ARRAYS_POSTFIX) and name not in _FLAX_TEMPORARIES:
@@ -104,9 +104,9 @@ def _is_orphan(folder: str) -> bool:
 
 
 def _in_store(folder: str) -> Iterator[Leftover]:
-    for name in commit.stale_names(folder):
+    for name in removal.stale_names(folder):
         path = f"{folder}/{name}"
-        is_whole = commit.is_removed_whole(folder, name)
+        is_whole = removal.is_removed_whole(folder, name)
         what = "unfinished upload" if is_whole else "what an unfinished upload left in a complete checkpoint"
         yield Leftover(path, what, _size(path))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flax_ckpt_compat import checkpoints, errors, restore, save
-from flax_ckpt_compat._core.object_store import commit, replace_directory
+from flax_ckpt_compat._core.object_store import removal, replace_directory
 from tests.support.saves import tree, use_flag
 from tests.support.store_places import BY_TURNS, AnyBucket
 
@@ -16,7 +16,7 @@ from tests.support.store_places import BY_TURNS, AnyBucket
 @pytest.mark.parametrize(("any_bucket", "format"), BY_TURNS, indirect=["any_bucket"])
 def test_something_is_left(any_bucket: AnyBucket, format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that overwrites an older step removes the newest, whose writer removes that older step meanwhile."""
-    root, discard, evicted = f"{any_bucket.url}/run", commit.discard, []
+    root, discard, evicted = f"{any_bucket.url}/run", removal.discard, []
 
     def with_the_other_writer(url: str) -> None:
         discard(url)
@@ -26,7 +26,7 @@ def test_something_is_left(any_bucket: AnyBucket, format: Any, monkeypatch: pyte
 
     with use_flag(format == "orbax"):
         checkpoints.save_checkpoint(root, tree(9), 9)
-        monkeypatch.setattr(commit, "discard", with_the_other_writer)
+        monkeypatch.setattr(removal, "discard", with_the_other_writer)
         checkpoints.save_checkpoint(root, tree(5), 5, overwrite=True)
     assert evicted and checkpoints.available_steps(root) == [5]
     assert checkpoints.restore_checkpoint(root, None)["n"] == 5
@@ -41,7 +41,7 @@ def test_a_writer_that_lost_leaves_nothing(any_bucket: AnyBucket, format: Any, m
         with ThreadPoolExecutor() as pool:
             pool.submit(save, path, tree(2), format="msgpack", overwrite=True).result()
             if format == "orbax":  # the other writer removes what it saved, too
-                pool.submit(commit.discard, path).result()
+                pool.submit(removal.discard, path).result()
         upload_all(*arguments, **options)
 
     monkeypatch.setattr(replace_directory, "upload_all", late)

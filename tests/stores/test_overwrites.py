@@ -17,7 +17,7 @@ import pytest
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import commit, replace_directory, visible_objects
+from flax_ckpt_compat._core.object_store import removal, replace_directory, visible_objects
 from tests.stores.test_rules_crash import kill_at
 from tests.support import s3
 from tests.support.s3 import Bucket
@@ -162,7 +162,7 @@ def test_what_a_dead_writer_left_is_completed_after_a_day(any_bucket: AnyBucket,
                 pass
         found = check(root, 3, 9)
         aged(any_bucket, folder)
-        commit.remove_stale(root)
+        removal.remove_stale(root)
         assert check(root, found) == found
         assert not [key for key in any_bucket.keys(folder) if "_begun" in key or "_next" in key]
         assert f"{folder}/commit_success.txt" in any_bucket.keys(folder)
@@ -194,7 +194,7 @@ def test_a_removal_of_what_was_being_replaced(sign: str, bucket: Bucket) -> None
             bucket.delete(f"run{number}/checkpoint_3/commit_success.txt")
         assert ours.available_steps(root) == [3]
         with bucket.proxy.failing(from_change(number)), pytest.raises(errors.StorageError):
-            commit.discard(f"{root}/checkpoint_3")
+            removal.discard(f"{root}/checkpoint_3")
         there = bool(ours.available_steps(root))
         assert there == (number < (2 if "_next" in sign else 3))
         flax_ckpt_compat.save(root, state(4), step=3, format="orbax", overwrite=True)
@@ -209,7 +209,7 @@ def test_a_removal_of_an_object_and_a_folder_of_one_name(any_bucket: AnyBucket) 
     any_bucket.put("run/checkpoint_3", b"\x81\xa1n\x01")
     assert flax_ckpt_compat.restore(root)["n"] == 3
     any_bucket.proxy.log.clear()
-    commit.discard(f"{root}/checkpoint_3")
+    removal.discard(f"{root}/checkpoint_3")
     deleted = [asked.path.partition("?")[0] for asked in any_bucket.proxy.log if asked.method == "DELETE"]
     assert deleted[0].endswith("checkpoint_3") and len(deleted) > 5
     assert any_bucket.keys("run/") == []
@@ -284,7 +284,7 @@ def test_the_sign_of_a_finished_replacement_stays_longest(any_bucket: AnyBucket)
         else:
             flax_ckpt_compat.save(root, state(4), step=4, format="orbax", keep=1)
             assert {key.split("/")[1] for key in any_bucket.keys("run/")} == {"checkpoint_4"}
-            commit.discard(f"{root}/checkpoint_4")
+            removal.discard(f"{root}/checkpoint_4")
 
 
 def test_only_checkpoints_are_replaced_however_late_they_come(any_bucket: AnyBucket) -> None:

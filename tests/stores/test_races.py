@@ -14,7 +14,7 @@ import pytest
 
 import flax_ckpt_compat
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._core.object_store import client, commit, lease, multiprocess, uploads
+from flax_ckpt_compat._core.object_store import client, commit, lease, multiprocess, removal, uploads
 from tests.support.gs import GsBucket
 from tests.support.s3 import Bucket
 from tests.support.saves import start_python
@@ -434,7 +434,7 @@ def test_a_removal_spares_a_newer_object(replaces: bool, gs_bucket: GsBucket) ->
         if replaces:
             flax_ckpt_compat.save(f"{gs_bucket.url}/run/c", {"n": 3}, format="orbax", overwrite=True)
         else:
-            commit.discard(f"{gs_bucket.url}/run/c")
+            removal.discard(f"{gs_bucket.url}/run/c")
     assert gs_bucket.get("run/c") == b"\x81\xa1n\x02"
 
 

@@ -1,14 +1,13 @@
-"""Publish and remove checkpoints in object stores, which have no rename.
+"""Publish checkpoints in object stores, which have no rename.
 
 A msgpack checkpoint is one object, which appears whole or not at all. A directory is uploaded in this order: a marker,
 all files, ``commit_success.txt`` (which Orbax too writes last in stores); then the marker is removed. With a marker and
-without the commit file it is incomplete. Removal runs the other way round. An object and a folder may share a name for
-a moment: the folder counts once it is committed.
+without the commit file it is incomplete. `removal` runs the other way round. An object and a folder may share a name
+for a moment: the folder counts once it is committed.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 import stat
@@ -20,14 +19,12 @@ from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.local.listing import files_below
 from flax_ckpt_compat._core.object_store import client, replace_directory, thread_cache, uploads, visible_objects
-from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_expired, tag_of
+from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_expired
 from flax_ckpt_compat._core.object_store.lease import is_marker as is_marker
-from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST, ZARR2_CHUNK, ZARR2_METADATA
+from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import at_once
-
-_log = logging.getLogger("flax_ckpt_compat")
 
 
 def is_unfinished(names: Iterable[str]) -> bool:
@@ -217,92 +214,3 @@ def arrays_among(keys: Collection[str]) -> list[str]:
         for key, folder, name in parts
         if folder in folders and (name == ZARR2_METADATA or ZARR2_CHUNK.fullmatch(name))
     ]
-
-
-def discard(url: str) -> None:
-    """Remove a checkpoint; at no moment is a partly removed one complete."""
-    inside = client.known_keys(url)
-    if inside is None:
-        found, inside = at_once(lambda: client.version(url), lambda: client.fresh_keys(url))
-    else:
-        found = client.version(url) if client.is_object(url) else client.NO_OBJECT
-    # The object first: it must not reappear when the folder that replaced it is gone.
-    if found != client.NO_OBJECT:
-        client.delete_version(url, found)
-    if inside:
-        _remove_folder(url, inside)
-
-
-def _remove_folder(url: str, initial: Collection[str] | None = None) -> None:
-    lease = WriteLease(url, initial=initial)
-    with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
-        lease.clear()
-        lease.release()
-
-
-def stale_names(directory: str) -> dict[str, list[str]]:
-    """Return the folders in which dead writers left something and none writes, each with their markers."""
-    with client.listing_cache(directory):
-        there = {name: client.keys(f"{directory}/{name}") for name in client.names(directory)}
-    found = {}
-    for name, inside in there.items():
-        markers = list(filter(is_marker, inside))
-        main = name.removesuffix(ARRAYS_POSTFIX)
-        # Only the msgpack file knows which arrays beside it are in use; the rest is removed with it.
-        if markers and all(map(is_expired, markers)) and (main == name or main not in there):
-            found[name] = markers
-    return found
-
-
-def is_removed_whole(directory: str, name: str) -> bool:
-    """Return whether `remove_stale` removes all of a folder, not what dead writers left in a checkpoint."""
-    return name.endswith(ARRAYS_POSTFIX) or is_unfinished(client.keys(f"{directory}/{name}"))
-
-
-def remove_stale(directory: str, names: Collection[str] | None = None) -> list[str]:
-    """Remove what dead writers left in a folder of checkpoints, or in these of it; return names of removed folders."""
-    removed = []
-    for name, markers in stale_names(directory).items():
-        if names is not None and name not in names:
-            continue
-        _log.info("Removing what an interrupted save left at %s/%s", directory, name)
-        try:
-            if is_removed_whole(directory, name):
-                _remove_folder(f"{directory}/{name}")
-                removed.append(name)
-            else:
-                _remove_leftovers(f"{directory}/{name}", markers)
-        except StorageError as error:
-            if names is not None:
-                raise
-            # It must not prevent a save.
-            _log.warning("Cannot remove what an interrupted save left at %s/%s: %s", directory, name, error)
-    return removed
-
-
-def _remove_leftovers(url: str, markers: Collection[str]) -> None:
-    """Remove from a committed checkpoint an unfinished replacement, or the marker of its own writer."""
-    inside = client.fresh_keys(url)
-    if visible_objects.current_folder(inside) is not None:
-        staged = staging_path(url)
-        try:
-            replace_directory.resume(url, staged)
-        except ConcurrentWriteError:
-            pass
-        finally:
-            atomic.remove_temporary(staged)
-        return
-    try:
-        committed = client.read(f"{url}/{COMMIT_FILE}")
-    except FileNotFoundError:  # another process has just begun to remove it
-        return
-    for marker in markers:
-        tag, following = tag_of(marker), visible_objects.next_name(marker)
-        leftovers = {key for key in inside if key.startswith(f"{following}/")}
-        if tag.encode() not in committed:
-            leftovers.update(key for key in inside if tag + "/" in key[: key.find("/") + 1])
-            leftovers.update(
-                replace_directory.data_names(url, following) if f"{following}/{NEXT_DATA_LIST}" in inside else ()
-            )
-        client.delete_all(f"{url}/{key}" for key in leftovers.intersection(inside))
-    client.delete_all(f"{url}/{marker}" for marker in markers)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import client, commit, prefetching, retrying, thread_cache, uploads
+from flax_ckpt_compat._core.object_store import client, commit, prefetching, removal, retrying, thread_cache, uploads
 from flax_ckpt_compat._core.storage_errors import not_found
 
 _MAX_KEY, _MAX_INSIDE = 1024, 128  # bytes that stores take, and of the names of a checkpoint's files
@@ -33,7 +33,7 @@ class ObjectStorage:
     prefetch_contents = staticmethod(prefetching.prefetch_contents)
     why_unfinished = staticmethod(commit.why_unfinished)
     temporary_path = staticmethod(commit.staging_path)
-    prepare_directory = staticmethod(commit.remove_stale)
+    prepare_directory = staticmethod(removal.remove_stale)
     kvstore = staticmethod(client.spec)
 
     def context(self) -> Any:
@@ -89,7 +89,7 @@ class ObjectStorage:
         failures = {}
         for path in doomed:
             try:
-                commit.discard(path)
+                removal.discard(path)
             except StorageError as error:
                 failures[path] = error
         return failures
