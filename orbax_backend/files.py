@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, syncing
 from flax_ckpt_compat._core.local.contained import ContainedFiles, stays_inside
-from flax_ckpt_compat._core.object_store.retrying import replaced_context_after_timeout
+from flax_ckpt_compat._core.object_store.retrying import replaced_context_after_failure
 from flax_ckpt_compat._core.storage_errors import store_errors, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
@@ -144,5 +144,5 @@ def wait(path: str, future: Any, nbytes: int = 0) -> Any:
     """Return the result of a TensorStore future about ``path``; a store must answer in time, with our errors."""
     if not paths.is_url(path):
         return future.result()
-    with store_errors(path), replaced_context_after_timeout():
+    with store_errors(path), replaced_context_after_failure():
         return future.result(timeout=_TIMEOUT + nbytes / _SLOWEST_RATE)

@@ -27,6 +27,7 @@ _REMEDIES = {
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 _TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_REFUSED_CODES = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _MARGIN = 2**20  # bytes
 _EXHAUSTED = "retry attempts failed"  # TensorStore has tried often enough
 # S3 refuses bytes that do not have the SHA-256 with which TensorStore signs each upload.
@@ -37,10 +38,12 @@ _STATUS = re.compile(r"http_response_code='(\d+)'")
 # Statuses of an object, and not of the store: it exists, is missing, or is shorter.
 _OBJECT_STATUSES = ("", "200", "206", "404", "412", "416")
 _EXPIRED = re.compile(r"Expired|InvalidToken|TokenRefreshRequired|Invalid Credentials|invalid_grant")
+_UNKNOWN = "Unknown"  # the reason of a response to HEAD, which has no text
 _STATUS_OF_CODE = {"NOT_FOUND": "404", "UNAUTHENTICATED": "401"}
 _ENDPOINT_SETTINGS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}
 _CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (for SSO, see `aws configure "
+    "export-credentials`)",
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
 }
 
@@ -170,6 +173,17 @@ def is_transient(error: Exception) -> bool:
     return code_of(error) in _TRANSIENT_CODES and _EXHAUSTED not in str(error)
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether a store refused a request for its credentials."""
+    return code_of(error) in _REFUSED_CODES or has_expired(error)
+
+
+def has_expired(error: Exception) -> bool:
+    """Return whether a store says that the credentials have expired; S3's answer to HEAD is HTTP 400 without a word."""
+    text = str(error)
+    return bool(_EXPIRED.search(text)) or (text.startswith(_UNKNOWN) and _status_of(text) == "400")
+
+
 @contextmanager
 def store_errors(path: str) -> Iterator[None]:
     """Translate errors of the store or the network, below a URL; pass on those of the stored data, and local ones."""
@@ -185,7 +199,7 @@ def store_errors(path: str) -> Iterator[None]:
 
 def is_store_error(error: Exception) -> bool:
     """Return whether TensorStore's error is of the store or the network, and not of the stored data."""
-    known = code_of(error) in (*_TRANSIENT_CODES, "PERMISSION_DENIED", "UNAUTHENTICATED")
+    known = code_of(error) in (*_TRANSIENT_CODES, *_REFUSED_CODES)
     return known or _status_of(str(error)) not in _OBJECT_STATUSES
 
 
@@ -209,7 +223,7 @@ def translate_error(url: str, operation: str, error: Exception) -> Exception:
     if isinstance(error, TimeoutError):
         return store_error(url, operation, "it did not answer in time", "")
     status, reason = _status_of(text), text.partition(" [")[0][:300]
-    if reason.endswith("Unknown") and status:  # a response to HEAD has no text
+    if reason.endswith(_UNKNOWN) and status:
         reason = f"the store answered HTTP {status} and gave no reason"
     return store_error(url, operation, reason, f"{text} {_STATUS_OF_CODE.get(code, status)}")
 
@@ -230,7 +244,7 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
         return f"{bucket!r} cannot be the name of a bucket ({rule}): correct the URL, {scheme}://bucket/folder"
     if re.search("Invalid (S3|GCS) object name", codes):
         return "no object can have this name: change the directory, prefix or step"
-    if "etag not found" in codes:
+    if re.search("etag not found|Malformed List response", codes):
         return f"this is no answer of a store: check the proxy before it, and {_ENDPOINT_SETTINGS[scheme]}"
     if "NoSuchBucket" in codes or last == "404":
         return f"there is no bucket {bucket!r}, or not at this endpoint: create it, or correct the URL"
@@ -244,10 +258,15 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
         return "the bytes were changed in transit, several times: check the proxy before the store, and this machine"
     if last == "403" or "AccessDenied" in codes:
         return f"there are no credentials, or they do not permit this in the bucket {bucket!r}: {_CREDENTIALS[scheme]}"
+    if "peer certificate" in codes:
+        return "set TENSORSTORE_CA_BUNDLE to the file with the certificate of its authority, or correct the endpoint"
     if "is not registered" in codes:
         return "this build of tensorstore has no driver for it: pip install --upgrade 'tensorstore>=0.1.86'"
     if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:
         return f"the bucket {bucket!r} is in another region, or at another endpoint: set {_ENDPOINT_SETTINGS[scheme]}"
+    if last == "400" and codes.startswith(_UNKNOWN):
+        settings = _ENDPOINT_SETTINGS[scheme]
+        return f"the credentials may have expired: renew them; or the bucket is in another region: set {settings}"
     if last.isdigit() and last.startswith("4"):
         return f"the store refused the request: check the URL, the credentials and {_ENDPOINT_SETTINGS[scheme]}"
     return "check the network and the endpoint" + (" (AWS_ENDPOINT_URL)" if scheme == "s3" else "") + ", and try again"

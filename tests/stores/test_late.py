@@ -207,7 +207,7 @@ def test_a_new_context_within_a_conditional_write(any_bucket: AnyBucket, monkeyp
     there = client.version(url)
 
     def later(*arguments: Any) -> Any:
-        with pytest.raises(TimeoutError), retrying.replaced_context_after_timeout():
+        with pytest.raises(TimeoutError), retrying.replaced_context_after_failure():
             raise TimeoutError
         client.write(url, b"newer")
         return as_array(*arguments)

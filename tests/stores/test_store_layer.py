@@ -309,11 +309,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr(retrying, "_RETRIES", {"max_retries": 2, "initial_delay": "10ms", "max_delay": "20ms"})
         patched.setattr(retrying, "_TIMEOUT", 0.3)
         patched.setattr(retrying, "_ATTEMPTS", 2)
-        for cached in (retrying.context, retrying.open_bucket):
-            cached.cache_clear()
+        retrying.renew_context()
         yield
-    for cached in (retrying.context, retrying.open_bucket):
-        cached.cache_clear()
+    retrying.renew_context()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -5,6 +5,7 @@ What differs between the schemes is in the modules `s3` and `gs`.
 Requests are retried in two layers: by TensorStore itself (`_RETRIES`), and by `retry`, if the error is one that
 `storage_errors.is_transient` accepts: a timeout or a code such as UNAVAILABLE, but not that TensorStore's retries ran
 out. `gs` sends its requests to the JSON API through `retry` alone; 408, 429 and 5xx become its `_TransientError`.
+Where the credentials of ``s3://`` have expired, a request is sent once more, with those that are there by then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
+from flax_ckpt_compat._core.object_store import credentials
 from flax_ckpt_compat._core.signal_handlers import is_of_handler
 
 _log = logging.getLogger("flax_ckpt_compat")
@@ -62,41 +64,50 @@ def key_of(url: str) -> str:
     return split(url)[2]
 
 
-@functools.cache
 def context() -> Any:
     """Return the TensorStore context that all requests share."""
+    return _context(credentials.variables())
+
+
+@functools.lru_cache(maxsize=1)
+def _context(variables: tuple[str | None, ...]) -> Any:  # noqa: ARG001  (with other ones it is another context)
     ts = load_tensorstore()  # heavy, and needed for stores alone
 
+    if "byte_range" not in (ts.KvStore.read.__doc__ or ""):
+        raise StorageError(
+            "object stores need a newer TensorStore, which reads parts of objects (0.1.86 does); "
+            "pip install -U tensorstore"
+        )
     retries = {"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES}
-    return ts.Context({**retries, "s3_request_concurrency": _AT_ONCE, "gcs_request_concurrency": _AT_ONCE})
+    at_once = {"s3_request_concurrency": _AT_ONCE, "gcs_request_concurrency": _AT_ONCE}
+    return ts.Context({**retries, **at_once, "aws_credentials": credentials.aws_credentials()})
+
+
+def renew_context() -> None:
+    """Make later requests in a new context."""
+    _context.cache_clear()
+    open_bucket.cache_clear()
 
 
 @contextmanager
-def replaced_context_after_timeout() -> Iterator[None]:
-    """After a timeout, make requests in a new context.
+def replaced_context_after_failure() -> Iterator[None]:
+    """After a timeout or a refusal, make requests in a new context.
 
     A request that gets no answer keeps its place among those at once, also when cancelled: 32 of them, and nothing is
-    sent any more (TensorStore 0.1.86, measured).
+    sent any more. Files with credentials are read once for each context (TensorStore 0.1.86, measured).
     """
     try:
         yield
-    except TimeoutError:
-        context.cache_clear()
-        open_bucket.cache_clear()
+    except storage_errors.TENSORSTORE_ERRORS as error:
+        if isinstance(error, TimeoutError) or storage_errors.is_refusal(error):
+            renew_context()
         raise
 
 
 @functools.lru_cache(maxsize=64)
 def open_bucket(items: tuple[tuple[str, Any], ...], context: Any) -> Any:
     """Open a bucket, by the items of its spec, as a TensorStore ``KvStore``."""
-    ts = load_tensorstore()
-
-    if "byte_range" not in (ts.KvStore.read.__doc__ or ""):
-        raise StorageError(
-            f"object stores need a newer TensorStore, which reads parts of objects (0.1.86 does), to reach "
-            f"{items[1][1]}; pip install -U tensorstore"
-        )
-    return ts.KvStore.open(dict(items), context=context).result()
+    return load_tensorstore().KvStore.open(dict(items), context=context).result()
 
 
 def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0) -> Any:
@@ -105,10 +116,11 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
     ``request`` starts it and returns TensorStore's future, ``operation`` completes "could not be …", and ``nbytes`` to
     transfer extend the timeout."""
     use_tensorstore(url)
+    was_expired = False
     for trial in range(_ATTEMPTS):
         future = None
         try:
-            with replaced_context_after_timeout():
+            with replaced_context_after_failure():
                 future = request()
                 return future.result(timeout=_TIMEOUT + nbytes / _MIN_RATE)
         except BaseException as error:
@@ -116,7 +128,9 @@ def retry(url: str, operation: str, request: Callable[[], Any], nbytes: int = 0)
                 future.cancel()  # else it might still take effect, after later requests
             if not isinstance(error, storage_errors.TENSORSTORE_ERRORS) or is_of_handler(error):  # such as Ctrl-C
                 raise
-            if not storage_errors.is_transient(error) or trial + 1 == _ATTEMPTS:
+            renewable = not was_expired and split(url)[0] == "s3" and storage_errors.has_expired(error)
+            was_expired |= renewable
+            if trial + 1 == _ATTEMPTS or not (renewable or storage_errors.is_transient(error)):
                 raise storage_errors.translate_error(url, operation, error) from error
             pause = _FIRST_PAUSE * 2**trial * random.uniform(0.5, 1)  # noqa: S311  (spreads out those that wait)
             _log.info("%s could not be %s, trying again in %.1f s: %s", url, operation, pause, error)

@@ -1,0 +1,137 @@
+"""Where the credentials of s3:// come from, and what happens once they have expired."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flax_ckpt_compat
+from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat._core import storage_errors
+from flax_ckpt_compat.errors import StorageError
+from tests.support.s3 import Answer, Bucket
+
+_KEY = re.compile("Credential=([^/]+)/")
+_EXPIRED = (
+    400,
+    [("Content-Type", "application/xml")],
+    b"<Error><Code>ExpiredToken</Code><Message>Old.</Message></Error>",
+)
+
+
+def profile(name: str, key: str) -> str:
+    """A part of AWS's file of credentials."""
+    return f"[{name}]\naws_access_key_id = {key}\naws_secret_access_key = secret\n"
+
+
+@pytest.fixture
+def file(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's file of credentials, which are in no variable."""
+    del bucket  # first it sets variables
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_DEFAULT_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    return tmp_path / "credentials"
+
+
+@pytest.fixture
+def keys(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys with which requests are signed; one that begins with "OLD" has expired."""
+    store, seen = bucket.proxy.store, list[str]()
+
+    def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        signed = {name.lower(): value for name, value in headers.items()}.get("authorization", "")
+        found = _KEY.search(signed)
+        seen.append(found[1] if found else "")
+        if seen[-1].startswith("OLD"):
+            return *_EXPIRED[:2], b"" if method == "HEAD" else _EXPIRED[2]
+        return store(method, path, headers, body)
+
+    monkeypatch.setattr(bucket.proxy, "store", answer)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "DEFAULT"),
+        ({"AWS_PROFILE": "team"}, "TEAM"),
+        ({"AWS_DEFAULT_PROFILE": "team"}, "TEAM"),
+        ({"AWS_PROFILE": "team", "AWS_ACCESS_KEY_ID": "OWN", "AWS_SECRET_ACCESS_KEY": "secret"}, "OWN"),
+    ],
+)
+def test_a_profile(
+    variables: dict[str, str], expected: str, bucket: Bucket, file: Path, keys: list[str], monkeypatch: Any
+) -> None:
+    """Requests are signed with its key, as those of the AWS tools; TensorStore alone would not sign them."""
+    file.write_text(profile("default", "DEFAULT") + profile("team", "TEAM"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ours.available_steps(f"{bucket.url}/run") == []
+    assert set(keys) == {expected}
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_file_that_was_renewed(
+    format: Any, bucket: Bucket, file: Path, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another program writes into it once the first key has expired counts from the next request on."""
+    file.write_text(profile("default", "FIRST"))
+    url = f"{bucket.url}/run"
+    flax_ckpt_compat.save(url, {"a": 1}, step=1, format=format)
+    store = bucket.proxy.store
+
+    def expire(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        if "FIRST" not in str(headers):
+            return store(method, path, headers, body)
+        file.write_text(profile("default", "SECOND"))
+        keys.append("refused")
+        return *_EXPIRED[:2], b"" if method == "HEAD" else _EXPIRED[2]
+
+    monkeypatch.setattr(bucket.proxy, "store", expire)
+    keys.clear()
+    flax_ckpt_compat.save(url, {"a": 2}, step=2, format=format)
+    assert flax_ckpt_compat.restore(url, {"a": 0}) == {"a": 2}
+    assert set(keys) == {"refused", "SECOND"}
+
+
+def test_variables_that_are_set_anew(bucket: Bucket, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count in the same process, as in a notebook."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "OLD")
+    with pytest.raises(StorageError, match="credentials have expired or are not valid: renew them"):
+        ours.available_steps(f"{bucket.url}/run")
+    assert keys == ["OLD", "OLD"]  # once more, in case that a file was renewed
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "NEW")
+    assert ours.available_steps(f"{bucket.url}/run") == []
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_answers_without_a_word(format: Any, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A HEAD with an expired key is answered HTTP 400 and nothing else; so is one for another region."""
+    store = bucket.proxy.store
+    monkeypatch.setattr(
+        bucket.proxy,
+        "store",
+        lambda method, *rest: (400, [], b"") if method == "HEAD" else store(method, *rest),
+    )
+    with pytest.raises(StorageError, match=r"credentials may have expired: renew them; or .* region: set AWS_REGION"):
+        flax_ckpt_compat.save(f"{bucket.url}/run", {"a": 1}, step=1, format=format)
+    assert ours.available_steps(f"{bucket.url}/run") == []
+
+
+@pytest.mark.parametrize(
+    ("told", "remedy"),
+    [
+        ("Malformed List response: missing <ListBucketResult>", "no answer of a store: check the proxy"),
+        ("UNKNOWN: CURL error SSL peer certificate or SSH remote key was not OK", "set TENSORSTORE_CA_BUNDLE"),
+    ],
+)
+def test_what_lies_between(told: str, remedy: str) -> None:
+    """The error names the proxy, or the certificate, and not credentials."""
+    translate: Callable[..., Exception] = storage_errors.translate_error
+    assert remedy in str(translate("s3://bucket/run", "listed", ValueError(told)))
