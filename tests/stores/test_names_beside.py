@@ -70,5 +70,5 @@ def test_what_a_store_does_not_let_go(any_bucket: AnyBucket, format: Any, caplog
         caplog.at_level(logging.WARNING),
     ):
         flax_ckpt_compat.save(root, tree(2), step=2, format=format)
-    assert "Cannot remove what an interrupted save left" in caplog.text
+    assert f"Cannot remove what an interrupted save left at {root}/checkpoint_1" in caplog.text
     assert checkpoints.restore_checkpoint(root, None)["n"] == 2

@@ -238,23 +238,75 @@ def test_a_removal_that_is_refused(format: Any, bucket: Bucket) -> None:
     assert flax_ckpt_compat.restore(root)["n"] == 2
 
 
-def test_a_marker_whose_removal_is_refused(bucket: Bucket) -> None:
-    """What the save evicts goes beside its marker: it does, and the save says that it is complete, with a marker."""
-    root = f"{bucket.url}/run"
-    flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
-    with (
-        bucket.proxy.failing(
-            lambda method, path: "403" if method == "DELETE" and "checkpoint_2/_begun" in path else ""
-        ),
-        pytest.raises(errors.CleanupError, match=r"checkpoint_2 was saved.*markers"),
-    ):
-        flax_ckpt_compat.save(root, state(2), step=2, format="orbax", keep=1)
-    assert ours.available_steps(root) == [2]
-    assert not bucket.keys("run/checkpoint_1")
+def test_a_marker_whose_removal_is_refused(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    """The save is complete beside it, and evicts what it should; a warning says so once for a folder of checkpoints."""
+    root, other = f"{bucket.url}/run", f"{bucket.url}/other"
+    with bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" and "/_begun" in path else ""):
+        for step in (1, 2):
+            flax_ckpt_compat.save(root, state(step), step=step, format="orbax")
+        flax_ckpt_compat.save(other, state(1), step=1, format="orbax")
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2
+    assert all(
+        f"Cannot remove the marker of a save that is complete at {one}/checkpoint_1: " in message
+        and "_begun" in message
+        and "do not permit this in the bucket" in message
+        for one, message in zip((root, other), told, strict=True)
+    )
+    assert ours.available_steps(root) == [1, 2]
     assert flax_ckpt_compat.restore(root)["n"] == 2
     flax_ckpt_compat.save(root, state(3), step=3, format="orbax", keep=1)
     assert ours.available_steps(root) == [3]
     assert not [key for key in bucket.keys("run/") if "_begun" in key]
+
+
+def test_evictions_that_are_always_refused(bucket: Bucket) -> None:
+    """Each save says so, and adds no further object to the old checkpoints: 30 saves would add 435."""
+    root = f"{bucket.url}/run"
+    with bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" else ""):
+        flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
+        for step in (2, 3, 4):
+            with pytest.raises(errors.CleanupError, match=rf"checkpoint_{step} was saved.*checkpoint_\d"):
+                flax_ckpt_compat.save(root, state(step), step=step, format="orbax", keep=1)
+        with pytest.raises(errors.StorageError, match=r"commit_success\.txt could not be deleted"):
+            flax_ckpt_compat.save(root, state(30), step=3, format="orbax", overwrite=True)
+    markers = [key.split("/")[1] for key in bucket.keys("run/") if "/_begun" in key]
+    # That of the save, and that of all evictions; another one of the save that failed.
+    assert markers == ["checkpoint_1"] * 2 + ["checkpoint_2"] * 2 + ["checkpoint_3"] * 3 + ["checkpoint_4"]
+    assert ours.available_steps(root) == [1, 2, 3, 4]
+    assert flax_ckpt_compat.restore(root, step=3)["n"] == 3
+    flax_ckpt_compat.save(root, state(5), step=5, format="orbax", keep=1)
+    assert ours.available_steps(root) == [5]
+    assert not [key for key in bucket.keys("run/") if "checkpoint_5" not in key]
+
+
+@pytest.mark.parametrize("format", ["msgpack", "orbax"])
+def test_a_bucket_with_versions(format: Any, bucket: Bucket) -> None:
+    """There a deletion hides the object, and a write hides the old one: neither comes back."""
+    status = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Status>Enabled</Status>'
+    bucket._ask("PUT", "?versioning", status + b"</VersioningConfiguration>")
+    root = f"{bucket.url}/run"
+    for step in (1, 2, 3):
+        flax_ckpt_compat.save(root, state(step), step=step, format=format, keep=2)
+    flax_ckpt_compat.save(root, state(30), step=3, format=format, keep=2, overwrite=True)
+    flax_ckpt_compat.save(root, state(20), step=2, format=format, overwrite=True)
+    assert ours.available_steps(root) == [2]
+    assert flax_ckpt_compat.restore(root)["n"] == 20
+    assert flax_ckpt_compat.verify(root).ok
+    assert not [key for key in bucket.keys("run/") if "checkpoint_2" not in key]
+
+
+def test_leftovers_that_are_never_let_go(bucket: Bucket) -> None:
+    """A day later, a process looks once whether it can remove the marker of a complete checkpoint, not in each save."""
+    root = f"{bucket.url}/run"
+    flax_ckpt_compat.save(root, state(1), step=1, format="orbax")
+    bucket.put(f"run/checkpoint_1/_begun.5.{'1' * 32}", b"")
+    with bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" and "checkpoint_1" in path else ""):
+        for step in (2, 3):
+            flax_ckpt_compat.save(root, state(step), step=step, format="orbax")
+        refused = [asked for asked in bucket.proxy.log if asked.fault]
+    assert [asked.path.rpartition("/")[2] for asked in refused] == [f"_begun.5.{'1' * 32}"]
+    assert flax_ckpt_compat.restore(root, step=1)["n"] == 1
 
 
 def test_the_sign_of_a_finished_replacement_stays_longest(any_bucket: AnyBucket) -> None:

@@ -8,6 +8,8 @@ then checks once more for a newer writer, which either removes the file or abort
 
 from __future__ import annotations
 
+import logging
+import posixpath
 import re
 import time
 import uuid
@@ -20,11 +22,13 @@ from flax_ckpt_compat._core.object_store import client, thread_cache, uploads, v
 from flax_ckpt_compat._core.orbax_layout import BEGUN, COMMIT_FILE
 from flax_ckpt_compat._core.thread_pools import at_once, in_parallel
 
+_log = logging.getLogger("flax_ckpt_compat")
 _MARKER = re.compile(rf"{BEGUN}\.(\d+)\.([0-9a-f]{{32}})")
 _COMMITTED = "All objects of this checkpoint were written before this one.\n{}\n"
 # Seconds after which a writer without a commit counts as dead.
 _EXPIRES_AFTER = 24 * 3600
 _POLLS_OF_LOSER = 10
+_warned: set[str] = set()  # folders of checkpoints of which `warn_of_leftovers` has warned
 _POLLS, _PAUSE = 40, 0.25  # s; until a writer that began during our commit has decided
 
 
@@ -60,6 +64,15 @@ def after_commit(url: str) -> Iterator[None]:
         raise CleanupError(f"{message}. The next save of this step removes them", path=url) from error
 
 
+def warn_of_leftovers(url: str, what: str, error: StorageError) -> None:
+    """Log that objects which do no harm could not be removed: as a warning once for a folder of checkpoints."""
+    folder = posixpath.dirname(url)
+    level = logging.INFO if folder in _warned else logging.WARNING
+    _warned.add(folder)
+    message = "Cannot remove %s at %s: %s. It does no harm; what else cannot be removed in %s is logged as info"
+    _log.log(level, message, what, url, error, folder)
+
+
 class WriteLease:
     """Exclusive access of one writer, or remover, to a folder, until a newer one begins.
 
@@ -93,9 +106,13 @@ class WriteLease:
     def list_others(self) -> set[str]:
         """Return the names of all other objects in the folder."""
         there = set(client.fresh_keys(self.url))
-        if self.marker not in there or self.is_superseded(there):
+        if not self.is_held(there):
             self.abort()
         return there - {self.marker}
+
+    def is_held(self, there: Collection[str]) -> bool:
+        """Return whether a folder with these names has the marker and no newer one."""
+        return self.marker in there and not self.is_superseded(there)
 
     def is_superseded(self, there: Collection[str]) -> bool:
         """Return whether a folder with these names has a newer marker."""
@@ -161,8 +178,10 @@ class WriteLease:
         thread_cache.beside(self._release_committed)
 
     def _release_committed(self) -> None:
-        with after_commit(self.url):
+        try:
             self.release()
+        except StorageError as error:
+            warn_of_leftovers(self.url, "the marker of a save that is complete", error)
 
     def commit_content(self) -> bytes:
         """Return the content of a commit file, which tells other writers whose objects these are."""
@@ -196,7 +215,8 @@ class WriteLease:
 
     def abort(self) -> None:
         """Release the lease and raise ConcurrentWriteError."""
-        self.release()
+        with suppress(StorageError):  # the error is that the lease is lost
+            self.release()
         raise ConcurrentWriteError(
             f"{self.url}: another process writes, wrote or removes this checkpoint at the same time, so this one was "
             "not committed; save each step from one place only",

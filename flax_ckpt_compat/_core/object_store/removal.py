@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from contextlib import suppress
 
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, replace_directory, visible_objects
-from flax_ckpt_compat._core.object_store.lease import WriteLease, is_expired, is_marker, tag_of
+from flax_ckpt_compat._core.object_store.lease import WriteLease, is_expired, is_marker, tag_of, warn_of_leftovers
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, NEXT_DATA_LIST
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once
 
 _log = logging.getLogger("flax_ckpt_compat")
+# Of removals that the store refused, by URL: the marker, with which the next one goes on, or "".
+_refused: dict[str, str] = {}
 
 
 def discard(url: str) -> None:
@@ -32,10 +33,18 @@ def discard(url: str) -> None:
 
 
 def _remove_folder(url: str, initial: Collection[str] | None = None) -> None:
-    lease = WriteLease(url, initial=initial)
-    with suppress(ConcurrentWriteError):  # the other writer removes or rewrites it
+    marker = _refused.pop(url, "")
+    lease = WriteLease(url, marker, initial=initial)
+    if marker and not lease.is_held(lease.initial):
+        lease = WriteLease(url, initial=lease.initial)
+    try:
         lease.clear()
         lease.release()
+    except ConcurrentWriteError:  # the other writer removes or rewrites it
+        pass
+    except StorageError:
+        _refused[url] = lease.marker
+        raise
 
 
 def stale_names(directory: str) -> dict[str, list[str]]:
@@ -61,20 +70,22 @@ def remove_stale(directory: str, names: Collection[str] | None = None) -> list[s
     """Remove what dead writers left in a folder of checkpoints, or in these of it; return names of removed folders."""
     removed = []
     for name, markers in stale_names(directory).items():
-        if names is not None and name not in names:
+        url = f"{directory}/{name}"
+        if url in _refused if names is None else name not in names:
             continue
-        _log.info("Removing what an interrupted save left at %s/%s", directory, name)
+        _log.info("Removing what an interrupted save left at %s", url)
         try:
             if is_removed_whole(directory, name):
-                _remove_folder(f"{directory}/{name}")
+                _remove_folder(url)
                 removed.append(name)
             else:
-                _remove_leftovers(f"{directory}/{name}", markers)
+                _remove_leftovers(url, markers)
         except StorageError as error:
             if names is not None:
                 raise
-            # It must not prevent a save.
-            _log.warning("Cannot remove what an interrupted save left at %s/%s: %s", directory, name, error)
+            # It must not prevent a save, nor make each one slower.
+            _refused.setdefault(url, "")
+            warn_of_leftovers(url, "what an interrupted save left", error)
     return removed
 
 
