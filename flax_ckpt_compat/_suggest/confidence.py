@@ -103,7 +103,7 @@ def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) 
 
 def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
     """Yield a doubt if an unused leaf has the shape of a new one, or as many elements in another layout."""
-    sizes = {(math.prod(shape), kind): path for path, (shape, kind) in idle.items() if shape}
+    sizes = {(math.prod(shape), kind): path for path, (shape, kind) in idle.items()}
     numbers = {len(bare(path)) == 1 for path, (shape, _) in idle.items() if not shape}
     for path, (shape, kind) in fresh.items():
         other = sizes.get((math.prod(shape), kind)) if shape else None

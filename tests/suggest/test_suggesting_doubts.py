@@ -125,6 +125,14 @@ def test_as_many_elements_are_a_doubt(shape: list[int], random: Any, renamed: bo
         assert guessed(old, new)
 
 
+def test_a_number_and_an_array_of_one_element_are_a_doubt() -> None:
+    """A stored scalar is not given up for certain beside a new array of one element."""
+    assert any(
+        "which is not used" in doubt
+        for doubt in guessed({"params": {**BODY, "scale": array()}}, {"params": {**BODY, "temperature": array(1)}})
+    )
+
+
 @pytest.mark.parametrize("name", ["head", "classifier", "logits", "fc_out", "Dense_1"])
 def test_a_new_head_is_no_doubt(name: str) -> None:
     """The last layer, by its name or Flax's number, may have another number of classes."""
