@@ -263,7 +263,10 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
     if "is not registered" in codes:
         return "this build of tensorstore has no driver for it: pip install --upgrade 'tensorstore>=0.1.86'"
     if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:
-        return f"the bucket {bucket!r} is in another region, or at another endpoint: set {_ENDPOINT_SETTINGS[scheme]}"
+        settings = _ENDPOINT_SETTINGS[scheme] + (", or neither, so that the bucket is asked" if scheme == "s3" else "")
+        return f"the bucket {bucket!r} is in another region, or at another endpoint: set {settings}"
+    if "SlowDown" in codes or last == "429":
+        return "the store asks for fewer requests: try again later, or from fewer processes at once"
     if last == "400" and codes.startswith(_UNKNOWN):
         settings = _ENDPOINT_SETTINGS[scheme]
         return f"the credentials may have expired: renew them; or the bucket is in another region: set {settings}"

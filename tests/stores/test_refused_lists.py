@@ -222,7 +222,7 @@ def issuer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
             asked.append((self.path, self.headers.get("Metadata-Flavor"), body))
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps({"access_token": "issued", "expires_in": 3600}).encode())
+            self.wfile.write(json.dumps({"access_token": TOKEN, "expires_in": 3600}).encode())
 
         do_GET = do_POST = _answer
 
@@ -248,7 +248,7 @@ def test_the_token_of_a_user(issuer: tuple[str, list[Any]], tmp_path: Path) -> N
     (tmp_path / "application_default_credentials.json").write_text(
         json.dumps({**user, "token_uri": f"http://{host}/token"})
     )
-    assert [gs.token(), gs.token()] == ["issued", "issued"]
+    assert [gs.token(), gs.token()] == [TOKEN, TOKEN]
     ((path, _, body),) = asked
     assert path == "/token"
     assert b"refresh_token=r" in body
@@ -259,7 +259,7 @@ def test_the_token_of_a_machine(issuer: tuple[str, list[Any]], monkeypatch: pyte
     """Of the metadata server of a virtual machine."""
     host, asked = issuer
     monkeypatch.setenv("GCE_METADATA_ROOT", host)
-    assert gs.token() == "issued"
+    assert gs.token() == TOKEN
     assert asked == [("/computeMetadata/v1/instance/service-accounts/default/token", "Google", b"")]
 
 
@@ -279,8 +279,27 @@ def test_a_token_is_renewed_before_it_expires(issuer: tuple[str, list[Any]], mon
     monkeypatch.setenv("GCE_METADATA_ROOT", host)
     for seconds, times in ((0, 1), (3539, 1), (3541, 2)):
         monkeypatch.setattr(gs, "time", types.SimpleNamespace(monotonic=lambda seconds=seconds: 1e6 + seconds))
-        assert gs.token() == "issued"
+        assert gs.token() == TOKEN
         assert len(asked) == times
+
+
+def test_a_token_that_no_longer_holds(
+    issuer: tuple[str, list[Any]], gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was revoked, or the machine slept meanwhile, which its clock does not count: another one is asked for."""
+    url = f"{gs_bucket.url}/run"
+    assert ours.available_steps(url) == []  # TensorStore reads the variable at its first request
+    monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    monkeypatch.setenv("GCE_METADATA_ROOT", issuer[0])
+    gs_bucket.put("run/a", b"x")
+    for act, expected in (
+        (lambda: ours.available_steps(f"{url}/none"), []),
+        (lambda: gs.GS().stored_size(f"{url}/a"), 1),
+    ):
+        monkeypatch.setattr(gs, "_cache", {"metadata": (float("inf"), "revoked")})
+        assert act() == expected
+        assert gs.token() == TOKEN
+    assert len(issuer[1]) == 2
 
 
 def test_answers_of_the_json_api(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,10 @@ def test_missing_or_wrong_credentials(refusing: str, call: Any) -> None:
         ((400, "ExpiredToken"), "credentials have expired or are not valid: renew them"),
         ((403, "ExpiredToken"), "credentials have expired or are not valid: renew them"),
         ((400, "InvalidBucketName"), "'bucket' cannot be the name of a bucket"),
-        ((400, "AuthorizationHeaderMalformed"), "in another region.*AWS_REGION"),
+        (
+            (400, "AuthorizationHeaderMalformed"),
+            "in another region.*AWS_REGION.*or neither, so that the bucket is asked",
+        ),
         ((400, "SomethingElse"), "SomethingElse it is.*the store refused the request"),
     ],
     indirect=["refusing"],
@@ -315,10 +318,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("refusing", [(500, "InternalError"), (503, "SlowDown")], indirect=True)
-def test_a_server_that_never_recovers(refusing: str) -> None:
+@pytest.mark.parametrize(
+    ("refusing", "remedy"),
+    [
+        ((500, "InternalError"), "check the network and the endpoint"),
+        ((503, "SlowDown"), "try again later, or from fewer processes"),
+    ],
+    indirect=["refusing"],
+)
+def test_a_server_that_never_recovers(refusing: str, remedy: str) -> None:
     """It is given up after a bounded number of attempts, with an error that tells what it said and what to check."""
-    with pytest.raises(errors.StorageError, match="check the network and the endpoint"):
+    with pytest.raises(errors.StorageError, match=remedy):
         ours.available_steps(refusing)
 
 

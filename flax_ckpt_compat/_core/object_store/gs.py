@@ -39,7 +39,8 @@ _TIMEOUT = 30.0  # s
 _CHECK_TIMEOUT = 10.0  # s
 _TRANSIENT_CODES = (408, 429)
 _SERVER_FAILED = 500
-_DENIED = (401, 403)
+_UNAUTHORIZED = 401
+_DENIED = (_UNAUTHORIZED, 403)
 _TOKEN_URL = "https://oauth2.googleapis.com/token"  # noqa: S105
 _METADATA = "computeMetadata/v1/instance/service-accounts/default/token"
 _TOKEN_TIMEOUT, _METADATA_TIMEOUT = 10.0, 2.0  # s
@@ -99,6 +100,8 @@ class GS(StoreScheme):
         begun, known_token = [read_absent()], token()  # the two requests are under way at once
         try:
             status, content = _request_api(url, start, stop, known_token)
+            if status == _UNAUTHORIZED and (renewed := _other_token(known_token)) is not None:
+                status, content = _request_api(url, start, stop, renewed)
         except StorageError as error:
             retry(url, "listed", lambda: begun.pop() if begun else read_absent())
             if not isinstance(error.__cause__, _UnreachableError):
@@ -121,11 +124,14 @@ def _metadata_of(url: str, field: str) -> str | None:
     """Return a field of an object's metadata, or None; asked once, because all can do without it."""
     _, bucket, key = split(url)
     at = f"{urllib.parse.quote(bucket, safe='')}/o/{urllib.parse.quote(key, safe='')}"
-    request = _api_request(f"{_server()}/storage/v1/b/{at}?fields={field},contentEncoding", token())
+    known_token = token()
+    request = _api_request(f"{_server()}/storage/v1/b/{at}?fields={field},contentEncoding", known_token)
     try:
         if time.monotonic() < _cache.get("unreachable", (0.0, None))[0]:
             return None
         status, content = _send(request, _CHECK_TIMEOUT)
+        if status == _UNAUTHORIZED and (renewed := _other_token(known_token)) is not None:
+            status, content = _send(_api_request(request.full_url, renewed), _CHECK_TIMEOUT)
         # What is stored compressed is sent uncompressed.
         if status == 200 and not content.get("contentEncoding"):
             return str(content[field])
@@ -223,6 +229,15 @@ def token() -> str | None:
             seconds, known = _from_file(file) if file else _from_metadata_server()
             _cache[source] = time.monotonic() + seconds, known
         return known
+
+
+def _other_token(refused: str | None) -> str | None:
+    """Return another token than a refused one, which was revoked, or expired while the machine slept; or None."""
+    with _lock:
+        for source in [source for source, (_, known) in _cache.items() if known is not None and known == refused]:
+            del _cache[source]
+    found = token()
+    return None if found == refused else found
 
 
 def _credentials_file() -> str | None:
