@@ -75,7 +75,7 @@ def changed_optimizer(guess: Any) -> str:
     """Return what a `Suggestion` that is no more than a guess says if it is about optimizers' states alone; or empty.
 
     Their states are matched by the names of their fields, so that no value gets into another one's place."""
-    sources = [rule.source for rule in guess.rules]
+    sources = [step.rule.source for step in guess.steps]
     if guess.remaining or not all(source.startswith("rules.optimizer_state(") for source in sources):
         return ""
     return (

@@ -35,19 +35,22 @@ class Suggestion:
 
     @property
     def rules(self) -> list[Rule]:
-        """Return the rules for ``transforms``, or ``orbax_transforms`` of ``restore_checkpoint``."""
-        return [step.rule for step in self.steps]
+        """Return the rules for ``transforms``, or ``orbax_transforms``; without those that print as comments."""
+        return [step.rule for step in self.steps if not self._is_comment(step)]
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Return a sort key, the best first: leaves still missing, doubts, steps."""
         return len(self.remaining), len(self.doubts), len(self.steps)
 
+    def _is_comment(self, step: ProposedRule) -> bool:
+        """Return whether the user has to decide: keeping initial values may leave stored ones behind."""
+        return step.rule.source.startswith("rules.from_target") and (step.is_note or not self.confident)
+
     def __str__(self) -> str:
         lines = ["from flax_ckpt_compat import rules", "", "transforms = ["]
         for step in self.steps:
-            # Keeping initial values may leave stored ones behind: the user decides.
-            keeps = step.rule.source.startswith("rules.from_target") and (step.is_note or not self.confident)
+            keeps = self._is_comment(step)
             # A name with a line break must not become a line of Python.
             reason = printable(step.reason, one_line=True) + ("; uncomment to keep the target's own" if keeps else "")
             lines.append(f"    {'# ' if keeps else ''}{step.rule},  # {reason}")

@@ -104,13 +104,14 @@ def _foreign(outcome: Outcome, fresh: dict[Path, Look], idle: dict[Path, Look]) 
 def _same_size(fresh: dict[Path, Look], idle: dict[Path, Look]) -> Iterator[str]:
     """Yield a doubt if an unused leaf has the shape of a new one, or as many elements in another layout."""
     sizes = {(math.prod(shape), kind): path for path, (shape, kind) in idle.items()}
-    numbers = {len(bare(path)) == 1 for path, (shape, _) in idle.items() if not shape}
+    numbers = [bare(path) for path, (shape, _) in idle.items() if not shape]
+    levels, names = {len(path) == 1 for path in numbers}, {path[-1:] for path in numbers}
     for path, (shape, kind) in fresh.items():
         other = sizes.get((math.prod(shape), kind)) if shape else None
         if other is not None:
             yield f"{show_path(path)} has as many elements as {show_path(other)}, which is not used"
             return
-        if not shape and (len(bare(path)) == 1) in numbers:
+        if not shape and ((len(bare(path)) == 1) in levels or bare(path)[-1:] in names):
             yield f"{show_path(path)} may be a stored number that is not used"
             return
 

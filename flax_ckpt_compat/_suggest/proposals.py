@@ -41,7 +41,8 @@ def collections(stored: Branch, target: Branch, roles: Roles) -> list[tuple[Prop
     variables: list[str] = [name for name in ("params", "batch_stats") if name in gone]
 
     def add(names: Sequence[str], into: Node, *steps: ProposedRule) -> None:
-        found.append(((sum((_ends(stored.children[name]) for name in names), Counter()) & _ends(into)).total(), steps))
+        if alike := (sum((_ends(stored.children[name]) for name in names), Counter()) & _ends(into)).total():
+            found.append((alike, steps))
 
     if "params" in variables:
         add(

@@ -40,7 +40,7 @@ def sources(old: Any, new: Any) -> list[str]:
     suggestion, _ = proposed(old, new)
     assert suggestion is not None
     assert suggestion.confident, suggestion.doubts
-    return [rule.source for rule in suggestion.rules]
+    return [step.rule.source for step in suggestion.steps]
 
 
 @pytest.mark.parametrize(

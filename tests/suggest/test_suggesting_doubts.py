@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_ckpt_compat._core.tree import Branch
-from flax_ckpt_compat._suggest import suggest
+from flax_ckpt_compat._suggest import proposals, suggest
+from flax_ckpt_compat._suggest.leaf_features import Roles
 from flax_ckpt_compat._trees import state_dict
 from tests.support.profiles import examples
 from tests.support.suggest_cases import as_stored, proposed, random_case
@@ -189,6 +191,28 @@ def test_a_reason_counts_what_two_names_share() -> None:
     old, new = ({"a": dense(4, 5), "b": dense(5, 6), "head": dense(6, size)} for size in (7, 9))
     suggestion, _ = proposed({"params": {"enc": old}}, {"params": {"encoder": new}})
     assert "they share 4 leaves" in str(suggestion)
+
+
+def test_a_number_that_moved_up_is_a_doubt() -> None:
+    """A number of the target that is stored elsewhere under its name, and would be lost, is no confident suggestion."""
+    old = {"params": {"w": array(8, 4), "scale": np.float32(3)}, "step": 3}
+    doubts = guessed(old, {"weights": {"w": array(8, 4)}, "scale": np.float32(0), "step": 0})
+    assert doubts == ["scale may be a stored number that is not used"]
+
+
+def test_nothing_alike_is_no_move() -> None:
+    """A collection that shares no leaf with a new one is not moved there, least of all onto a single leaf."""
+    stored = as_stored({**trained(BODY), "dynamic_scale": {"fin_steps": 3, "scale": np.float32(2)}})
+    target = state_dict.describe({**trained(BODY), "rng": jax.random.key(0)})
+    assert isinstance(stored, Branch) and isinstance(target, Branch)
+    assert proposals.collections(stored, target, Roles(target)) == []
+
+
+def test_rules_are_those_that_are_not_comments() -> None:
+    """What prints as a comment is for the user to decide: the rules that programs pass leave it missing."""
+    suggestion, _ = proposed(trained(BODY), trained(BODY, optax.sgd(0.1, 0.9)))
+    assert suggestion is not None and "# rules.from_target('opt_state')" in str(suggestion)
+    assert suggestion.rules == []
 
 
 def shuffled(node: Any, random: Any) -> Any:

@@ -159,8 +159,8 @@ def proposed(old: Any, new: Any) -> tuple[Suggestion | None, dict[str, str | Non
 def gets(stored: Node, target: Node, suggestion: Suggestion | None) -> dict[str, str | None]:
     """Target path → stored path (several joined with ``+``), None where the target keeps its own; missing ones not."""
     tree = stored
-    for rule in suggestion.rules if suggestion else ():
-        tree = rule.apply(tree, target)
+    for step in suggestion.steps if suggestion else ():
+        tree = step.rule.apply(tree, target)
     there = dict(iter_leaves(tree))
     found: dict[str, str | None] = {}
     for path, leaf in iter_leaves(target):

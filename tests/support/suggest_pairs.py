@@ -405,7 +405,7 @@ def is_right(pair_: Pair, stored: Node, target: Node, suggestion: Suggestion | N
     """True where every leaf of the target gets its value, and keeps its own where the old state has none."""
     values = {path: leaf for path, leaf in iter_leaves(state_dict.describe(pair_.old)) if leaf is not None}
     tree = stored
-    for rule in suggestion.rules if suggestion else ():
+    for rule in (step.rule for step in suggestion.steps) if suggestion else ():
         tree = rule.apply(tree, target)
     got = dict(iter_leaves(tree))
     for path, wanted in iter_leaves(state_dict.describe(pair_.new)):

@@ -24,7 +24,7 @@ def write_verdict(file: str, path: str, target: Any, restored: Any) -> None:
     plan = flax_ckpt_compat.plan_restore(path, target)
     suggestion = plan.suggestion
     try:
-        rules = None if suggestion is None else list(suggestion.rules)
+        rules = None if suggestion is None else [step.rule for step in suggestion.steps]
         difference = first_difference(restored, flax_ckpt_compat.restore(path, target, transforms=rules))
     except errors.CheckpointError as error:
         difference = str(error)
