@@ -96,7 +96,8 @@ class Pairing:
             rows += gap.rows()
             for found in gap.others():
                 if isinstance(found, Change):
-                    changes.append(found)
+                    if self._keeps_roles(found, own):
+                        changes.append(found)
                 elif isinstance(found, Level):
                     levels.setdefault((found.name, found.is_new), []).append(found)
                 else:
@@ -106,6 +107,11 @@ class Pairing:
         for group in levels.values():
             yield _leveled(group, places, own)
         yield from _renamed(changes, places, own)
+
+    def _keeps_roles(self, change: Change, own: Roles) -> bool:
+        """Return whether no optimizer's state, whose moments look like parameters, becomes another thing."""
+        had = {own.is_optimizer((*change.path, name)) for name in change.old}
+        return had == {self.roles.is_optimizer((*change.path, name)) for name in change.new}
 
     def _branches(
         self, stored: Branch, target: Branch, own: Roles, path: Path

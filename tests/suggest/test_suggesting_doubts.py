@@ -208,6 +208,13 @@ def test_nothing_alike_is_no_move() -> None:
     assert proposals.collections(stored, target, Roles(target)) == []
 
 
+def test_moments_are_no_parameters() -> None:
+    """An optimizer's state that the target lacks is not renamed to what has the shapes of its moments."""
+    target = {"net": {"params": BODY}, "slow": BODY, "step": 0}
+    suggestion = suggest(as_stored(trained(BODY)), state_dict.describe(target))
+    assert suggestion is None or "rename('opt_state'" not in str(suggestion)
+
+
 def test_rules_are_those_that_are_not_comments() -> None:
     """What prints as a comment is for the user to decide: the rules that programs pass leave it missing."""
     suggestion, _ = proposed(trained(BODY), trained(BODY, optax.sgd(0.1, 0.9)))
