@@ -15,7 +15,17 @@ from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_checksums
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.thread_pools import Pool
-from flax_ckpt_compat._core.tree import Branch, HostCopy, KeyData, Node, Shard, StoredArray, is_jax_array, shards_of
+from flax_ckpt_compat._core.tree import (
+    Branch,
+    HostCopy,
+    KeyData,
+    Node,
+    Shard,
+    StoredArray,
+    is_jax_array,
+    on_host,
+    shards_of,
+)
 
 from . import format
 
@@ -28,7 +38,7 @@ _SUM_IN_THREAD_FROM = 2**20
 _MAX_PIECES = 512  # below every system's limit for one call (IOV_MAX, 1024 on Linux)
 # Copies of strided and sharded arrays.
 _BLOCK = 8 * 2**20
-# Below this, listing an array's shards takes longer than jax's own assembly, which keeps its copy alive.
+# Below this, an array in shards is assembled in memory, to be written with its neighbours.
 _MIN_SHARDED = 256 * 2**10
 
 _Array = np.ndarray[Any, Any]
@@ -198,7 +208,7 @@ def _on_host(leaf: Any) -> Any:
     is_sharded = len(leaf.shards) > 1 if isinstance(leaf, HostCopy) else not leaf.is_fully_replicated
     if is_sharded and leaf.nbytes >= _MIN_SHARDED:
         return leaf
-    return np.asarray(leaf.data if isinstance(leaf, HostCopy) else leaf)
+    return on_host(leaf)
 
 
 def pieces(array: Any) -> Iterator[_Array]:
@@ -208,7 +218,6 @@ def pieces(array: Any) -> Iterator[_Array]:
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         yield array
         return
-    # Not np.asarray of all shards: jax would keep that copy for as long as the array lives.
     whole = grid.full_box(array.shape)
     shards = [Shard(whole, array)] if isinstance(array, np.ndarray) else list(shards_of(array))
     for box in grid.bands(whole, array.shape, max(1, _BLOCK // array.dtype.itemsize)):

@@ -11,7 +11,8 @@ import numpy as np
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.grid import Shape, cells, full_box
-from flax_ckpt_compat._core.tree import normalize_index, show_path
+from flax_ckpt_compat._core.jax_shards import normalize_index
+from flax_ckpt_compat._core.tree import show_path
 
 from .encode import EncodedLeaf
 from .files import ByteRange

@@ -13,7 +13,17 @@ from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storab
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import JAX_ARRAY, NP_ARRAY, SCALAR, STRING
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Path, Shard, StoredArray, is_jax_array, shards_of, show_path
+from flax_ckpt_compat._core.tree import (
+    HostCopy,
+    KeyData,
+    Path,
+    Shard,
+    StoredArray,
+    is_jax_array,
+    on_host,
+    shards_of,
+    show_path,
+)
 
 from .shardings import replicated_sharding, shard_shape, spans_processes
 from .type_annotations import LeafType
@@ -88,7 +98,7 @@ def all_of(array: np.ndarray[Any, Any]) -> Shard:
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(source.data if isinstance(source, HostCopy) else source, order="C")
+    return np.asarray(on_host(source) if isinstance(source, HostCopy) or is_jax_array(source) else source, order="C")
 
 
 class Encoder:

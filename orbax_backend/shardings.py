@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
+from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import SHARDING
-from flax_ckpt_compat._core.tree import normalize_index
 
 from .files import Check, read_json
 

@@ -21,10 +21,11 @@ import sys
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import SettingError, StorageError
+from flax_ckpt_compat._core.jax_shards import start_transfer
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, sync_file, sync_tree
 from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
-from flax_ckpt_compat._core.tree import StoredArray
+from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
 from . import metadata
 from .aggregate import encode_structure
@@ -192,5 +193,5 @@ def start_transfers(arrays: list[tuple[str, EncodedLeaf]]) -> None:
     if jax is None or not sources or jax.default_backend() == "cpu":
         return
     for source in sources:
-        if hasattr(source, "copy_to_host_async"):
-            source.copy_to_host_async()
+        if is_jax_array(source):
+            start_transfer(source)

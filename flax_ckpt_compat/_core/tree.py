@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
+from flax_ckpt_compat._core import jax_shards
 from flax_ckpt_compat._core.errors import NameCollisionError
 
 if TYPE_CHECKING:  # below, functions import it: listings of checkpoints do without
@@ -22,9 +23,6 @@ Path = tuple[str, ...]
 # Bytes of key paths: as many as any tree may have, per byte of the file, and per name, as text and in a tuple. Paths of
 # real trees take up to ten times their file.
 _LEAST_PATH_BYTES, _PATH_BYTES_RATIO, _BYTES_PER_NAME = 64 * 2**20, 64, 9
-# (sharding, shape) → position and index of each first replica.
-_FIRST_REPLICAS: dict[tuple[Any, tuple[int, ...]], list[tuple[int, tuple[slice, ...]]]] = {}
-_MAX_CACHED = 256
 Node = Any  # Branch | leaf; the leaf's type depends on the direction, see the module docstring
 
 
@@ -104,14 +102,7 @@ class HostCopy:
     @property
     def data(self) -> np.ndarray[Any, Any]:
         """Return the values as one array, assembled on each access unless there is one shard."""
-        if len(self.shards) == 1:
-            return self.shards[0].data
-        import numpy as np
-
-        assembled = np.empty(self.shape, self.dtype)
-        for shard in self.shards:
-            assembled[shard.index] = shard.data
-        return assembled
+        return self.shards[0].data if len(self.shards) == 1 else _assembled(self)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -139,11 +130,6 @@ class StoredArray:
         return np.asarray(self.read(), dtype)
 
 
-def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return an index without steps as start and stop on every axis; jax omits them for whole axes."""
-    return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
-
-
 def shards_of(array: Any) -> Iterator[Shard]:
     """Yield a `HostCopy`'s shards, or the addressable shards of a ``jax.Array``, each once (``replica_id`` 0)."""
     if isinstance(array, HostCopy):
@@ -151,21 +137,30 @@ def shards_of(array: Any) -> Iterator[Shard]:
         return
     import numpy as np
 
-    for number, index in _first_replicas(array):
-        yield Shard(index, np.asarray(array.addressable_data(number), order="C"))
+    for position, device, index in jax_shards.first_replicas(array.sharding, array.shape):
+        yield Shard(index, np.asarray(jax_shards.data_on(array, position, device), order="C"))
 
 
-def _first_replicas(array: Any) -> list[tuple[int, tuple[slice, ...]]]:
-    """Return position and index of the shards with ``replica_id`` 0; cached: leaves share few shardings and shapes."""
-    key = array.sharding, array.shape
-    found = _FIRST_REPLICAS.get(key)
-    if found is None:
-        shards = [(at, shard) for at, shard in enumerate(array.addressable_shards) if shard.replica_id == 0]
-        found = [(at, normalize_index(shard.index, array.shape)) for at, shard in shards]
-        if len(_FIRST_REPLICAS) >= _MAX_CACHED:
-            _FIRST_REPLICAS.clear()
-        _FIRST_REPLICAS[key] = found
-    return found
+def on_host(array: Any) -> np.ndarray[Any, Any]:
+    """Return the values of a `HostCopy`, or of a ``jax.Array`` that this process sees whole, as one array."""
+    if isinstance(array, HostCopy):
+        return array.data
+    if array.is_fully_addressable and not array.is_fully_replicated:
+        if next(iter(array.sharding.device_set)).platform != "cpu":  # where it is nothing, and takes time
+            jax_shards.start_transfer(array)
+        return _assembled(array)  # jax would do so from its list of shards; see `jax_shards.data_on`
+    import numpy as np
+
+    return np.asarray(array)
+
+
+def _assembled(array: Any) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    assembled = np.empty(array.shape, array.dtype)
+    for shard in shards_of(array):
+        assembled[shard.index] = shard.data
+    return assembled
 
 
 def is_jax_array(leaf: object) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.errors import ShapeMismatchError
-from flax_ckpt_compat._core.tree import normalize_index
+from flax_ckpt_compat._core.jax_shards import normalize_index
 
 _SMALL_BYTES = 4096
 

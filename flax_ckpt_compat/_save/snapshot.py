@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_ckpt_compat._core import jax_shards
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
 from flax_ckpt_compat._core.memo import AddressableMemo, Memo
 from flax_ckpt_compat._core.tree import Branch, Container, HostCopy, KeyData, Node, Path, Shard, shards_of, show_path
@@ -101,7 +102,7 @@ class _Snapshot:
     def _copy_array(self, array: jax.Array, copies: Copies) -> HostCopy:
         is_whole, on_host = self._shardings.of(array.sharding)
         if not on_host:
-            array.copy_to_host_async()
+            jax_shards.start_transfer(array)
         if is_whole:
             return HostCopy.whole(copies.add(np.asarray(array) if on_host else array), array.sharding)
         shards = tuple(Shard(shard.index, copies.add(shard.data)) for shard in shards_of(array))
@@ -139,7 +140,7 @@ def _checked(path: Path, leaf: Any, request: SaveRequest) -> Any:
         return leaf
     if request.multiprocess:
         return _from_processes(path, leaf)
-    if leaf.is_fully_replicated and leaf.addressable_shards:
+    if leaf.is_fully_replicated and leaf.sharding.addressable_devices:
         return leaf.addressable_data(0)
     raise MPACheckpointingRequiredError(
         f"{request.attempt}: {show_path(path)} is spread over several processes and "
@@ -160,7 +161,7 @@ def _from_processes(path: Path, leaf: jax.Array) -> Any:
     """Return what this process saves of an array that spans processes; process 0 alone writes what it has whole."""
     owners = _owners(leaf.sharding)
     if 0 in owners and (leaf.is_fully_replicated or len(owners) == 1):
-        return leaf.addressable_data(0) if leaf.addressable_shards else tree_summary.placeholder(leaf)
+        return leaf.addressable_data(0) if leaf.sharding.addressable_devices else tree_summary.placeholder(leaf)
     if len(owners) == 1:
         shown = show_path(path)
         raise UnsupportedLeafError(

@@ -14,7 +14,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, ProcessInfo, WriteOptions
-from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard, normalize_index
+from flax_ckpt_compat._core.jax_shards import normalize_index
+from flax_ckpt_compat._core.tree import HostCopy, KeyData, Shard
 from tests.support.orbax_trees import BACKEND, branches, handles
 
 # Of every array that all processes hold together: how it lies on a mesh of the axes x and y.

@@ -1,0 +1,61 @@
+"""Find the shards of jax arrays that are saved, without importing jax."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import suppress
+from typing import Any
+
+# (sharding, shape) → position, device and index of each first replica that this process holds.
+_FIRST_REPLICAS: dict[tuple[Any, tuple[int, ...]], list[tuple[int, Any, tuple[slice, ...]]]] = {}
+_MAX_CACHED = 256
+_SHARD_TRIES, _SHARD_PAUSE = 1000, 0.001  # s; until another thread has listed the shards of an array
+
+
+def normalize_index(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return an index without steps as start and stop on every axis; jax omits them for whole axes."""
+    return tuple(slice(*side.indices(length)[:2]) for side, length in zip(index, shape, strict=True))
+
+
+def first_replicas(sharding: Any, shape: tuple[int, ...]) -> list[tuple[int, Any, tuple[slice, ...]]]:
+    """Return position, device and index of the shards with ``replica_id`` 0; cached: leaves share few of both."""
+    found = _FIRST_REPLICAS.get((sharding, shape))
+    if found is None:
+        found, seen, position = [], set[str](), 0
+        for device, index in sharding.devices_indices_map(shape).items():
+            box = normalize_index(index, shape)
+            is_first, is_here = str(box) not in seen, device in sharding.addressable_devices
+            if is_first and is_here:
+                found.append((position, device, box))
+            position += is_here
+            seen.add(str(box))
+        if len(_FIRST_REPLICAS) >= _MAX_CACHED:
+            _FIRST_REPLICAS.clear()
+        _FIRST_REPLICAS[sharding, shape] = found
+    return found
+
+
+def data_on(array: Any, position: int, device: Any) -> Any:
+    """Return an array's shard on a device, which has this position among those of this process.
+
+    jax lists the shards of an array on first use, without a lock: if two threads ask for them at once, one finds some
+    of them only, and then some are there twice, at other positions (0.4.38 to 0.10.2, measured)."""
+    with suppress(IndexError):
+        data = array.addressable_data(position)
+        if array.is_fully_replicated or device in data.devices():
+            return data
+    for _ in range(_SHARD_TRIES):
+        with suppress(IndexError):
+            for other in itertools.count():
+                data = array.addressable_data(other)
+                if device in data.devices():
+                    return data
+        time.sleep(_SHARD_PAUSE)
+    raise RuntimeError(f"jax lists no shard on {device} of an array of shape {array.shape}")
+
+
+def start_transfer(array: Any) -> None:
+    """Start the copy of a ``jax.Array`` from accelerators to the host."""
+    with suppress(IndexError):  # see `data_on`: the shards are then copied one after another
+        array.copy_to_host_async()
