@@ -72,8 +72,10 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         number = int(found[1] or found[2])
     message = f"{path} could not be {doing}: " if doing else f"{path}: "
     message += str(getattr(error, "strerror", None) or error)
-    if number in (errno.EMFILE, errno.ENFILE):
-        message += f"; {_REMEDIES[number]}"
+    if number in (errno.EACCES, errno.EPERM):
+        message += f"; check the permissions of it and of {os.path.dirname(path)}"
+    elif number in _REMEDIES:
+        message += f"; {_REMEDIES[number].format(folder=os.path.dirname(path))}"
     elif number == errno.EXDEV:
         message += (
             "; on overlayfs, a directory of a lower layer, such as that of a container's image, cannot be replaced: "

@@ -248,7 +248,7 @@ def test_what_may_not_be_searched_is_not_absent(unsearchable: Path) -> None:
         lambda: checkpoints.save_checkpoint(unsearchable / "new", target, 2),
         lambda: save(unsearchable / "best", target),
     ):
-        with pytest.raises(errors.StorageError, match="Permission denied") as caught:
+        with pytest.raises(errors.StorageError, match="Permission denied; check the permissions of") as caught:
             call()
         assert caught.value.errno == 13
         assert str(unsearchable) in str(caught.value)
