@@ -210,12 +210,13 @@ class Coordinator:
         """Return registrations for this path, and those of processes that registered for other paths only."""
         here: _Registrations = {}
         others: _Registrations = {}
+        latest: dict[tuple[int, str], str] = {}
         for name, content in self._store.read_folder(f"{self._registered}/").items():
-            index = int(name.partition("-")[0])
-            group = here if content["path"] == self._path else others
-            if index in group:  # the process gave up the earlier one, and could not delete it
-                self._store.delete(f"{self._registered}/{group[index][0]}")
-            group[index] = name, content
+            index, path = int(name.partition("-")[0]), content["path"]
+            if (index, path) in latest:  # the process gave up the earlier one, and could not delete it
+                self._store.delete(f"{self._registered}/{latest[index, path]}")
+            latest[index, path] = name
+            (here if path == self._path else others)[index] = name, content
         return here, {index: entry for index, entry in others.items() if index not in here}
 
     def _collect_and_run(self, stage: str, failed: BaseException | None, on_primary: Callable[[], str]) -> str:

@@ -75,18 +75,18 @@ def save_full_disk(folder: str, orbax: bool, full: int, step: int) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def save_in_two_threads(folder: str, orbax: bool, step: int) -> list[str]:
-    """Saves to two prefixes at once, in another order in each process."""
+def save_in_threads(folder: str, orbax: bool, step: int) -> list[str]:
+    """Saves to three prefixes at once, in another order in each process."""
     from concurrent.futures import ThreadPoolExecutor
 
     use(orbax)
-    prefixes = ["a_", "b_"] if jax.process_index() else ["b_", "a_"]
+    prefixes = ["a_", "b_", "c_"] if jax.process_index() else ["c_", "b_", "a_"]
     tree = small(step)
 
     def save(prefix: str) -> str:
         return checkpoints.save_checkpoint_multiprocess(folder, tree, step, prefix)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(save, prefix) for prefix in prefixes]
         return sorted(future.result(60) for future in futures)
 
