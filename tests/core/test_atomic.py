@@ -8,11 +8,13 @@ import fcntl
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import orbax.checkpoint as ocp
@@ -315,6 +317,30 @@ def test_without_exchange_what_cannot_be_put_back_is_put_back_later(
     monkeypatch.setattr(os, "rename", rename)
     assert atomic.restore_set_aside(str(tmp_path), names(tmp_path)) == ["c_1"]
     assert read(tmp_path / "c_1") == "old"
+
+
+@pytest.mark.parametrize(("at", "left"), [(0, "old"), (1, "new"), (2, "new")], ids=["first", "second", "sync"])
+def test_without_exchange_a_replacement_that_is_interrupted(
+    tmp_path: Path, at: int, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C during a rename or the sync: one of the two is there, and the other one does not come back later."""
+    temporary, final, steps_left = old_and_new(tmp_path), str(tmp_path / "c_1"), [False] * at + [True]
+
+    def interrupted(call: Callable[..., None], *paths: str) -> None:
+        call(*paths)
+        if steps_left and steps_left.pop(0):
+            signal.raise_signal(signal.SIGINT)  # as one that arrives in the system call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "_exchange", lambda *_: False)
+        patch.setattr(os, "rename", partial(interrupted, os.rename))
+        patch.setattr(atomic, "sync_directory", partial(interrupted, atomic.sync_directory))
+        with pytest.raises(KeyboardInterrupt):
+            atomic.publish(temporary, final)
+    assert read(final) == left
+    atomic.remove_temporary(temporary)  # as the save does
+    atomic.remove_stale(str(tmp_path))  # as the next one does
+    assert names(tmp_path) == ["c_1"]
 
 
 def test_without_exchange_what_was_replaced_goes_though_the_sync_failed(

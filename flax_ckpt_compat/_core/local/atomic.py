@@ -131,8 +131,10 @@ def _remove_replaced(replaced: str, final: str) -> None:
     try:
         delete(_never_put_back(replaced))
         sync_directory(os.path.dirname(final))
-    except OSError as error:
+    except BaseException as error:
         abandon(replaced)
+        if not isinstance(error, OSError):  # Ctrl-C
+            raise
         _log.warning("%s was saved, but what it replaced cannot be removed from %s: %s", final, replaced, error)
 
 
@@ -161,7 +163,7 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
         replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
     try:
         sync_directory(os.path.dirname(final))
-    except OSError:
+    except BaseException:
         abandon(replaced or "")  # what was set aside must not be put back once the new one is evicted
         raise
     return replaced
@@ -171,17 +173,16 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
     """Replace with two renames; return the path of the old one. After a crash, `restore_set_aside` puts it back."""
     aside = temporary_path(final, "old")
     try:
-        os.rename(final, aside)
-    except FileNotFoundError:  # another process evicted it
-        os.rename(temporary, final)
-        return None
-    try:
-        os.rename(temporary, final)
-    except BaseException:
         try:
-            os.rename(aside, final)
-        except OSError:
-            abandon(aside)  # the next look-up puts it back
+            os.rename(final, aside)
+        except FileNotFoundError:  # another process evicted it
+            os.rename(temporary, final)
+            return None
+        os.rename(temporary, final)
+    except BaseException:  # Ctrl-C may come after either of them
+        abandon(aside)  # the next look-up puts it back, or the next save removes it, if this cannot
+        with suppress(OSError):
+            rename_new(aside, final)
         raise
     return aside
 
