@@ -32,7 +32,7 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
     is no checkpoint, or not the step."""
     with paths.listing_cache(source):
         found = [source] if _is_checkpoint(source) else list(checkpoints_below(source))
-        missing = {path: detect.what_is_missing(path) for path in found}
+        missing = {path: detect.what_is_missing(path, lists_denied=True) for path in found}
     if not found:
         raise CheckpointNotFoundError(f"nothing to convert: {source} holds no checkpoint", path=source)
     if found == [source] and (to not in TO_STEPS or wanted):

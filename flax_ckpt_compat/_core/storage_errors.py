@@ -61,6 +61,11 @@ def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = 
         raise storage_error(path, error, doing) from error
 
 
+def is_denied(error: StorageError) -> bool:
+    """Return whether the system refused access, which tells nothing about what is beside the path."""
+    return error.errno in (errno.EACCES, errno.EPERM)
+
+
 def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
     """Return the StorageError for an error of the file system, or of TensorStore on it.
 
@@ -83,6 +88,8 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         )
     elif number == errno.ENAMETOOLONG:
         message += "; shorten the path, to which up to 255 bytes are added while it is written"
+    elif number in (errno.EACCES, errno.EPERM):
+        message += "; check its permissions, and those of the directories above"
     elif doing:
         message += "; check the disk's space and permissions"
         if "://" in path:

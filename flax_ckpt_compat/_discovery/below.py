@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 
 from flax_ckpt_compat._core import module_names, paths, steps
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery import absence, detect, foreign
 
 DEFAULT_PREFIX = "checkpoint_"
@@ -16,21 +17,25 @@ MSGPACK_SUFFIX = ".msgpack"
 def checkpoints_below(root: str) -> list[str]:
     """Return the path of every checkpoint below a path, or the path itself if it is one; unfinished ones too.
 
-    Files count if they are named ``checkpoint_…`` or ``….msgpack``, or ``prefix + step`` if one of that prefix in the
-    directory begins like Flax's."""
+    A directory that the system refuses to list counts, as it may be one. Files count if they are named
+    ``checkpoint_…`` or ``….msgpack``, or ``prefix + step`` if one of that prefix in the directory begins like Flax's.
+    """
     with paths.listing_cache(root):
         if not paths.lexists(root):
             raise absence.of_directory(root).error(root)
         if not paths.isdir(root) or (not detect.has_no_orbax_marker(root) and _is_checkpoint(root)):
             return [root]
-        found = [path for _, inside in folders_below(root) for path in inside]
+        denied: list[StorageError] = []
+        found = [path for _, inside in folders_below(root, denied) for path in inside]
+        found += [error.path for error in denied if error.path is not None]
         return found or ([root] if _is_checkpoint(root) else [])
 
 
-def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
+def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, list[str]]]:
     """Yield a directory and all below it that are no checkpoints, each with the checkpoints directly in it.
 
-    Each is visited once, whatever links lead to it."""
+    Each is visited once, whatever links lead to it. ``denied`` takes the errors of those below that the system refuses
+    to list, such as ``lost+found``."""
     seen, pending = {paths.storage_of(root).resolve(root)}, [root]
     while pending:
         folder = pending.pop()
@@ -48,15 +53,32 @@ def folders_below(root: str) -> Iterator[tuple[str, list[str]]]:
                     found.append(path)
             elif (resolved := paths.storage_of(path).resolve(path)) not in seen:
                 seen.add(resolved)
-                with translated(path):
-                    is_empty_step = _is_named_checkpoint(name) and not paths.listdir(path)
-                    (found if is_empty_step or _is_checkpoint(path) else inside).append(path)
+                try:
+                    with translated(path):
+                        is_empty_step = not paths.listdir(path) and _is_named_checkpoint(name)
+                except StorageError as error:
+                    if not is_denied(error):
+                        raise
+                    denied.append(error)
+                else:
+                    (found if is_empty_step or _is_checkpoint_or_denied(path) else inside).append(path)
         yield folder, [] if os.path.basename(folder) == steps.SHADOW_FOLDER else found
         pending += reversed(inside)
 
 
 def _is_checkpoint(path: str) -> bool:
     return detect.is_orbax_directory(path) or detect.is_unfinished(path)
+
+
+def _is_checkpoint_or_denied(path: str) -> bool:
+    """Return whether a directory is a checkpoint; by its own names where the system refuses to list one in it."""
+    try:
+        with translated(path):
+            return _is_checkpoint(path)
+    except StorageError as error:
+        if is_denied(error):
+            return not detect.has_no_orbax_marker(path)
+        raise
 
 
 def _is_named_checkpoint(name: str) -> bool:

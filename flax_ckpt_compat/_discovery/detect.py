@@ -11,7 +11,7 @@ from flax_ckpt_compat._core import errors, paths, steps
 from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.object_store import commit
-from flax_ckpt_compat._core.storage_errors import translated
+from flax_ckpt_compat._core.storage_errors import is_denied, translated
 from flax_ckpt_compat._discovery.foreign import folder_looks_like, foreign_remedy, may_be_msgpack_tree
 from flax_ckpt_compat._discovery.orbax_directory import (
     FINISHED,
@@ -35,6 +35,7 @@ USUAL_ITEMS = ("default", "state", "pytree", "items", "params")
 STEP_DIRECTORY = re.compile(r"(.*_)?(\d+)", re.DOTALL)  # as Orbax's managers name them
 _NO_ITEMS = {layout.DESCRIPTOR}
 ABSENT = "it does not exist"
+DENIED = "permission to list it is denied"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,8 +52,10 @@ class DetectedItems:
         return {name: item for name, item in self.items.items() if item.format is not None}
 
 
-def what_is_missing(path: str) -> str | None:
-    """Return why the checkpoint is incomplete, judged by names and sizes, or None; `ABSENT` if it was removed."""
+def what_is_missing(path: str, *, lists_denied: bool = False) -> str | None:
+    """Return why the checkpoint is incomplete, judged by names and sizes, or None; `ABSENT` if it was removed.
+
+    If the system refuses to list it, return `DENIED` with ``lists_denied``, else raise StorageError."""
     try:
         with translated(path):
             if not paths.isdir(path):
@@ -62,6 +65,8 @@ def what_is_missing(path: str) -> str | None:
     except errors.StorageError as error:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)) or error.errno == errno.ELOOP:
             return ABSENT
+        if lists_denied and is_denied(error):
+            return DENIED
         raise
 
 

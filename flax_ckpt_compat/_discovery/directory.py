@@ -82,9 +82,11 @@ def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result])
 class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
-    def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False):
-        """List the directory; if ``tolerant``, a vanished name is absent, else `ChangedError` is raised for it."""
-        self.checkpoint_dir, self._tolerant = checkpoint_dir, tolerant
+    def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
+        """List the directory; if ``tolerant``, a vanished name is absent, else `ChangedError` is raised for it.
+
+        With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
+        self.checkpoint_dir, self._tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
         self.names: list[str] = listing.names_in(checkpoint_dir)
         self._classified: dict[str, Classified] = {}
 
@@ -167,7 +169,7 @@ class Directory:
         return found if is_manager else []
 
     def _classify(self, entry: Entry) -> Classified:
-        why = detect.what_is_missing(entry.path)
+        why = detect.what_is_missing(entry.path, lists_denied=self._lists_denied)
         if entry.managed and paths.isfile(entry.path):
             return Classified(entry, State.FOREIGN, "a file")
         if why is None:
@@ -175,7 +177,7 @@ class Directory:
         is_there = why != detect.ABSENT if paths.is_url(entry.path) else paths.lexists(entry.path)
         if not is_there:
             return Classified(entry, State.VANISHED, why)
-        foreign = detect.foreign_look(entry.path)
+        foreign = detect.foreign_look(entry.path) if why != detect.DENIED else None
         if foreign is None:
             return Classified(entry, State.INCOMPLETE, why)
         # It may have been removed during the check.

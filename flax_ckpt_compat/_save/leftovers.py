@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterator
 
 from flax_ckpt_compat._core import paths, steps
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._core.object_store import removal
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
@@ -30,7 +31,10 @@ def find_leftovers(root: str) -> list[Leftover]:
     """Return what interrupted saves left in a directory and all below it, what may still be written included."""
     if not paths.isdir(root):
         raise absence.no_directory(root).error(root)
-    return [leftover for folder, _ in below.folders_below(root) for leftover in in_folder(folder)]
+    denied: list[StorageError] = []
+    found = [leftover for folder, _ in below.folders_below(root, denied) for leftover in in_folder(folder)]
+    why = "the system refused to list it"
+    return [*found, *(Leftover(str(error.path), "a directory, perhaps with more", 0, why) for error in denied)]
 
 
 def remove(leftover: Leftover) -> bool:

@@ -32,7 +32,8 @@ class CheckpointRecord:
         format: ``msgpack`` for files, ``orbax`` for directories, ``unknown`` for directories in other formats.
         nbytes: on disk, in bytes, with the arrays in a ``_gda`` folder beside it.
         complete: no names or files are missing; the data may still be damaged.
-        why: the missing part, or that it is not a checkpoint and what it looks like; or None.
+        why: the missing part, that permission to list it is denied, or that it is not a checkpoint and what it looks
+            like; or None.
     """
 
     step: float | None
@@ -69,9 +70,8 @@ def iter_checkpoints(directory: str | os.PathLike[str], prefix: str = "checkpoin
 
 
 def _records(checkpoint_dir: listing.CheckpointDir, last: bool) -> list[CheckpointRecord]:
-    found = [
-        _record(checkpoint_dir, classified) for classified in everything_of(Directory(checkpoint_dir, tolerant=last))
-    ]
+    listed = Directory(checkpoint_dir, tolerant=last, lists_denied=True)
+    found = [_record(checkpoint_dir, classified) for classified in everything_of(listed)]
     if None in found and not last:
         raise ChangedError
     return [record for record in found if record is not None]

@@ -28,7 +28,7 @@ def next_step(path: str, for_below: str = "") -> str:
 
 
 def _inside(path: str, for_below: str) -> str:
-    folders = itertools.islice(below.folders_below(path), 1, _MAX_FOLDERS)
+    folders = itertools.islice(below.folders_below(path, []), 1, _MAX_FOLDERS)
     found = [folder for folder, checkpoints in folders if checkpoints]
     if found:
         return f"There are checkpoints in {nearby.some(found)}{for_below}."

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import CheckpointNotFoundError
+from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import absence, detect, listing, nearby
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
-from ._commands import echo, print_json
+from ._commands import FailedError, echo, print_json
 from ._hints import next_step
 from ._ls_folders import Folder, Row, folder_of, folders_below
 
@@ -28,8 +28,9 @@ _UNITS = (("y", 31_557_600), ("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)) 
 def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json: bool) -> None:
     """Print the checkpoints of a directory; see `flax_ckpt_compat.cli.ls`."""
     checkpoint_dir = listing.checkpoint_dir(directory, prefix)
+    denied: list[StorageError] = []
     if recursive and paths.isdir(checkpoint_dir.directory):
-        folders = folders_below(checkpoint_dir, leaves=leaves)
+        folders = folders_below(checkpoint_dir, denied, leaves=leaves)
     else:
         folders = [folder_of(checkpoint_dir, iter_checkpoints(directory, prefix), leaves=leaves)]
     # Raises for what is no directory of checkpoints.
@@ -40,13 +41,14 @@ def show(directory: str, prefix: str, *, recursive: bool, leaves: bool, as_json:
     )
     if as_json:
         print_json([record for folder in folders for record in _as_json(folder)])
-        return
-    if empty_reason is not None:
+    elif empty_reason is not None:
         echo(printable(empty_reason))
-    for number, folder in enumerate(folders):
+    for number, folder in enumerate(folders if not as_json else ()):
         if recursive:
             click.echo(("\n" if number else "") + printable(f"{folder.shown}:", one_line=True))
         _show_folder(folder, leaves=leaves)
+    if denied:
+        raise FailedError(printable("\n".join(map(str, denied))))
 
 
 def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursive: bool) -> str:

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._discovery import below, detect, listing
 from flax_ckpt_compat._save.leftovers import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
@@ -49,10 +49,12 @@ def folder_of(checkpoint_dir: listing.CheckpointDir, records: Iterable[Checkpoin
     )
 
 
-def folders_below(root: listing.CheckpointDir, *, leaves: bool) -> list[Folder]:
-    """Return a directory and those below it that hold anything to list, with checkpoints of every prefix."""
+def folders_below(root: listing.CheckpointDir, denied: list[StorageError], *, leaves: bool) -> list[Folder]:
+    """Return a directory and those below it that hold anything to list, with checkpoints of every prefix.
+
+    ``denied`` is as for `below.folders_below`."""
     folders = []
-    for path, found in below.folders_below(root.directory):
+    for path, found in below.folders_below(root.directory, denied):
         inside = os.path.relpath(path, root.directory)
         shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
         folder = folder_of(listing.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)

@@ -1,0 +1,79 @@
+"""A directory that the system refuses to list is told, and does not hide what is beside it from the commands."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from flax_ckpt_compat import save
+from flax_ckpt_compat.cli import main
+
+_NOBODY = 65534
+
+
+def run(*arguments: object) -> Result:
+    """Runs a command in this process."""
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+@pytest.fixture
+def runs() -> Iterator[Path]:
+    """A run with a step that may be read and one that may not, beside such a directory; root is somebody else."""
+    top = Path(tempfile.mkdtemp())  # which others may search, as ``tmp_path`` they may not
+    root, user = top / "runs", os.geteuid()
+    for step in (1, 2):
+        save(root / "a" / f"checkpoint_{step}", {"w": np.ones(3)}, format="orbax")
+    (root / "lost+found").mkdir()
+    for command in ("verify", "clean", "ls"):
+        run(command, root / "a")  # loads all modules, where root alone may read them
+    run("convert", root / "a", top / "loaded", "--to", "msgpack")
+    denied = [root / "a" / "checkpoint_1", root / "lost+found"]
+    for path in denied:
+        path.chmod(0)
+    if user == 0:
+        for path in (top, root, *root.glob("a"), *root.glob("a/checkpoint_2")):
+            os.chown(path, _NOBODY, -1)
+        os.seteuid(_NOBODY)
+    try:
+        yield root
+    finally:
+        os.seteuid(user)
+        for path in denied:
+            path.chmod(0o700)
+        shutil.rmtree(top)
+
+
+def test_ls(runs: Path) -> None:
+    """It lists all others, and says which it could not."""
+    result = run("ls", runs, "--recursive")
+    assert (result.exit_code, result.stdout.count("complete  ")) == (2, 1), result.output
+    assert f"{runs}/lost+found: Permission denied; check its permissions" in result.stderr
+    result = run("ls", runs / "a")
+    assert result.exit_code == 0
+    assert "incomplete: permission to list it is denied" in result.stdout.splitlines()[1]
+
+
+def test_verify(runs: Path) -> None:
+    """What may be a checkpoint is unreadable, and so not well."""
+    result = run("verify", runs)
+    assert result.exit_code == 1
+    assert "3 checkpoints: 1 ok, 2 unreadable." in result.stdout.splitlines(), result.output
+
+
+def test_clean(runs: Path) -> None:
+    """It says that more may be there."""
+    result = run("clean", runs)
+    assert result.stdout.count("stays, because the system refused to list it") == 2, result.output
+
+
+def test_convert(runs: Path) -> None:
+    """All others are converted."""
+    result = run("convert", runs / "a", runs.parent / "b", "--to", "msgpack")
+    assert result.exit_code == 1
+    assert "1 converted, 1 failed: 24 B" in result.stdout, result.output
+    assert (runs.parent / "b" / "checkpoint_2").is_file()
