@@ -88,8 +88,6 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         )
     elif number == errno.ENAMETOOLONG:
         message += "; shorten the path, to which up to 255 bytes are added while it is written"
-    elif number in (errno.EACCES, errno.EPERM):
-        message += "; check its permissions, and those of the directories above"
     elif doing:
         message += "; check the disk's space and permissions"
         if "://" in path:

@@ -52,7 +52,7 @@ def test_ls(runs: Path) -> None:
     """It lists all others, and says which it could not."""
     result = run("ls", runs, "--recursive")
     assert (result.exit_code, result.stdout.count("complete  ")) == (2, 1), result.output
-    assert f"{runs}/lost+found: Permission denied; check its permissions" in result.stderr
+    assert f"{runs}/lost+found: Permission denied; check the permissions" in result.stderr
     result = run("ls", runs / "a")
     assert result.exit_code == 0
     assert "incomplete: permission to list it is denied" in result.stdout.splitlines()[1]
