@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from flax_ckpt_compat._core import thread_pools
+from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CheckpointerError, CheckpointError
 from flax_ckpt_compat._core.local import atomic, temporaries
 from flax_ckpt_compat._core.local.syncing import sync_directory, sync_tree
@@ -65,8 +65,14 @@ def wait_for_checkpointer(checkpointer: Any, directory: str) -> None:
     if checkpointer is not None and is_async(checkpointer):
         checkpointer.wait_until_finished()
     for pending in list(_pending):
-        if os.path.dirname(pending.path) == directory:
+        if _is_same(os.path.dirname(pending.path), directory):
             pending.wait()
+
+
+def _is_same(one: str, other: str) -> bool:
+    with suppress(ValueError):  # no directory can have this name
+        return paths.storage_of(one).resolve(one) == paths.storage_of(other).resolve(other)
+    return False
 
 
 def described(checkpointer: Any) -> str:

@@ -185,6 +185,19 @@ def test_an_uncommitted_save_evicts_nothing(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_a_restore_through_another_path_waits_for_the_commit(tmp_path: Path) -> None:
+    """As it does for our own background saves: a link and what it leads to are one directory."""
+    handler, runs, link = Gated(), tmp_path / "runs", tmp_path / "latest"
+    runs.mkdir()
+    link.symlink_to(runs)
+    handler.gate.clear()
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        checkpoints.save_checkpoint(link, TREE, 1, orbax_checkpointer=checkpointer)
+        threading.Timer(0.2, handler.gate.set).start()
+        restored = checkpoints.restore_checkpoint(runs, None)
+    np.testing.assert_array_equal(restored["a"], TREE["a"])
+
+
 def test_the_checkpointer_is_left_as_it_was(tmp_path: Path) -> None:
     """A wait_until_finished that the user has put on the object is there again after the save, and was used."""
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
