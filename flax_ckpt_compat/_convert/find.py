@@ -42,7 +42,7 @@ def find_jobs(source: str, destination: str, to: str, wanted: Sequence[Any] | No
         top = os.path.dirname(source) if found == [source] else source
         jobs = [_job(path, destination + os.path.dirname(path)[len(top) :], to) for path in found]
         jobs = _selected(source, jobs, wanted) if wanted and found != [source] else jobs
-    incomplete = "{path} is not a complete checkpoint: {why}"
+    incomplete = "IncompleteCheckpointError: {path} is not a complete checkpoint: {why}"
     jobs = [
         dataclasses.replace(job, error=incomplete.format(path=job.source, why=why))
         if (why := missing[job.source])
@@ -109,7 +109,9 @@ def _with_step(source: str, folder: str, to: str, step: float | None) -> Job:
     if step is None or step < 0 or step != int(step):
         shown = "its name has no step" if step is None else f"its step is {step}"
         remedy = "convert it alone, with the step that it is to have, or to another layout"
-        return Job(source, folder, to, step, f"{source}: {shown}, and managers count whole steps from 0; {remedy}")
+        return Job(
+            source, folder, to, step, f"StepError: {source}: {shown}, and managers count whole steps from 0; {remedy}"
+        )
     return Job(source, os.path.join(folder, str(int(step))), to, step)
 
 
@@ -144,7 +146,8 @@ def _without_collisions(jobs: Sequence[Job]) -> list[Job]:
     return [
         dataclasses.replace(
             job,
-            error=f"{job.source}: another checkpoint would be converted to {job.destination} too; convert each alone",
+            error=f"StepError: {job.source}: another checkpoint would be converted to {job.destination} too; "
+            "convert each alone",
         )
         if job.error is None and count[job.destination] > 1
         else job

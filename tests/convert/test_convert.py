@@ -296,7 +296,7 @@ def test_names_and_steps_that_managers_do_not_have(tmp_path: Path) -> None:
         flax_ckpt_compat.convert(tmp_path / "src", tmp_path / "dst", "manager")
     text = str(caught.value)
     assert "checkpoint_0.5: its step is 0.5" in text
-    assert "checkpoint_best: its name has no step" in text
+    assert "StepError: " in text and "checkpoint_best: its name has no step" in text
     assert text.count("would be converted to") == 2
     flax_ckpt_compat.convert(tmp_path / "src" / "checkpoint_best", tmp_path / "dst", "manager", step=9)
     with ocp.CheckpointManager(tmp_path / "dst") as manager:
