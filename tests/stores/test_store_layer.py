@@ -459,8 +459,8 @@ def test_how_long_a_read_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer the more bytes there are; an object of unknown size may have 64 MiB."""
     asked: list[int] = []
 
-    def answer(url: str, operation: str, request: Any, nbytes: int = 0) -> Any:
-        asked.append(nbytes)
+    def answer(url: str, operation: str, request: Any, nbytes: int = 0, *, at_most: int = 0) -> Any:
+        asked.append(nbytes or at_most)
         return types.SimpleNamespace(state="value", value=b"x")
 
     monkeypatch.setattr(client, "retry", answer)

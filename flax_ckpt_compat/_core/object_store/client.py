@@ -237,7 +237,8 @@ def request_object(url: str, span: slice | None) -> Any:
         bucket = bucket_store(url)
         return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
 
-    found = retry(url, "read", request, _SMALL_BYTES if span is None else span.stop - span.start)
+    nbytes, at_most = (0, _SMALL_BYTES) if span is None else (span.stop - span.start, 0)
+    found = retry(url, "read", request, nbytes, at_most=at_most)
     if found.state == "unspecified":  # see `_write`
         raise store_error(url, "read", "the store answered HTTP 412 to an unconditional request", "412")
     return found
