@@ -272,8 +272,8 @@ def _remedy(scheme: str, bucket: str, codes: str) -> str:
     if last in ("301", "307") or "AuthorizationHeaderMalformed" in codes:
         settings = _ENDPOINT_SETTINGS[scheme] + (", or neither, so that the bucket is asked" if scheme == "s3" else "")
         return f"the bucket {bucket!r} is in another region, or at another endpoint: set {settings}"
-    if "SlowDown" in codes or last == "429":
-        return "the store asks for fewer requests: try again later, or from fewer processes at once"
+    if last in ("429", "503"):  # S3's SlowDown is the latter
+        return "the store is busy, or asks for fewer requests: try again later, or from fewer processes at once"
     if last == "400" and codes.startswith(_UNKNOWN):
         settings = _ENDPOINT_SETTINGS[scheme]
         return f"the credentials may have expired: renew them; or the bucket is in another region: set {settings}"

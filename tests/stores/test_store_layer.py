@@ -323,6 +323,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ((500, "InternalError"), "check the network and the endpoint"),
         ((503, "SlowDown"), "try again later, or from fewer processes"),
+        ((503, "ServiceUnavailable"), "try again later, or from fewer processes"),
     ],
     indirect=["refusing"],
 )
