@@ -58,7 +58,7 @@ def doubts(stored: Node, target: Node, tree: Node, steps: Sequence[ProposedRule]
     found += moved_layers.doubts(own, outcome.stored, idle, fresh)
     for judge in (_same_size(fresh, idle), _resized(outcome, fresh), _copies(outcome, fresh)):
         found += judge
-    return [*found, *_foreign(outcome, fresh, idle), *_apart(outcome), *_dropped(outcome)]
+    return [*found, *_foreign(outcome, fresh, idle), *_apart(outcome), *_twice(outcome), *_dropped(outcome)]
 
 
 def _outcome(stored: Node, target: Node, tree: Node) -> Outcome:
@@ -188,6 +188,16 @@ def _apart(outcome: Outcome) -> Iterator[str]:
             if old != new:
                 yield f"{show_path(path)} fits {show_path(new)} as well as {show_path(old)} does"
                 return
+
+
+def _twice(outcome: Outcome) -> Iterator[str]:
+    """Yield a doubt if a moment of two optimizers, for one parameter, comes from one that is stored."""
+    first: dict[tuple[Path, Spot], Path] = {}
+    for new, old in outcome.pairs.items():
+        spot = outcome.has.spot(new)
+        if spot.field in MOMENTS and (other := first.setdefault((old, spot), new)) != new:
+            yield f"{show_path(other)} and {show_path(new)} would both come from {show_path(old)}"
+            return
 
 
 def _dropped(outcome: Outcome) -> Iterator[str]:

@@ -208,6 +208,12 @@ def test_nothing_alike_is_no_move() -> None:
     assert proposals.collections(stored, target, Roles(target)) == []
 
 
+def test_a_second_optimizer_is_a_doubt() -> None:
+    """Moments that one optimizer had are not given to two of them for certain."""
+    new = {**trained(BODY), "opt_state2": jax.eval_shape(ADAM.init, BODY)}
+    assert any("would both come from opt_state" in doubt for doubt in guessed(trained(BODY), new))
+
+
 def test_moments_are_no_parameters() -> None:
     """An optimizer's state that the target lacks is not renamed to what has the shapes of its moments."""
     target = {"net": {"params": BODY}, "slow": BODY, "step": 0}
