@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -108,6 +109,8 @@ def _paragraph(error: Exception) -> str:
         return f"{text}. {next_step(error.path)}".rstrip(" ")
     if isinstance(error, CheckpointError):
         return text
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # those of checkpoints are ours
+        return f"the output could not be written: {error.strerror}; free space, or redirect it elsewhere"
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."
 
 

@@ -181,3 +181,14 @@ def test_what_to_do_next(arguments: tuple[str, ...], code: int, hint: str, tree_
     assert (result.exit_code, hint in result.output) == (code, True), result.output
     assert len(result.output.splitlines()) == 1
     assert not (tree_of_runs / "out").exists()
+
+
+def test_output_that_does_not_fit_the_disk(tree_of_runs: Path) -> None:
+    """It is one line without a traceback, and no failure of this program."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        words = [sys.executable, "-m", "flax_ckpt_compat", "ls", "runs/a"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "Error: the output could not be written: No space left on device; free space, or redirect it elsewhere"
+    ]
