@@ -109,7 +109,11 @@ def end(
         _merge(path, databases, upload)
         with pause_gc(enabled=upload is None):  # the index of many hosts has millions of entries
             _check(path, plan, encoding_of(options), upload)
-    in_parallel(_remove_done_file, databases if upload is None else [*databases, _database_of(path, 0, upload)])
+    if upload is not None:
+        done = [os.path.join(database, layout.PROCESS_DONE) for database in databases]
+        in_parallel(functools.partial(multiprocess.delete_harmless, upload), done)
+        databases = [_database_of(path, 0, upload)]
+    in_parallel(_remove_done_file, databases)
     commit(path, plan, plan.record if options.checksums else None)
 
 

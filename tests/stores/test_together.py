@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flax_ckpt_compat import checkpoints as ours
+from flax_ckpt_compat import verify
 from flax_ckpt_compat._core.object_store import removal
 from tests.multiprocess import jobs, once_jobs, real_jobs, store_jobs
 from tests.stores.test_overwrites import from_change
@@ -72,6 +73,16 @@ def test_a_network_that_fails(orbax: bool, bucket: Bucket) -> None:
         team.call(store_jobs.overwrite, root, orbax, 1, 7, 60.0)
         assert team.call(jobs.restore_small, root) == [7, 7]
     assert any(asked.fault for asked in bucket.proxy.log)
+
+
+def test_a_store_that_refuses_to_delete(orbax: bool, bucket: Bucket) -> None:
+    """What both processes save is there; the objects that tell how far the save is stay beside it."""
+    team, root = led(team_of(2), bucket.proxy), f"{bucket.url}/run"
+    with bucket.proxy.failing(lambda method, path: "403" if method == "DELETE" else ""):
+        assert team.call(jobs.save_mixed, root, orbax, "plain") == [f"{root}/checkpoint_1"] * 2
+    team.call(jobs.restore_mixed, root, orbax, "turned", True)
+    assert ours.available_steps(root) == [1]
+    assert verify(root).ok
 
 
 def test_overwriting_and_other_formats(bucket: Bucket) -> None:

@@ -175,9 +175,10 @@ class WriteLease:
         # All at once: while there is the folder's own commit file, those below ``_next…`` say nothing.
         client.delete_all(f"{self.url}/{name}" for name in leftovers)
         # The checkpoint is complete beside our marker, so evictions need not wait for its removal.
-        thread_cache.beside(self._release_committed)
+        thread_cache.beside(self.release_committed)
 
-    def _release_committed(self) -> None:
+    def release_committed(self) -> None:
+        """Remove the marker beside a complete checkpoint, where it does no harm if that is refused."""
         try:
             self.release()
         except StorageError as error:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from flax_ckpt_compat._core.errors import ConcurrentWriteError, StorageError
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.object_store import client, commit, uploads, visible_objects
-from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_marker, tag_of
+from flax_ckpt_compat._core.object_store.lease import WriteLease, after_commit, is_marker, tag_of, warn_of_leftovers
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE
 from flax_ckpt_compat._core.steps import ARRAYS_POSTFIX
 from flax_ckpt_compat._core.thread_pools import at_once
@@ -70,6 +70,14 @@ def check_active(upload: MultiprocessUpload, written: Collection[str]) -> None:
     raise ConcurrentWriteError(message, path=upload.url)
 
 
+def delete_harmless(upload: MultiprocessUpload, file: str) -> None:
+    """Delete an object of the save without which it is as complete as with it, if the store permits that."""
+    try:
+        client.delete(file)
+    except StorageError as error:
+        warn_of_leftovers(upload.url, "what told how far a save was", error)
+
+
 def publish(upload: MultiprocessUpload, staged: str, *, new: bool) -> None:
     """Commit what all processes wrote with what process 0 has still to upload from ``staged``; see `commit.publish`."""
     lease = WriteLease(upload.folder, upload.marker)
@@ -102,7 +110,7 @@ def _remove_replaced(upload: MultiprocessUpload, lease: WriteLease, replaced: Co
     if not lease.is_superseded(there):  # else the newer writer removes them
         client.delete_all(f"{upload.folder}/{key}" for key in commit.arrays_among(replaced))
         client.delete_all(f"{upload.folder}/{key}" for key in replaced if is_marker(key))
-    lease.release()
+    lease.release_committed()
 
 
 def abort(upload: MultiprocessUpload) -> None:
