@@ -302,6 +302,24 @@ def test_a_token_that_no_longer_holds(
     assert len(issuer[1]) == 2
 
 
+@pytest.mark.parametrize(("answered", "seconds"), [(True, 10), (False, 300)])
+def test_a_json_api_that_is_out_of_reach(
+    answered: bool, seconds: int, gs_bucket: GsBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads go on without its checksums: for ten seconds, or, where it never answered, for five minutes."""
+    url, now = f"{gs_bucket.url}/run/a", [1e6]
+    gs_bucket.put("run/a", b"123456789")
+    checksum = 0xE3069283  # the check value of CRC-32C, RFC 3720
+    monkeypatch.setattr(gs, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    if answered:
+        assert client.stored_crc32c(url) == checksum
+    with gs_bucket.proxy.failing(lambda method, path: "refuse"):
+        assert client.stored_crc32c(url) is None
+    for later, expected in ((seconds - 1, None), (2, checksum)):
+        now[0] += later
+        assert client.stored_crc32c(url) == expected
+
+
 def test_answers_of_the_json_api(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty page need not be the last one, and the size of what is sent uncompressed is not the stored one."""
     monkeypatch.setattr(gs, "token", lambda: None)

@@ -48,7 +48,9 @@ _MARGIN = 60.0  # s before expiry at which a token is renewed
 _NO_TOKEN_FOR = 300.0  # s that a failure is cached for
 
 _lock = threading.RLock()  # a signal handler may save
-_cache: dict[str, tuple[float, str | None]] = {}  # source → expiry, token; also "unreachable", the JSON API
+_cache: dict[
+    str, tuple[float, str | None]
+] = {}  # source → expiry, token; also "unreachable" and "answered", of the JSON API
 
 
 class GS(StoreScheme):
@@ -132,11 +134,14 @@ def _metadata_of(url: str, field: str) -> str | None:
         status, content = _send(request, _CHECK_TIMEOUT)
         if status == _UNAUTHORIZED and (renewed := _other_token(known_token)) is not None:
             status, content = _send(_api_request(request.full_url, renewed), _CHECK_TIMEOUT)
+        _cache["answered"] = time.monotonic(), None
         # What is stored compressed is sent uncompressed.
         if status == 200 and not content.get("contentEncoding"):
             return str(content[field])
     except _UnreachableError:
-        _cache["unreachable"] = time.monotonic() + _NO_TOKEN_FOR, None
+        # Where it never answered, Python may have no way to it; else it should soon again.
+        seconds = _CHECK_TIMEOUT if "answered" in _cache else _NO_TOKEN_FOR
+        _cache["unreachable"] = time.monotonic() + seconds, None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.debug("%s: the store does not tell its %s: %s", url, field, error)
     return None
