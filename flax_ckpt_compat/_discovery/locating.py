@@ -164,7 +164,7 @@ def _nothing(
 ) -> _Result:
     if otherwise is None:
         raise found.error(paths.absolute(ckpt_dir), f"nothing to {doing}: ")
-    message = f"Nothing to restore: {found}; the target is returned unchanged"
+    message = f"Nothing to restore, so the target is returned unchanged: {found}"
     notices.log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
 

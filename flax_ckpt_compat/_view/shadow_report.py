@@ -87,7 +87,8 @@ def lines(report: ShadowReport) -> list[str]:
     """Return the report as lines of text."""
     compared, differ = report.compared, [record for record in report.records if record.get("differences")]
     failed = [record for record in report.records if "error" in record]
-    lines = [f"{len(compared)} saves compared, {len(differ)} differ, {len(failed)} could not be compared", ""]
+    saves = f"{len(compared)} save{'s' * (len(compared) != 1)}"
+    lines = [f"{saves} compared, {len(differ)} differ, {len(failed)} could not be compared", ""]
     if compared:
         rows: list[tuple[str, ...]] = [("format", "write", "read", "size")]
         for format in _FORMATS:

@@ -83,7 +83,8 @@ def _listed(url: str, report: Report) -> str:
             if not paths.isdir(local):
                 missing = "reachable; nothing there" if paths.is_url(local) else "does not exist"
                 return "a file" if paths.isfile(local) else missing
-            return f"reachable, {len(paths.listdir(local))} names"
+            count = len(paths.listdir(local))
+            return f"reachable, {count} name{'s' * (count != 1)}"
     except Exception as error:  # noqa: BLE001 - reported
         report.problems.append(printable(f"{url} cannot be listed: {error}"))
         return f"{type(error).__name__}"

@@ -41,7 +41,7 @@ def test_report(tmp_path):
         "flax.training.checkpoints": "Flax's own; not patched",
     }
     assert sections["Settings"] == {"dtype": "target"}
-    assert sections["Paths"] == {str(tmp_path): "reachable, 1 names", missing: "does not exist"}
+    assert sections["Paths"] == {str(tmp_path): "reachable, 1 name", missing: "does not exist"}
 
 
 def test_a_flax_that_cannot_be_used_is_a_problem(monkeypatch):

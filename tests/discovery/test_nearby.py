@@ -61,7 +61,7 @@ def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for number in range(8):
         save(tmp_path / "many" / f"run{number}", tree(1), step=1, format="msgpack")
     assert f"{tmp_path}/many/run4 and 3 more: pass one" in warning_of(tmp_path / "many", caplog)
-    assert "holds no checkpoint with the prefix 'checkpoint_'; the target" in warning_of(tmp_path, caplog)
+    assert warning_of(tmp_path, caplog).endswith("holds no checkpoint with the prefix 'checkpoint_'")
     for number in range(nearby._MAX_FOLDERS):
         (tmp_path / "many" / f"a{number}").mkdir()
     assert nearby.checkpoints_below(str(tmp_path / "many")) == []  # names in natural order: those are first

@@ -154,7 +154,7 @@ def test_command(folder: str, orbax: bool, flip: str, shadowed) -> None:
     save(folder, 1, orbax)
     shown = report(folder)
     assert shown.stdout.endswith(f"To flip: FLAX_USE_ORBAX_CHECKPOINTING={flip}\n")
-    assert shown.exit_code == 0 and shown.stdout.startswith("1 saves compared, 0 differ, 0 could not"), shown
+    assert shown.exit_code == 0 and shown.stdout.startswith("1 save compared, 0 differ, 0 could not"), shown
     (record,) = json.loads(report(folder, "--json").stdout)
     assert record["differences"] == 0
     record["error"] = "full"
