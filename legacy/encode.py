@@ -72,6 +72,7 @@ class _Writer:
         self._pieces: list[memoryview] = []
         self._buffered = 0
         self._written = 0
+        self._copies, self._copied_bytes = np.empty(0, np.uint8), 0
 
     def write(self, tree: Node) -> None:
         pack, put, small = self._pack, self._put, min(_COPY_BELOW, format.MAX_CHUNK_SIZE)
@@ -92,16 +93,17 @@ class _Writer:
                     put(key + format.array_header(format.EXT_ARRAY, array.shape, array.dtype) + array.tobytes())
                 else:
                     put(key)
-                    self._write_leaf(array)
+                    self._write_leaf(array, is_own=array is not node)
             else:
                 stack.pop()
         self._flush()
 
-    def _write_leaf(self, leaf: Any) -> None:
+    def _write_leaf(self, leaf: Any, *, is_own: bool = False) -> None:
+        """Write a leaf; an array that is not our own may change meanwhile."""
         if isinstance(leaf, HostCopy) or is_jax_array(leaf):
-            leaf = _on_host(leaf)
+            leaf, is_own = _on_host(leaf), True
         elif isinstance(leaf, StoredArray):
-            self._write_leaf(leaf.read())
+            self._write_leaf(leaf.read(), is_own=True)
             if leaf.nbytes >= _COPY_BELOW:
                 self._flush()  # so that nothing holds the array while the next one is read
             return
@@ -119,12 +121,12 @@ class _Writer:
         elif not hasattr(leaf, "dtype"):
             self._put(self._pack(leaf))
         elif leaf.nbytes > format.MAX_CHUNK_SIZE:
-            self._write_chunked(leaf)
+            self._write_chunked(leaf, is_own)
         else:
             self._put(format.array_header(format.EXT_ARRAY, leaf.shape, leaf.dtype))
-            self._put_array(leaf)
+            self._put_array(leaf, is_own)
 
-    def _write_chunked(self, array: Any) -> None:
+    def _write_chunked(self, array: Any, is_own: bool) -> None:
         """Write Flax's map for arrays over its limit: shape and flat chunks, both as maps of '0', '1', …"""
         pack, dtype = self._pack, array.dtype
         step, size = max(1, format.MAX_CHUNK_SIZE // dtype.itemsize), math.prod(array.shape)
@@ -141,7 +143,7 @@ class _Writer:
                     header = format.array_header(format.EXT_ARRAY, (min(step, size - at),), dtype)
                     self._put(pack(str(at // step)) + header)
                 part = rest[: step - at % step]
-                self._put_array(part)
+                self._put_array(part, is_own)
                 at, rest = at + part.size, rest[part.size :]
 
     def _put(self, data: bytes) -> None:
@@ -149,20 +151,33 @@ class _Writer:
         if len(self._small) >= _BATCH:
             self._flush()
 
-    def _put_array(self, array: Any) -> None:
+    def _put_array(self, array: Any, is_own: bool) -> None:
         if array.nbytes < _COPY_BELOW:
             self._put(np.asarray(array).tobytes())
             return
+        # What is summed must be what is written, though another thread writes to the array.
+        must_copy = self._sums is not None and not is_own and memory.may_change(array)
         for piece in pieces(array):
             rest = memory.as_bytes(piece)
             while rest:
                 self._end_small()
                 room = _BATCH - (self._written + self._buffered) % _BATCH
-                self._pieces.append(rest[:room])
+                self._pieces.append(self._copied(rest[:room]) if must_copy else rest[:room])
                 self._buffered += len(rest[:room])
                 rest = rest[room:]
                 if (self._written + self._buffered) % _BATCH == 0 or len(self._pieces) >= _MAX_PIECES:
                     self._flush()
+
+    def _copied(self, data: memoryview) -> memoryview:
+        """Return a copy, in memory that is used again after the next flush."""
+        if self._copied_bytes + len(data) > _BATCH:
+            self._flush()
+        if not self._copies.size:
+            self._copies = memory.empty((_BATCH,), np.dtype(np.uint8))
+        copy = self._copies[self._copied_bytes : self._copied_bytes + len(data)]
+        copy[:] = np.frombuffer(data, np.uint8)
+        self._copied_bytes += len(data)
+        return copy.data
 
     def _end_small(self) -> None:
         if self._small:
@@ -188,7 +203,7 @@ class _Writer:
         # The disk writes while the next batch is prepared, so the final sync is short.
         atomic.start_writeback(self._fd, self._written, self._buffered)
         self._written += self._buffered
-        self._buffered = 0
+        self._buffered = self._copied_bytes = 0
         if summed is not None:
             summed.result()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_ckpt_compat._core import checksums, paths, thread_pools
+from flax_ckpt_compat._core import checksums, memory, paths, thread_pools
 from flax_ckpt_compat._core.local.syncing import can_sync_directories, start_writeback
 from flax_ckpt_compat._core.object_store import client
 from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, key_prefix
@@ -92,7 +92,7 @@ class Database:
     def _begin(self) -> None:
         self._transaction = ts.Transaction(atomic=True)
         self._store = self._database.with_transaction(self._transaction)
-        self._pending: list[tuple[Any, Any]] = []
+        self._pending: list[tuple[Any, list[Shard], bool]] = []
 
     def make_room(self, nbytes: int) -> None:
         """Commit what is there, so that little memory is held besides an array of ``nbytes`` that is read next."""
@@ -180,11 +180,13 @@ class Database:
             **({"create": True} if is_primary else {"open": True, "assume_metadata": True}),
         }
         opened = ts.open(spec, transaction=self._transaction, context=self._context)
-        self._pending.append((opened, shards))
+        may_change = memory.may_change(stored.source)
+        # Else TensorStore copies it first: what it sums must be what it writes, though another thread writes to it.
+        self._pending.append((opened, shards, not (may_change and encoding.checksums)))
         if self._recorder is not None and not encoding.checksums:
             _, info = _metadata(stored.shape, stored.write_shape, stored.dtype, encoding)
             for shard in shards:
-                self._recorder.add_shard(key_prefix(name), info, shard)
+                self._recorder.add_shard(key_prefix(name), info, shard, may_change=may_change)
 
     def merge(self, names: Sequence[str]) -> None:
         """Add references to all values of finished databases in this directory."""
@@ -208,17 +210,17 @@ class Database:
     def start_commit(self) -> None:
         """Start the commit, once the one before has finished; TensorStore continues in its own threads."""
         self.finish_commit()
+        if self._recorder is not None:
+            self._recorder.start()
         copies = []
-        for opened, shards in self._pending:
+        for opened, shards, can_reference in self._pending:
             array = opened.result()
             for shard in shards:
-                written = array[shard.index].write(shard.data, can_reference_source_data_indefinitely=True)
+                written = array[shard.index].write(shard.data, can_reference_source_data_indefinitely=can_reference)
                 copies.append(written.copy)
         for copied in copies:
             copied.result()
         self._committed = self._transaction.commit_async()
-        if self._recorder is not None:
-            self._recorder.start()
 
     def finish_commit(self) -> None:
         """Wait until what was committed is written and synced, and its checksums are known."""

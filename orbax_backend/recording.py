@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 import numpy as np
 
 from flax_ckpt_compat._core import checksums, grid, memory
+from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
 from flax_ckpt_compat._core.thread_pools import Once, in_parallel, start_thread
 from flax_ckpt_compat._core.tree import Shard
@@ -15,6 +17,8 @@ from flax_ckpt_compat._core.tree import Shard
 from .checksum_file import Record
 from .zarr import ArrayInfo
 
+_log = logging.getLogger("flax_ckpt_compat")
+_Chunks = list[tuple[str, np.ndarray[Any, Any]]]
 _THREADS = min(8, os.cpu_count() or 1)
 # A multiple of the block's size; large enough for threads to pay.
 _PIECE_BYTES = 16 * checksums.BLOCK_BYTES
@@ -25,45 +29,61 @@ class Recorder:
 
     def __init__(self) -> None:
         self.record = Record()  # the result, whose chunks are complete once `finish` has returned
-        self._pending: list[tuple[str, np.ndarray[Any, Any]]] = []
+        self._pending: _Chunks = []
+        self._changing: _Chunks = []  # those that others may write to meanwhile
+        # Those of `start`, and their checksums before they are written.
+        self._started: _Chunks = []
+        self._before: dict[str, bytes] = {}
         self._computed: Once | None = None
 
     def add_bytes(self, key: str, data: bytes) -> None:
         """Add a small chunk."""
         self.record.chunks[key] = checksums.of_blocks(data)
 
-    def add_shard(self, prefix: str, info: ArrayInfo, shard: Shard) -> None:
-        """Add the chunks of a shard, whose memory must not change until `finish` has returned."""
+    def add_shard(self, prefix: str, info: ArrayInfo, shard: Shard, *, may_change: bool = False) -> None:
+        """Add the chunks of a shard; those that change between `start` and `finish` get no checksums."""
+        chunks = self._changing if may_change else self._pending
         for cell, box in grid.cells(shard.index, info.chunks):
             if grid.overlap(box, shard.index) == box:  # else zarr pads it, or other shards hold the rest
-                self._pending.append((prefix + info.chunk_key(cell), shard.data[grid.relative_to(box, shard.index)]))
+                chunks.append((prefix + info.chunk_key(cell), shard.data[grid.relative_to(box, shard.index)]))
 
     def start(self) -> None:
-        """Start to compute the checksums of the large chunks so far, on other threads; `finish` comes next."""
+        """Start to compute the checksums of the large chunks so far, on other threads, before they are written."""
+        self._started, self._changing = self._changing, []
+        self._before = _sums(self._started)
         pending, self._pending = self._pending, []
         if pending:
-            self._computed = Once(self._compute, pending)
+            self._computed = Once(_sums, pending)
             start_thread(self._computed.run, "flax-ckpt-sums")
 
     def finish(self) -> None:
-        """Wait until those that were started are computed, and drop their memory."""
+        """Wait until those that were started are computed, and drop their memory; call it when they are written."""
         computed, self._computed = self._computed, None
+        started, self._started = self._started, []
         if computed is not None:
-            computed.result()
+            self.record.chunks |= computed.result()
+        after = _sums(started)
+        changed = [key for key, sums in after.items() if sums != self._before[key]]
+        if changed:
+            what = "changed while it was saved, so the checkpoint has a mixture of its values, without a checksum"
+            _log.warning("The array of the chunk %s %s; let no thread write to it meanwhile", one_line(changed), what)
+        self.record.chunks |= {key: sums for key, sums in after.items() if key not in changed}
 
-    def _compute(self, pending: list[tuple[str, np.ndarray[Any, Any]]]) -> None:
-        pieces, found = [], dict[tuple[str, int], bytes]()
-        for key, chunk in pending:
-            data = memory.as_bytes(np.ascontiguousarray(chunk))
-            pieces += [(key, at, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
 
-        def add(piece: tuple[str, int, memoryview]) -> None:
-            key, at, data = piece
-            found[key, at] = checksums.of_blocks(data)
+def _sums(chunks: _Chunks) -> dict[str, bytes]:
+    pieces, found, sums = [], dict[tuple[str, int], bytes](), dict[str, bytes]()
+    for key, chunk in chunks:
+        data = memory.as_bytes(np.ascontiguousarray(chunk))
+        pieces += [(key, at, data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
 
-        in_parallel(add, pieces, _THREADS)
-        for key, at, _ in pieces:
-            self.record.chunks[key] = self.record.chunks.get(key, b"") + found[key, at]
+    def add(piece: tuple[str, int, memoryview]) -> None:
+        key, at, data = piece
+        found[key, at] = checksums.of_blocks(data)
+
+    in_parallel(add, pieces, _THREADS)
+    for key, at, _ in pieces:
+        sums[key] = sums.get(key, b"") + found[key, at]
+    return sums
 
 
 def file_of_database(record: Record, folder: str, path: str) -> dict[str, bytes]:

@@ -118,6 +118,15 @@ def _blocks(
         yield block, block.view(dtype).reshape(found) if size else np.empty(found, dtype)
 
 
+def may_change(array: Any) -> bool:
+    """Return whether an array's memory may be written to by others, as numpy arrays may by other threads."""
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return True
+        array = array.base
+    return False
+
+
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     """Return the bytes of a C-contiguous array of any dtype (ml_dtypes have no buffer format of their own)."""
     return array.reshape(-1).view(np.uint8).data
