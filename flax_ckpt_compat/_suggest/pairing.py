@@ -110,8 +110,8 @@ class Pairing:
 
     def _keeps_roles(self, change: Change, own: Roles) -> bool:
         """Return whether no optimizer's state, whose moments look like parameters, becomes another thing."""
-        had = {own.is_optimizer((*change.path, name)) for name in change.old}
-        return had == {self.roles.is_optimizer((*change.path, name)) for name in change.new}
+        was_optimizer = all(own.is_optimizer((*change.path, name)) for name in change.old)
+        return not was_optimizer or any(self.roles.is_optimizer((*change.path, name)) for name in change.new)
 
     def _branches(
         self, stored: Branch, target: Branch, own: Roles, path: Path
