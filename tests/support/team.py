@@ -25,7 +25,6 @@ from typing import Any
 
 from tests.support import interpreters
 
-_PRELOAD = ["jax", "flax.training.checkpoints", "orbax.checkpoint", "optax", "flax_ckpt_compat.checkpoints"]
 _SERVER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -224,7 +223,7 @@ def _free_port() -> int:
 def _server() -> Any:
     """The context whose processes are forks of one that has imported all that takes long."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["tests.support.preloaded"])
     variables = _SERVER_ENVIRONMENT | interpreters.COMPILATION_CACHE
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
