@@ -86,7 +86,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules and tests, which stay until the end."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

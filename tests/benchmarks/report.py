@@ -4,10 +4,6 @@ import dataclasses
 import statistics
 import sys
 
-from rich import box
-from rich.console import Console
-from rich.table import Table as RichTable
-
 from tests.benchmarks import goals, lineup
 from tests.benchmarks.series import Entry, Series
 from tests.benchmarks.systems import BLOCKED, COLD, COPY, OTHER_MESH, OURS, RAW, RESTORE, RESTORE_NONE, SAVE, TOUCHED
@@ -32,6 +28,10 @@ class Table:
 
     def show(self) -> None:
         """Prints it: in colour on a terminal, as plain aligned text into a pipe."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
         terminal = sys.stdout.isatty()
         console = Console(width=None if terminal else 200, highlight=False)
         console.print(f"\n{self.title}", style="bold")

@@ -90,10 +90,11 @@ def layers(number: int) -> dict[str, Any]:
     return {f"layer_{i}": {name: np.full(size, i, np.float32) for name, size in shapes.items()} for i in range(number)}
 
 
-LARGE_ARRAYS = {
-    "same": ({f"a{i}": np.full(150_000, i, np.float32) for i in range(40)}, 9),
-    "repeated": ({"params": layers(9), "mu": layers(9), "step": 3}, 12),
-    "distinct": ({f"a{i}": np.full(100_000 + 3_000 * i, i, np.float32) for i in range(40)}, 12),
+# The trees are made when they are asked for: every process of a run collects this file.
+LARGE_ARRAYS: dict[str, tuple[Callable[[], Any], int]] = {
+    "same": (lambda: {f"a{i}": np.full(150_000, i, np.float32) for i in range(40)}, 9),
+    "repeated": (lambda: {"params": layers(9), "mu": layers(9), "step": 3}, 12),
+    "distinct": (lambda: {f"a{i}": np.full(100_000 + 3_000 * i, i, np.float32) for i in range(40)}, 12),
 }
 
 
@@ -108,7 +109,8 @@ IN_ONE_STORE = [
 @pytest.mark.parametrize(("any_bucket", "name"), IN_ONE_STORE, indirect=["any_bucket"])
 def test_a_restore_of_many_large_arrays_of_a_msgpack_file(name: str, any_bucket: AnyBucket) -> None:
     """Rounds do not grow with the number of arrays, each of which tells where the next one begins."""
-    tree, most = LARGE_ARRAYS[name]
+    make, most = LARGE_ARRAYS[name]
+    tree = make()
     data = serialization.msgpack_serialize(tree)
     any_bucket.put("run/c", data)
     restored, log = within(most, any_bucket, lambda: flax_ckpt_compat.restore(f"{any_bucket.url}/run/c", tree))

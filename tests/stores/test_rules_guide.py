@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -37,12 +38,19 @@ def kind(asked: Asked) -> str:
 
 
 ROWS = [line.strip("| \n").split(" | ") for line in PAGE.splitlines() if " LIST" in line]
-TREE = {f"{n}": {"kernel": np.ones((128, 512), np.float32), "bias": np.ones(512, np.float32)} for n in range(24)}
+
+
+@functools.cache  # and not when the file is collected, which every process of a run does
+def tree() -> dict[str, Any]:
+    """What the page's table is about."""
+    return {f"{n}": {"kernel": np.ones((128, 512), np.float32), "bias": np.ones(512, np.float32)} for n in range(24)}
+
+
 CALLS: dict[str, Callable[[str], Any]] = {
-    "save, `keep=1`": lambda root: ours.save_checkpoint(root, TREE, 2),
+    "save, `keep=1`": lambda root: ours.save_checkpoint(root, tree(), 2),
     "`latest_checkpoint`": lambda root: ours.latest_checkpoint(root),
-    "`plan_restore`": lambda root: flax_ckpt_compat.plan_restore(root, TREE),
-    "restore": lambda root: ours.restore_checkpoint(root, TREE),
+    "`plan_restore`": lambda root: flax_ckpt_compat.plan_restore(root, tree()),
+    "restore": lambda root: ours.restore_checkpoint(root, tree()),
 }
 
 
@@ -51,7 +59,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
 def test_the_requests_are_counted_right(row: list[str], column: int, format: str, bucket: Bucket) -> None:
     """No call makes more requests of a kind than the table says."""
     with use_flag(format == "orbax"):
-        ours.save_checkpoint(f"{bucket.url}/run", TREE, 1)
+        ours.save_checkpoint(f"{bucket.url}/run", tree(), 1)
         bucket.proxy.log.clear()
         CALLS[row[0]](f"{bucket.url}/run")
     counted = collections.Counter(map(kind, bucket.proxy.log))

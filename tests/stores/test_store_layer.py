@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -34,6 +33,8 @@ KEYS = ["a", "a.b", "a/b", "a/b/c d", "a/ü", "a0", "a-", "b/%2F+&?", "c"]
 
 def test_listing_is_that_of_boto3(bucket: Bucket) -> None:
     """Folders hold what begins with their name and a slash, and nothing of names that are longer or in between."""
+    import boto3  # takes long, and the processes of the other tests collect this one, too
+
     for key in KEYS:
         bucket.put(key, b"x")
     theirs = boto3.client("s3", region_name="us-east-1").list_objects_v2(Bucket=bucket.name)["Contents"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._suggest import suggest
 from flax_ckpt_compat._trees import state_dict
 from tests.support.peers import skip_without_typed_keys
-from tests.support.suggest_cases import Layer, as_stored, gets, make, proposed, random_case, truth
+from tests.support.suggest_cases import Layer, Made, as_stored, gets, make, proposed, random_case, truth
 from tests.support.suggest_states import (
     ADAM,
     CLIPPED,
@@ -73,26 +74,26 @@ LAYERS = (Layer("a", "dense", 16), Layer("b", "batch"), Layer("c", "dense", 32),
 
 
 @pytest.mark.parametrize(
-    ("new", "expected"),
+    ("change", "expected"),
     [
-        (make(LAYERS, "clip adam"), ["rules.optimizer_state('opt_state')"]),
-        (make(LAYERS, "momentum"), ["rules.from_target('opt_state')"]),
+        (lambda: make(LAYERS, "clip adam"), ["rules.optimizer_state('opt_state')"]),
+        (lambda: make(LAYERS, "momentum"), ["rules.from_target('opt_state')"]),
         (
-            make([*LAYERS[:3], Layer("d", "dense", 7)]),
+            lambda: make([*LAYERS[:3], Layer("d", "dense", 7)]),
             ["rules.optimizer_state('opt_state')", "rules.from_target('params/Dense_2')"],
         ),
-        (make(LAYERS, inside="model"), [r"rules.rename('(batch_stats|mu|nu|params)', r'\1/model')"]),
+        (lambda: make(LAYERS, inside="model"), [r"rules.rename('(batch_stats|mu|nu|params)', r'\1/model')"]),
         (
             # Flax counts the dense layers anew once one of them has a name.
-            make([Layer("a", "dense", 16, "encoder"), *LAYERS[1:]]),
+            lambda: make([Layer("a", "dense", 16, "encoder"), *LAYERS[1:]]),
             ["rules.rename({'Dense_0': 'encoder', 'Dense_1': 'Dense_0', 'Dense_2': 'Dense_1'})"],
         ),
     ],
     ids=["adam clipped", "adam to momentum", "new head", "wrapper", "shifted numbers"],
 )  # fmt: skip
-def test_known_changes(new: Any, expected: list[str]) -> None:
+def test_known_changes(change: Callable[[], Made], expected: list[str]) -> None:
     """Each of the usual changes is met with the rules that undo it, and every leaf gets what it had."""
-    old = make(LAYERS)
+    old, new = make(LAYERS), change()
     assert sources(old.state, new.state) == expected
     assert proposed(old.state, new.state)[1] == truth(old, new)
 
