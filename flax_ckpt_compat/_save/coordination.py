@@ -102,17 +102,20 @@ class Coordinator:
         ``failed`` is why this process cannot continue, and raised in it; the save then fails in all, with that reason.
         Raise ProcessTimeoutError if processes do not arrive in time, and in every process what ``on_primary`` raises. A
         ``stage`` is unique within a save."""
+        earlier = None if failed is None else self._result_of(stage)
         self._store.set(f"{self._prefix}/{stage}/{self.process.index}", {"error": encode_error(failed)})
         if self.process.index == 0:
             return self._collect_and_run(stage, failed, on_primary)
         if failed is None:
             return self.receive(stage)
-        # If process 0 has given up before, it has removed what this one was writing to.
-        earlier = self._store.read_folder(f"{self._prefix}/{stage}/").get("result")
+        # If process 0 has given up, it has removed what this one was writing to. It may have done so for this report.
+        self.is_aborted = self._result_of(stage) is not None
         if earlier is None:
             raise failed
-        self.is_aborted = True
         raise decode_error(earlier["error"], self._path) from failed
+
+    def _result_of(self, stage: str) -> Mapping[str, Any] | None:
+        return self._store.read_folder(f"{self._prefix}/{stage}/").get("result")
 
     def send(self, stage: str, failed: BaseException | None, value: str = "") -> None:
         """Publish an outcome from process 0 without waiting; the others `receive` it."""

@@ -13,12 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_ckpt_compat import checkpoints, config, transforms
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery.formats import backend_for
+from flax_ckpt_compat._save.key_value_store import KeyValueStore
 from flax_ckpt_compat._trees import prng_keys
 from tests.multiprocess.jobs import barrier, check_shards, count, mesh, names, put, save_small, small, use
 from tests.support.logs import warnings_logged
@@ -116,12 +118,22 @@ class Refusing(checkpoints.AsyncManager):
 
 
 def save_without_a_manager(folder: str, orbax: bool, step: int) -> str:
-    """Saves in the background where process 1's manager takes no task; the error of the save, or of the wait."""
+    """Saves in the background where process 1's manager takes no task; the error of the save, or of the wait.
+
+    Process 0 answers its report before it goes on.
+    """
     use(orbax)
     manager = Refusing() if jax.process_index() == 1 else checkpoints.AsyncManager()
+    send = KeyValueStore.set
+
+    def send_and_wait(*args: Any) -> None:
+        send(*args)
+        time.sleep(0.2)
 
     def save() -> None:
-        with config.override(coordination_timeout=20.0):
+        with config.override(coordination_timeout=20.0), pytest.MonkeyPatch.context() as patch:
+            if jax.process_index() == 1:
+                patch.setattr(KeyValueStore, "set", send_and_wait)
             checkpoints.save_checkpoint_multiprocess(folder, small(step), step, async_manager=manager)
         manager.wait_previous_save()
 
