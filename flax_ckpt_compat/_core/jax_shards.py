@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -36,20 +37,28 @@ def first_replicas(sharding: Any, shape: tuple[int, ...]) -> list[tuple[int, Any
     return found
 
 
-def data_on(array: Any, position: int, device: Any) -> Any:
-    """Return an array's shard on a device, which has this position among those of this process.
+def first_shards(array: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
+    """Yield index and data of each of an array's `first_replicas`.
 
     jax lists the shards of an array on first use, without a lock: if two threads ask for them at once, one finds some
     of them only, and then some are there twice, at other positions (0.4.38 to 0.10.2, measured)."""
-    with suppress(IndexError):
-        data = array.addressable_data(position)
-        if array.is_fully_replicated or device in data.devices():
-            return data
+    is_whole = array.is_fully_replicated  # each of its shards is the whole array
+    for position, device, index in first_replicas(array.sharding, array.shape):
+        try:
+            data = array.addressable_data(position)
+        except IndexError:
+            data = None
+        if data is None or not (is_whole or device in data.devices()):
+            data = _found_on(array, device)
+        yield index, data
+
+
+def _found_on(array: Any, device: Any) -> Any:
     for _ in range(_SHARD_TRIES):
         with suppress(IndexError):
-            for other in itertools.count():
-                data = array.addressable_data(other)
-                if device in data.devices():
+            for position in itertools.count():
+                data = array.addressable_data(position)
+                if array.is_fully_replicated or device in data.devices():
                     return data
         time.sleep(_SHARD_PAUSE)
     raise RuntimeError(f"jax lists no shard on {device} of an array of shape {array.shape}")
@@ -57,5 +66,5 @@ def data_on(array: Any, position: int, device: Any) -> Any:
 
 def start_transfer(array: Any) -> None:
     """Start the copy of a ``jax.Array`` from accelerators to the host."""
-    with suppress(IndexError):  # see `data_on`: the shards are then copied one after another
+    with suppress(IndexError):  # see `first_shards`: the shards are then copied one after another
         array.copy_to_host_async()

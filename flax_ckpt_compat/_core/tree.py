@@ -137,8 +137,8 @@ def shards_of(array: Any) -> Iterator[Shard]:
         return
     import numpy as np
 
-    for position, device, index in jax_shards.first_replicas(array.sharding, array.shape):
-        yield Shard(index, np.asarray(jax_shards.data_on(array, position, device), order="C"))
+    for index, data in jax_shards.first_shards(array):
+        yield Shard(index, np.asarray(data, order="C"))
 
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
@@ -148,7 +148,7 @@ def on_host(array: Any) -> np.ndarray[Any, Any]:
     if array.is_fully_addressable and not array.is_fully_replicated:
         if next(iter(array.sharding.device_set)).platform != "cpu":  # where it is nothing, and takes time
             jax_shards.start_transfer(array)
-        return _assembled(array)  # jax would do so from its list of shards; see `jax_shards.data_on`
+        return _assembled(array)  # jax would do so from its list of shards; see `jax_shards.first_shards`
     import numpy as np
 
     return np.asarray(array)
