@@ -17,6 +17,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 import click
@@ -72,6 +73,8 @@ class Command(click.Command):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:  # noqa: BLE001  (reported)
+            if _is_full_disk(error):
+                _discard_output()
             if debug:
                 traceback.print_exc()
                 sys.exit(FailedError.exit_code)
@@ -109,9 +112,25 @@ def _paragraph(error: Exception) -> str:
         return f"{text}. {next_step(error.path)}".rstrip(" ")
     if isinstance(error, CheckpointError):
         return text
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # those of checkpoints are ours
+    if isinstance(error, OSError) and _is_full_disk(error):
         return f"the output could not be written: {error.strerror}; free space, or redirect it elsewhere"
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."
+
+
+def _is_full_disk(error: Exception) -> bool:
+    """Return whether the output could not be written; where a checkpoint cannot, it is an error of ours."""
+    from flax_ckpt_compat._core.errors import CheckpointError
+
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full and not isinstance(error, CheckpointError)
+
+
+def _discard_output() -> None:
+    """Discard what is still to be written, which would fail once more at the exit."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def json_option(what: str) -> Callable[[Any], Any]:
