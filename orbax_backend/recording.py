@@ -62,12 +62,11 @@ class Recorder:
         started, self._started = self._started, []
         if computed is not None:
             self.record.chunks |= computed.result()
-        after = _sums(started)
-        changed = [key for key, sums in after.items() if sums != self._before[key]]
-        if changed:
+        after, before = _sums(started), self._before
+        self.record.chunks |= {key: sums for key, sums in after.items() if sums == before[key]}
+        if changed := [key for key, sums in after.items() if sums != before[key]]:
             what = "changed while it was saved, so the checkpoint has a mixture of its values, without a checksum"
             _log.warning("The array of the chunk %s %s; let no thread write to it meanwhile", one_line(changed), what)
-        self.record.chunks |= {key: sums for key, sums in after.items() if key not in changed}
 
 
 def _sums(chunks: _Chunks) -> dict[str, bytes]:

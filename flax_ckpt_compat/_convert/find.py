@@ -87,7 +87,7 @@ def _check_apart(source: str, destination: str) -> None:
 
 def _is_inside(path: str, folder: str) -> bool:
     """Return whether a path is a folder or in it, also by symbolic links."""
-    pairs = [(path, folder), (paths.storage_of(path).resolve(path), paths.storage_of(folder).resolve(folder))]
+    pairs = [(path, folder), (paths.resolve(path), paths.resolve(folder))]
     return any(f"{one}/".startswith(f"{other}/") for one, other in pairs)
 
 

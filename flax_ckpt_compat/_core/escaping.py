@@ -33,6 +33,11 @@ def format_size(nbytes: float) -> str:
     return f"{value:.{decimals}f} {_UNITS[unit]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things as text, for a noun whose plural ends in ``s``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def count_of_leaves(count: int) -> str:
     """Return a number of leaves as text."""
     return f"{count} {'leaf' if count == 1 else 'leaves'}"

@@ -119,6 +119,11 @@ def listdir(path: str) -> list[str]:
     return storage_of(path).listdir(path)
 
 
+def resolve(path: str) -> str:
+    """Return a path without symbolic links, or a URL, by which two spellings of one directory are the same."""
+    return storage_of(path).resolve(path)
+
+
 def isdir(path: str) -> bool:
     """Return whether a path is a directory."""
     return storage_of(path).isdir(path)

@@ -24,6 +24,8 @@ _REMEDIES = {
     errno.EFBIG: "a file would be larger than the limit of this process (ulimit -f) or of the file system",
     errno.EIO: "the disk or the network file system failed; check it, or save to another directory",
 }
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_DENIED = (errno.EACCES, errno.EPERM)
 TENSORSTORE_ERRORS = (ValueError, RuntimeError, OSError)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+):")
 _TRANSIENT_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
@@ -63,7 +65,7 @@ def translated(path: str, doing: str = "", kinds: tuple[type[Exception], ...] = 
 
 def is_denied(error: StorageError) -> bool:
     """Return whether the system refused access, which tells nothing about what is beside the path."""
-    return error.errno in (errno.EACCES, errno.EPERM)
+    return error.errno in _DENIED
 
 
 def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
@@ -77,7 +79,7 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         number = int(found[1] or found[2])
     message = f"{path} could not be {doing}: " if doing else f"{path}: "
     message += str(getattr(error, "strerror", None) or error)
-    if number in (errno.EACCES, errno.EPERM):
+    if number in _DENIED:
         message += f"; check the permissions of it and of {os.path.dirname(path)}"
     elif number in _REMEDIES:
         message += f"; {_REMEDIES[number].format(folder=os.path.dirname(path))}"
@@ -113,7 +115,7 @@ def writing(path: str, temporary: str, tree: Node = None) -> Iterator[None]:
 def _storage_error(path: str, temporary: str, tree: Node, error: OSError) -> StorageError:
     folder = os.path.dirname(temporary)
     number = error.errno
-    if number in (errno.ENOSPC, errno.EDQUOT):
+    if number in FULL_DISK:
         reason, remedy = os.strerror(number), f"{_space(temporary, tree)}; free space, or save to another directory"
         if folder != os.path.dirname(path):  # a save to a store
             remedy = f"{_space(temporary, tree)}, where the checkpoint is prepared; free space, or set TMPDIR"

@@ -36,7 +36,7 @@ def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, 
 
     Each is visited once, whatever links lead to it. ``denied`` takes the errors of those below that the system refuses
     to list, such as ``lost+found``."""
-    seen, pending = {paths.storage_of(root).resolve(root)}, [root]
+    seen, pending = {paths.resolve(root)}, [root]
     while pending:
         folder = pending.pop()
         with translated(folder):
@@ -51,7 +51,7 @@ def folders_below(root: str, denied: list[StorageError]) -> Iterator[tuple[str, 
             if not paths.isdir(path):
                 if _is_named_checkpoint(name) or name.endswith(MSGPACK_SUFFIX) or prefixes.include(name):
                     found.append(path)
-            elif (resolved := paths.storage_of(path).resolve(path)) not in seen:
+            elif (resolved := paths.resolve(path)) not in seen:
                 seen.add(resolved)
                 try:
                     with translated(path):

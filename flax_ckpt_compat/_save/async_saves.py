@@ -72,7 +72,7 @@ def start(
     manager: SaveManager, directory: str, task: Callable[[], Any], *, lookup_timeout: float | None = None
 ) -> None:
     """Start a save with a manager, or in the foreground if its pool takes no tasks; see `BackgroundSave`."""
-    save = BackgroundSave(background_saves.real_path(directory), lookup_timeout, thread_pools.Once(_run, task))
+    save = BackgroundSave(paths.resolve(directory), lookup_timeout, thread_pools.Once(_run, task))
     refusal = ""
     if _is_within(manager) or not thread_pools.pools_take_tasks():
         refusal = "none are taken within its tasks, or a call that a signal interrupted"

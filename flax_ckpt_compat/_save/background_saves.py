@@ -63,17 +63,12 @@ def raise_failures(directory: str) -> None:
             save.future.result()
 
 
-def real_path(directory: str) -> str:
-    """Return a directory without symbolic links, or a URL, as saves are registered under."""
-    return paths.storage_of(directory).resolve(directory)
-
-
 def saves_into(directory: str) -> list[BackgroundSave]:
     """Return the registered saves into a directory; forget those that ended and whose outcome only a manager has."""
     if not _saves:
         return []
     try:
-        real = real_path(directory)
+        real = paths.resolve(directory)
     except ValueError:  # no directory can have this name
         return []
     for save in list(_saves):

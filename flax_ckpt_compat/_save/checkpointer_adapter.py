@@ -71,7 +71,7 @@ def wait_for_checkpointer(checkpointer: Any, directory: str) -> None:
 
 def _is_same(one: str, other: str) -> bool:
     with suppress(ValueError):  # no directory can have this name
-        return paths.storage_of(one).resolve(one) == paths.storage_of(other).resolve(other)
+        return paths.resolve(one) == paths.resolve(other)
     return False
 
 

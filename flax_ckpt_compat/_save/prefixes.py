@@ -59,4 +59,4 @@ def _is_step(name: str, prefix: str) -> bool:
 
 
 def _key(checkpoint_dir: CheckpointDir) -> str:
-    return paths.storage_of(checkpoint_dir.directory).resolve(checkpoint_dir.directory)
+    return paths.resolve(checkpoint_dir.directory)

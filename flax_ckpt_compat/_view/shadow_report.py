@@ -10,7 +10,7 @@ from typing import Any
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from flax_ckpt_compat._core.escaping import aligned, format_size, printable
+from flax_ckpt_compat._core.escaping import aligned, counted, format_size, printable
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import absence
 from flax_ckpt_compat._save.shadow import FOLDER
@@ -87,7 +87,7 @@ def lines(report: ShadowReport) -> list[str]:
     """Return the report as lines of text."""
     compared, differ = report.compared, [record for record in report.records if record.get("differences")]
     failed = [record for record in report.records if "error" in record]
-    saves = f"{len(compared)} save{'s' * (len(compared) != 1)}"
+    saves = counted(len(compared), "save")
     lines = [f"{saves} compared, {len(differ)} differ, {len(failed)} could not be compared", ""]
     if compared:
         rows: list[tuple[str, ...]] = [("format", "write", "read", "size")]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from flax_ckpt_compat._core.escaping import count_of_leaves, format_size, printable
+from flax_ckpt_compat._core.escaping import count_of_leaves, counted, format_size, printable
 from flax_ckpt_compat._core.folding import Row, one_line, shown
 
 State = Literal["ok", "unverified", "damaged", "unreadable"]
@@ -133,7 +133,7 @@ def summary(checkpoints: Sequence[VerifiedCheckpoint]) -> str:
     words = [f"{good} ok"] + [f"{counts[state]} {state}" for state in ("damaged", "unreadable") if counts[state]]
     strange = sum(bool(one.unexpected) for one in checkpoints)
     words += [f"{strange} with unexpected files"] if strange else []
-    total = f"{len(checkpoints)} checkpoint{'s' if len(checkpoints) != 1 else ''}: {', '.join(words)}."
+    total = f"{counted(len(checkpoints), 'checkpoint')}: {', '.join(words)}."
     note = "Without recorded checksums; all leaves decode, but changed values would not show"
     return f"{total}\n* {note}: {counts['unverified']}." if counts["unverified"] else total
 

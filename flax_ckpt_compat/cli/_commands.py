@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import click
 
@@ -112,17 +111,17 @@ def _paragraph(error: Exception) -> str:
         return f"{text}. {next_step(error.path)}".rstrip(" ")
     if isinstance(error, CheckpointError):
         return text
-    if isinstance(error, OSError) and _is_full_disk(error):
+    if _is_full_disk(error):
         return f"the output could not be written: {error.strerror}; free space, or redirect it elsewhere"
     return f"{text}\nThis is not an error that flax-ckpt expects: run it again with --debug, and report the traceback."
 
 
-def _is_full_disk(error: Exception) -> bool:
+def _is_full_disk(error: Exception) -> TypeGuard[OSError]:
     """Return whether the output could not be written; where a checkpoint cannot, it is an error of ours."""
     from flax_ckpt_compat._core.errors import CheckpointError
+    from flax_ckpt_compat._core.storage_errors import FULL_DISK
 
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return is_full and not isinstance(error, CheckpointError)
+    return isinstance(error, OSError) and error.errno in FULL_DISK and not isinstance(error, CheckpointError)
 
 
 def _discard_output() -> None:

@@ -12,7 +12,7 @@ from importlib import metadata
 
 from flax_ckpt_compat import __version__, config
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._core.escaping import printable
+from flax_ckpt_compat._core.escaping import counted, printable
 from flax_ckpt_compat._core.storage_errors import translated
 
 _NEEDED = ("jax", "jaxlib", "flax", "tensorstore", "msgpack", "ml_dtypes", "etils", "numpy", "rich", "click")
@@ -83,8 +83,7 @@ def _listed(url: str, report: Report) -> str:
             if not paths.isdir(local):
                 missing = "reachable; nothing there" if paths.is_url(local) else "does not exist"
                 return "a file" if paths.isfile(local) else missing
-            count = len(paths.listdir(local))
-            return f"reachable, {count} name{'s' * (count != 1)}"
+            return f"reachable, {counted(len(paths.listdir(local)), 'name')}"
     except Exception as error:  # noqa: BLE001 - reported
         report.problems.append(printable(f"{url} cannot be listed: {error}"))
         return f"{type(error).__name__}"

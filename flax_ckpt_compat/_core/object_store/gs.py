@@ -48,9 +48,8 @@ _MARGIN = 60.0  # s before expiry at which a token is renewed
 _NO_TOKEN_FOR = 300.0  # s that a failure is cached for
 
 _lock = threading.RLock()  # a signal handler may save
-_cache: dict[
-    str, tuple[float, str | None]
-] = {}  # source → expiry, token; also "unreachable" and "answered", of the JSON API
+# Source → expiry, token; also "unreachable" and "answered", of the JSON API.
+_cache: dict[str, tuple[float, str | None]] = {}
 
 
 class GS(StoreScheme):
