@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flax_ckpt_compat
@@ -76,6 +77,24 @@ def test_expired_credentials_make_no_checkpoint_foreign(
             flax_ckpt_compat.save(url, {"a": 2}, step=1, format=format, overwrite=True)
     left[0] = 10**6
     assert flax_ckpt_compat.restore(url, {"a": 0}) == {"a": 1}
+
+
+@pytest.mark.parametrize(("format", "whole"), [("msgpack", 0), ("orbax", 3)])
+def test_bodies_that_end_too_early(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, format: Any, whole: int) -> None:
+    """Half of what was asked for, as a proxy passes it on: the error tells of the network, not of a missing object."""
+    url, store, answered = f"{bucket.url}/run", bucket.proxy.store, [0]
+    flax_ckpt_compat.save(url, {"a": np.arange(5)}, step=1, format=format)
+
+    def shorten(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer | None:
+        if method != "GET" or "list-type" in path:
+            return None
+        status, found, content = store(method, path, headers, body)
+        answered[0] += 1
+        return status, found, content if answered[0] <= whole else content[: len(content) // 2]
+
+    answering(bucket, monkeypatch, shorten)
+    with pytest.raises(StorageError, match="the answer has fewer bytes than the object; check the network"):
+        flax_ckpt_compat.restore(url, {"a": np.zeros(5, int)}, step=1)
 
 
 @contextmanager

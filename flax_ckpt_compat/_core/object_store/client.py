@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.object_store import probing, visible_objects
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
@@ -238,7 +239,12 @@ def request_object(url: str, span: slice | None) -> Any:
         return bucket.read(key) if span is None else bucket.read(key, byte_range=span)
 
     nbytes, at_most = (0, _SMALL_BYTES) if span is None else (span.stop - span.start, 0)
-    found = retry(url, "read", request, nbytes, at_most=at_most)
+    try:
+        found = retry(url, "read", request, nbytes, at_most=at_most)
+    except OutOfRangeError as error:
+        if span is None:
+            raise _too_short(url) from error
+        raise
     if found.state == "unspecified":  # see `_write`
         raise store_error(url, "read", "the store answered HTTP 412 to an unconditional request", "412")
     return found
@@ -256,9 +262,15 @@ def _resolve(url: str) -> str:
 
 
 def _require(url: str, found: bytes | int | None) -> bytes:
-    if not isinstance(found, bytes):
+    if isinstance(found, int):
+        raise _too_short(url)
+    if found is None:
         raise not_found_error(url)
     return found
+
+
+def _too_short(url: str) -> StorageError:
+    return store_error(url, "read", "the answer has fewer bytes than the object", "")
 
 
 def not_found_error(url: str) -> FileNotFoundError:
