@@ -13,7 +13,7 @@ from flax_ckpt_compat._core import checksums, grid, memory
 from flax_ckpt_compat._core.grid import Box, Shape
 from flax_ckpt_compat._core.tree import Path, show_path
 
-from .box_layout import BoxLayout, ChunkPart
+from .chunk_boxes import BoxLayout, ChunkPart
 from .files import ByteRange
 from .key_index import OpaqueValue, StoredValue
 from .zarr import CHECKSUM_NBYTES, ArrayInfo

@@ -14,7 +14,7 @@ from flax_ckpt_compat._core.memory import MAX_PACKED_RANK
 from flax_ckpt_compat._core.orbax_layout import NP_ARRAY, SCALAR
 from flax_ckpt_compat._core.tree import KeyData
 
-from .box_layout import LayoutCache
+from .chunk_boxes import LayoutCache
 from .structure import UNKNOWN
 from .type_annotations import LeafType
 from .zarr import ArrayInfo

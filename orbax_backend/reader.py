@@ -15,9 +15,9 @@ from flax_ckpt_compat._core.grid import readable_boxes
 from flax_ckpt_compat._core.tree import Node
 
 from .aggregate import OpenMsgpack
-from .box_layout import BoxLayout
 from .build_tree import build_tree
 from .checksum_file import Checksums
+from .chunk_boxes import BoxLayout
 from .chunks import ArrayRead, checked_data
 from .database_index import open_index
 from .decode import StoredLeaf

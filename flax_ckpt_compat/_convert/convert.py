@@ -11,8 +11,8 @@ from contextlib import closing
 from typing import Any, Literal
 
 from flax_ckpt_compat._convert import find, layouts
+from flax_ckpt_compat._convert.convert_one import Progress, convert_one, loaded
 from flax_ckpt_compat._convert.jobs import LAYOUTS, TO_STEPS, Conversion, Job
-from flax_ckpt_compat._convert.one import Progress, convert_one, loaded
 from flax_ckpt_compat._core import arguments, paths
 from flax_ckpt_compat._core.errors import ConversionError, SettingError
 from flax_ckpt_compat._core.folding import MAX_SHOWN

@@ -13,8 +13,8 @@ from flax_ckpt_compat._convert.jobs import TO_STEPS, Job
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StepError
 from flax_ckpt_compat._discovery import detect, locating
-from flax_ckpt_compat._discovery.around import why_inside
-from flax_ckpt_compat._discovery.below import MSGPACK_SUFFIX, checkpoints_below
+from flax_ckpt_compat._discovery.enclosing import why_inside
+from flax_ckpt_compat._discovery.walk import MSGPACK_SUFFIX, checkpoints_below
 
 _SUFFIX = {"safetensors": ".safetensors"}
 # The step of a name: the longest number at its end that follows a separator, as in ``checkpoint_-1.5`` or ``ckpt-10``;

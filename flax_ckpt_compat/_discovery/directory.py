@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._discovery import detect, listing, notices
+from flax_ckpt_compat._discovery import detect, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
+from flax_ckpt_compat._discovery.log_once import log_once
 
 _Result = TypeVar("_Result")
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
@@ -289,11 +290,11 @@ def _warn_of_skipped(checkpoint_dir: CheckpointDir, skipped: Sequence[Classified
         f"{classified.entry.name} ({classified.why})" for classified in sorted(skipped, key=lambda one: one.entry.name)
     )
     message = f"Skipping incomplete checkpoints in {checkpoint_dir.directory}: {shown}" if skipped else None
-    notices.log_once((checkpoint_dir.directory, checkpoint_dir.prefix, "incomplete"), message)
+    log_once((checkpoint_dir.directory, checkpoint_dir.prefix, "incomplete"), message)
 
 
 def _warn_of_longer(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
-    notices.log_once(
+    log_once(
         (checkpoint_dir.directory, checkpoint_dir.prefix, "longer"),
         f"{checkpoint_dir.directory} holds no checkpoint with exactly the prefix {checkpoint_dir.prefix!r}; taking "
         f"{entry.name}, the last name that begins with it, as Flax does: pass the whole prefix",

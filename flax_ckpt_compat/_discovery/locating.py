@@ -25,8 +25,9 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._discovery import absence, detect, directory, listing, notices
-from flax_ckpt_compat._discovery.absence import Absence
+from flax_ckpt_compat._discovery import detect, directory, listing, not_found
+from flax_ckpt_compat._discovery.log_once import log_once
+from flax_ckpt_compat._discovery.not_found import Absence
 
 _Result = TypeVar("_Result")
 # Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
@@ -59,7 +60,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
 
 def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> LocatedCheckpoint | Absence:
     if not _exists(root):
-        return absence.of_directory(root)
+        return not_found.of_directory(root)
     # A stray file called "checkpoint" must not hide the checkpoints beside it, so those of the prefix go first unless
     # the directory has a marker that only Orbax writes.
     if not paths.isdir(root) or detect.is_certainly_orbax(root):
@@ -69,7 +70,7 @@ def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: b
         return _located(latest.path, named=False)
     if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
         return _located(root, named=True)
-    return absence.of_checkpoints(checkpoint_dir, prefix)
+    return not_found.of_checkpoints(checkpoint_dir, prefix)
 
 
 def _located(path: str, *, named: bool) -> LocatedCheckpoint:
@@ -107,7 +108,7 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     elif paths.isfile(root) or detect.is_certainly_orbax(root):
         known, has_remedy = f"{root} is itself a checkpoint; leave out step=", True
     else:
-        absent = absence.of_checkpoints(checkpoint_dir, prefix).error(checkpoint_dir.directory)
+        absent = not_found.of_checkpoints(checkpoint_dir, prefix).error(checkpoint_dir.directory)
         known, has_remedy = str(absent), absent.has_remedy
     raise CheckpointNotFoundError(f"Matching checkpoint not found: {path} ({known})", path=path, has_remedy=has_remedy)
 
@@ -132,7 +133,7 @@ def read_found(
         found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
         if isinstance(found, Absence):
             return _nothing(ckpt_dir, prefix, found, otherwise, doing)
-        notices.log_once(_subject(ckpt_dir, prefix), None)
+        log_once(_subject(ckpt_dir, prefix), None)
         before = _identity(found.path)
         try:
             with paths.storage_of(found.path).offering(found.listing):
@@ -165,7 +166,7 @@ def _nothing(
     if otherwise is None:
         raise found.error(paths.absolute(ckpt_dir), f"nothing to {doing}: ")
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
-    notices.log_once(_subject(ckpt_dir, prefix), message, found.level)
+    log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
 
 

@@ -11,7 +11,8 @@ from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, NameCollisionError
 from flax_ckpt_compat._core.tree import Branch, Node, Path, map_leaves
-from flax_ckpt_compat._discovery import detect, notices, opening
+from flax_ckpt_compat._discovery import detect, opening
+from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._restore.match import plan_tree
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.plan import RestorePlan, TreePlan
@@ -45,7 +46,7 @@ def _log_omitted_json(opened: opening.Opened) -> None:
     if opened.trees and rest:
         shown = ", ".join(rest)
         message = f"{opened.path}: left out of the result, which is one tree: JSON of {shown}"
-        notices.log_once(
+        log_once(
             (opened.path, "json"), f"{message}; pass a target with these names, or restore {opened.items[rest[0]].path}"
         )
 

@@ -16,10 +16,10 @@ from flax_ckpt_compat import config
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import CheckpointError, TransformError
 from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.similar import Names
+from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.tree import Branch, Node, Path, from_leaves, iter_leaves
 from flax_ckpt_compat._discovery import locating, opening
-from flax_ckpt_compat._discovery.absence import Absence
+from flax_ckpt_compat._discovery.not_found import Absence
 from flax_ckpt_compat._save import async_saves
 from flax_ckpt_compat._trees.leaf_sources import Derived, FunctionInput, Own
 from flax_ckpt_compat._trees.old_namedtuples import modernize

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax_ckpt_compat._core import paths, thread_pools
 from flax_ckpt_compat._core.errors import CleanupError
-from flax_ckpt_compat._discovery import absence, listing, locating
+from flax_ckpt_compat._discovery import listing, locating, not_found
 from flax_ckpt_compat._save import background_saves
 from flax_ckpt_compat._save.background_saves import BackgroundSave
 
@@ -132,7 +132,7 @@ def wait_for_pending_saves(ckpt_dir: str, prefix: str, orbax_checkpointer: Any =
         wait_for_multiprocess_saves(directory)
     saves = [save for one in directories for save in background_saves.saves_into(one)]
     running = [save for save in saves if save.future is not None and not save.done]
-    if running and isinstance(locating.find(ckpt_dir, None, prefix), absence.Absence):
+    if running and isinstance(locating.find(ckpt_dir, None, prefix), not_found.Absence):
         for save in running:
             _wait_for(save, _QUEUED_SECONDS)
     for directory in directories:

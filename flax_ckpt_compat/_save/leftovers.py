@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.local import atomic, gda_folder, temporaries
 from flax_ckpt_compat._core.object_store import removal
 from flax_ckpt_compat._core.orbax_layout import TEMPORARY, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import absence, below, detect
+from flax_ckpt_compat._discovery import detect, not_found, walk
 
 _FLAX_TEMPORARIES = ("checkpoint_" + steps.FLAX_TEMPORARY, "checkpoint_" + steps.FLAX_TEMPORARY + steps.ARRAYS_POSTFIX)
 
@@ -30,9 +30,9 @@ class Leftover:
 def find_leftovers(root: str) -> list[Leftover]:
     """Return what interrupted saves left in a directory and all below it, what may still be written included."""
     if not paths.isdir(root):
-        raise absence.no_directory(root).error(root)
+        raise not_found.no_directory(root).error(root)
     denied: list[StorageError] = []
-    found = [leftover for folder, _ in below.folders_below(root, denied) for leftover in in_folder(folder)]
+    found = [leftover for folder, _ in walk.folders_below(root, denied) for leftover in in_folder(folder)]
     why = "the system refused to list it"
     return [*found, *(Leftover(str(error.path), "a directory, perhaps with more", 0, why) for error in denied)]
 

@@ -16,8 +16,9 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
 from flax_ckpt_compat._core.object_store import client, commit
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import detect, listing, nearby, notices, opening, orbax_directory
-from flax_ckpt_compat._discovery.around import why_inside
+from flax_ckpt_compat._discovery import detect, hints, listing, opening, orbax_directory
+from flax_ckpt_compat._discovery.enclosing import why_inside
+from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._save import prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
@@ -39,9 +40,9 @@ def check(request: SaveRequest) -> Any:
     if why := paths.storage_of(request.path).why_too_long(request.path):
         message = f"cannot save to {request.path}: {why}; shorten the directory, the prefix or the step"
         raise StorageError(message, path=request.path, errno=errno.ENAMETOOLONG)
-    if expanded := nearby.unexpanded_home(request.directory):
+    if expanded := hints.unexpanded_home(request.directory):
         message = f"Saving to {request.directory}, as '~' is not expanded: write {expanded} for the home directory"
-        notices.log_once((request.directory, "home"), message)
+        log_once((request.directory, "home"), message)
     if request.step is not None:
         prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
     with paths.listing_cache(request.directory):

@@ -8,9 +8,9 @@ from flax_ckpt_compat._core.escaping import printable
 from flax_ckpt_compat._core.tree import Branch, Node, show_path
 from flax_ckpt_compat._suggest import proposals
 from flax_ckpt_compat._suggest.confidence import doubts
-from flax_ckpt_compat._suggest.layouts import ProposedRule
 from flax_ckpt_compat._suggest.names import natural
 from flax_ckpt_compat._suggest.pairing import Pairing
+from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat.rules import Rule
 
 __all__ = ["ProposedRule", "Suggestion", "suggest"]

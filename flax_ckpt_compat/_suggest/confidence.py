@@ -10,7 +10,6 @@ from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.tree import Node, Path, show_path
 from flax_ckpt_compat._suggest import moved_layers
-from flax_ckpt_compat._suggest.layouts import ProposedRule
 from flax_ckpt_compat._suggest.leaf_features import (
     EMPTY,
     KEPT,
@@ -25,6 +24,7 @@ from flax_ckpt_compat._suggest.leaf_features import (
     look,
 )
 from flax_ckpt_compat._suggest.names import words
+from flax_ckpt_compat._suggest.stacked_layers import ProposedRule
 from flax_ckpt_compat._trees.leaf_sources import handles_of
 
 # Layers of which the number of outputs is that of the classes, and belongs to the task.

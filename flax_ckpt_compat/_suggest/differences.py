@@ -11,10 +11,10 @@ from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.escaping import count_of_leaves
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
-from flax_ckpt_compat._suggest import layouts
-from flax_ckpt_compat._suggest.layouts import LayerRow, ProposedRule, either, plain
+from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, look
 from flax_ckpt_compat._suggest.names import akin, pair_up
+from flax_ckpt_compat._suggest.stacked_layers import LayerRow, ProposedRule, either, plain
 
 _MAX_PAIRS = 900
 
@@ -84,8 +84,8 @@ class Gap:
 
     def _open(self) -> tuple[list[LayerRow], list[LayerRow]]:
         """Return the rows of both branches that are not paired yet."""
-        olds = [row for row in layouts.rows(self.ours) if self.gone.keys() & row.siblings]
-        return olds, [row for row in layouts.rows(self.theirs) if self.new.keys() & row.siblings]
+        olds = [row for row in stacked_layers.rows(self.ours) if self.gone.keys() & row.siblings]
+        return olds, [row for row in stacked_layers.rows(self.theirs) if self.new.keys() & row.siblings]
 
     def rows(self) -> Iterator[Change]:
         """Yield the changes between rows of the same layers; the number of layers may differ."""
@@ -104,7 +104,11 @@ class Gap:
                     self._take(one.siblings, other.siblings)
                     reason = f"both are {len(one.nodes)} equal layers"
                     yield Change(
-                        self.path, tuple(one.siblings), tuple(other.siblings), layouts.renamed(one, other), reason
+                        self.path,
+                        tuple(one.siblings),
+                        tuple(other.siblings),
+                        stacked_layers.renamed(one, other),
+                        reason,
                     )
 
     def _stacks(self) -> Iterator[list[ProposedRule]]:
@@ -113,24 +117,26 @@ class Gap:
             for row in found:
                 layer, axes = self.memo.contents(row.nodes[0]), {}
                 for name, whole in others.items() if len(set(map(self.memo.print, row.nodes))) == 1 else ():
-                    if axis := layouts.stack_axis(layer, len(row.nodes), self.memo.contents(whole)):
+                    if axis := stacked_layers.stack_axis(layer, len(row.nodes), self.memo.contents(whole)):
                         axes[name] = axis
                 if not axes:
                     continue
                 name = _nearest(row.stem, list(axes))
                 if stacking:
                     self._take(row.siblings, [name])
-                    yield layouts.stacked(row, name, *axes[name])
+                    yield stacked_layers.stacked(row, name, *axes[name])
                 else:
                     self._take([name], row.siblings)
-                    yield layouts.unstacked(name, row, *axes[name])
+                    yield stacked_layers.unstacked(name, row, *axes[name])
         for old in list(self.gone):
             ours = self.memo.contents(self.gone[old])
-            moved = {name: layouts.moved_axis(ours, self.memo.contents(child)) for name, child in self.new.items()}
+            moved = {
+                name: stacked_layers.moved_axis(ours, self.memo.contents(child)) for name, child in self.new.items()
+            }
             if near := [name for name, axes in moved.items() if axes]:
                 new = _nearest(old, near)
                 self._take([old], [new])
-                yield layouts.restacked(old, new, moved[new])  # type: ignore[arg-type]
+                yield stacked_layers.restacked(old, new, moved[new])  # type: ignore[arg-type]
 
     def _levels(self) -> Iterator[list[ProposedRule] | Level | Change]:
         """Yield an added or removed level, and count its children as paired."""

@@ -10,9 +10,9 @@ from flax_ckpt_compat._core.module_names import numbered
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
-from flax_ckpt_compat._suggest.layouts import ProposedRule, either, plain, rename
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Roles, SubtreeMemo, fits, flatten
 from flax_ckpt_compat._suggest.names import unnumbered
+from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, either, plain, rename
 
 _ROUNDS = 8
 

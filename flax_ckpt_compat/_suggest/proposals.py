@@ -10,9 +10,9 @@ import numpy as np
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.template import literal
 from flax_ckpt_compat._core.tree import Branch, Node, node_at, topmost
-from flax_ckpt_compat._suggest.layouts import ProposedRule, plain
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State
+from flax_ckpt_compat._suggest.stacked_layers import ProposedRule, plain
 from flax_ckpt_compat._trees.leaf_sources import is_array
 
 _MAX_COLLECTIONS = 20

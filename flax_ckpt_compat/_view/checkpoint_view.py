@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from flax_ckpt_compat import config
-from flax_ckpt_compat._core import arguments, similar, steps
+from flax_ckpt_compat._core import arguments, similar_names, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, StepError
 from flax_ckpt_compat._core.escaping import printable
@@ -162,7 +162,7 @@ class Checkpoint:
         selection = _Selection(paths)
         root = selection.prune(self._root, ())
         if selection.missing:
-            names = similar.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
+            names = similar_names.Names(["/".join(path) for path, _ in iter_leaves(self._root)])
             rows, more = shown([Row((missing,)) for missing in selection.missing])
             lines = []
             for row in rows:

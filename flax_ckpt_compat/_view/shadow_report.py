@@ -12,7 +12,7 @@ from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from flax_ckpt_compat._core.escaping import aligned, counted, format_size, printable
 from flax_ckpt_compat._core.storage_errors import translated
-from flax_ckpt_compat._discovery import absence
+from flax_ckpt_compat._discovery import not_found
 from flax_ckpt_compat._save.shadow import FOLDER
 
 _FORMATS = tuple(format.value for format in Format)
@@ -52,7 +52,7 @@ def shadow_report(directory: str | os.PathLike[str]) -> ShadowReport:
     with translated(folder):
         names = [name for name in paths.listdir(folder) if name.endswith(".json")] if paths.isdir(folder) else []
     if not paths.isdir(path):
-        raise absence.no_directory(path).error(path)
+        raise not_found.no_directory(path).error(path)
     if not names:
         raise CheckpointNotFoundError(
             f"{directory} has no records of shadow mode: pass the directory that was saved to, or save with "

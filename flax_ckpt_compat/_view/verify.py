@@ -26,7 +26,7 @@ from flax_ckpt_compat._core.errors import (
 from flax_ckpt_compat._core.orbax_layout import STEP_FILES
 from flax_ckpt_compat._core.thread_pools import Pool, in_parallel
 from flax_ckpt_compat._core.tree import KeyData, Path, show_path
-from flax_ckpt_compat._discovery import below, locating, opening, orbax_directory
+from flax_ckpt_compat._discovery import locating, opening, orbax_directory, walk
 from flax_ckpt_compat._view.stored_leaves import wait_for_pending_saves
 from flax_ckpt_compat._view.verify_report import State, Verification, VerifiedCheckpoint, VerifiedLeaf
 
@@ -86,7 +86,7 @@ def _found(root: str, step: Any, prefix: str) -> list[str]:
         located = locating.find(root, step, prefix)
         assert isinstance(located, locating.LocatedCheckpoint)  # an explicit step is there, or it raises
         return [located.path]
-    found = below.checkpoints_below(root)
+    found = walk.checkpoints_below(root)
     if not found:
         raise CheckpointNotFoundError(f"nothing to verify: {root} holds no checkpoints", path=root)
     return found

@@ -7,7 +7,7 @@ import os
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._discovery import below, nearby
+from flax_ckpt_compat._discovery import hints, walk
 
 _MAX_FOLDERS = 200  # a tree of runs may be large, and its disk slow
 
@@ -23,13 +23,13 @@ def next_step(path: str, for_below: str = "") -> str:
             return _inside(path, for_below)
     except (OSError, CheckpointError):
         return ""
-    beside = nearby.beside(path)
+    beside = hints.beside(path)
     return beside[0].upper() + beside[1:] + ("" if beside.endswith("?") else ".") if beside else ""
 
 
 def _inside(path: str, for_below: str) -> str:
-    folders = itertools.islice(below.folders_below(path, []), 1, _MAX_FOLDERS)
+    folders = itertools.islice(walk.folders_below(path, []), 1, _MAX_FOLDERS)
     found = [folder for folder, checkpoints in folders if checkpoints]
     if found:
-        return f"There are checkpoints in {nearby.some(found)}{for_below}."
+        return f"There are checkpoints in {hints.some(found)}{for_below}."
     return "Pass a checkpoint, or a directory of checkpoints."

@@ -13,7 +13,7 @@ import click
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError, StorageError
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
-from flax_ckpt_compat._discovery import absence, detect, listing, nearby
+from flax_ckpt_compat._discovery import detect, hints, listing, not_found
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
 from ._commands import FailedError, echo, print_json
@@ -55,18 +55,18 @@ def _empty_reason(checkpoint_dir: listing.CheckpointDir, prefix: str, *, recursi
     """Return why a directory has no checkpoints; raise if it is no directory, or a checkpoint itself."""
     path = checkpoint_dir.directory
     if not paths.isdir(path):
-        raise absence.no_directory(path).error(path)
+        raise not_found.no_directory(path).error(path)
     if detect.is_certainly_orbax(path):
         message = f"{path} is one checkpoint, not a directory of them: list {os.path.dirname(path)}"
         raise CheckpointNotFoundError(message, path=path, has_remedy=True)
     if not paths.is_url(path) and not os.listdir(path):
         return f"{path} is empty. {next_step(path)}"
-    absent = absence.of_checkpoints(checkpoint_dir, prefix)
+    absent = not_found.of_checkpoints(checkpoint_dir, prefix)
     if recursive:
         return f"{absent}, and none is below it"
     if not absent.remedy:
         return f"{absent}. {next_step(path, '; list them with --recursive')}".rstrip(" ")
-    return f"{absent}; --recursive lists all below it" if nearby.checkpoints_below(path) else str(absent)
+    return f"{absent}; --recursive lists all below it" if hints.checkpoints_below(path) else str(absent)
 
 
 def _as_json(folder: Folder) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
-from flax_ckpt_compat._discovery import below, detect, listing
+from flax_ckpt_compat._discovery import detect, listing, walk
 from flax_ckpt_compat._save.leftovers import Leftover, in_folder
 from flax_ckpt_compat._view.inventory import UNKNOWN_FORMAT, CheckpointRecord, iter_checkpoints
 
@@ -52,9 +52,9 @@ def folder_of(checkpoint_dir: listing.CheckpointDir, records: Iterable[Checkpoin
 def folders_below(root: listing.CheckpointDir, denied: list[StorageError], *, leaves: bool) -> list[Folder]:
     """Return a directory and those below it that hold anything to list, with checkpoints of every prefix.
 
-    ``denied`` is as for `below.folders_below`."""
+    ``denied`` is as for `walk.folders_below`."""
     folders = []
-    for path, found in below.folders_below(root.directory, denied):
+    for path, found in walk.folders_below(root.directory, denied):
         inside = os.path.relpath(path, root.directory)
         shown = root.shown if inside == os.curdir else os.path.join(root.shown, inside)
         folder = folder_of(listing.checkpoint_dir(shown, ""), _records(path, shown, found), leaves=leaves)
@@ -69,9 +69,9 @@ def _records(path: str, shown: str, found: Sequence[str]) -> list[CheckpointReco
         return []
     names = {os.path.basename(one) for one in found}
     matches = filter(None, map(_NUMBERED.fullmatch, names))
-    prefixes = {match[1] for match in matches if not match[1].startswith(below.DEFAULT_PREFIX)}
+    prefixes = {match[1] for match in matches if not match[1].startswith(walk.DEFAULT_PREFIX)}
     records = dict[str, CheckpointRecord]()
-    for prefix in (below.DEFAULT_PREFIX, *sorted(prefixes)):
+    for prefix in (walk.DEFAULT_PREFIX, *sorted(prefixes)):
         for record in iter_checkpoints(shown, prefix):
             records.setdefault(os.path.basename(record.path), record)
     return [*records.values(), *(_single(path, shown, name) for name in sorted(names - records.keys()))]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flax_ckpt_compat._core.errors import TransformError
 from flax_ckpt_compat._core.folding import one_line
-from flax_ckpt_compat._core.similar import Names
+from flax_ckpt_compat._core.similar_names import Names
 from flax_ckpt_compat._core.template import compile_template, literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
 

@@ -18,7 +18,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints, errors
-from flax_ckpt_compat._discovery import notices
+from flax_ckpt_compat._discovery import log_once
 from flax_ckpt_compat.cli import main
 from tests.support.saves import names, tree, use_flag
 
@@ -26,7 +26,7 @@ from tests.support.saves import names, tree, use_flag
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start each test as a fresh process does: with nothing logged yet."""
-    monkeypatch.setattr(notices, "_logged", OrderedDict())
+    monkeypatch.setattr(log_once, "_logged", OrderedDict())
 
 
 def latest_everywhere(directory: Path, prefix: str = "checkpoint_") -> str | None:

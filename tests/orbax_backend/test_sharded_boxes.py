@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import box_layout, read_arrays
+from flax_ckpt_compat.orbax_backend import chunk_boxes, read_arrays
 from flax_ckpt_compat.orbax_backend import chunks as planning
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from hypothesis import HealthCheck, given, settings
@@ -190,7 +190,7 @@ def test_boxes_of_dtypes_that_zarr_lacks(tmp_path: Path, dtype: str) -> None:
 
 def test_boxes_that_begin_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a chunk that lies inline in the index is not the chunk, however often either is asked for."""
-    monkeypatch.setattr(box_layout, "_MAX_KNOWN", 1)
+    monkeypatch.setattr(chunk_boxes, "_MAX_KNOWN", 1)
     values = np.arange(8.0)
     handle = stored_by_tensorstore(tmp_path / "c", values, [4], "raw", ocdbt=True)
     for stop in (4, 2, 8, 4):

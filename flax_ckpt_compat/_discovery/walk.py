@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import module_names, paths, steps
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.storage_errors import is_denied, translated
-from flax_ckpt_compat._discovery import absence, detect, foreign
+from flax_ckpt_compat._discovery import detect, foreign, not_found
 
 DEFAULT_PREFIX = "checkpoint_"
 MSGPACK_SUFFIX = ".msgpack"
@@ -22,7 +22,7 @@ def checkpoints_below(root: str) -> list[str]:
     """
     with paths.listing_cache(root):
         if not paths.lexists(root):
-            raise absence.of_directory(root).error(root)
+            raise not_found.of_directory(root).error(root)
         if not paths.isdir(root) or (not detect.has_no_orbax_marker(root) and _is_checkpoint(root)):
             return [root]
         denied: list[StorageError] = []

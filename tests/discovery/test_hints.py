@@ -13,7 +13,7 @@ from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
 from flax_ckpt_compat import checkpoints, cli, errors, open_checkpoint, plan_restore, restore, save
 from flax_ckpt_compat._core import paths
-from flax_ckpt_compat._discovery import nearby
+from flax_ckpt_compat._discovery import hints
 from tests.support.saves import tree
 
 TARGET = {"nothing": 0}
@@ -62,9 +62,9 @@ def test_the_look_below_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         save(tmp_path / "many" / f"run{number}", tree(1), step=1, format="msgpack")
     assert f"{tmp_path}/many/run4 and 3 more: pass one" in warning_of(tmp_path / "many", caplog)
     assert warning_of(tmp_path, caplog).endswith("holds no checkpoint with the prefix 'checkpoint_'")
-    for number in range(nearby._MAX_FOLDERS):
+    for number in range(hints._MAX_FOLDERS):
         (tmp_path / "many" / f"a{number}").mkdir()
-    assert nearby.checkpoints_below(str(tmp_path / "many")) == []  # names in natural order: those are first
+    assert hints.checkpoints_below(str(tmp_path / "many")) == []  # names in natural order: those are first
 
 
 def test_a_prefix_as_the_last_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,8 +178,8 @@ def test_a_look_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    for look in (nearby.checkpoints_below, nearby.steps_of_prefix, nearby.beside):
+    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.beside):
         assert not look(str(tmp_path / "absent"))
     monkeypatch.setattr(paths, "listdir", refuse)
-    for look in (nearby.checkpoints_below, nearby.steps_of_prefix, nearby.beside):
+    for look in (hints.checkpoints_below, hints.steps_of_prefix, hints.beside):
         assert not look("s3://bucket/run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flax_ckpt_compat._core.similar import Names
+from flax_ckpt_compat._core.similar_names import Names
 
 STORED = ["params/Dense_0/kernel", "params/Dense_0/bias", "params/enc/attn/kernel", "opt/trace/enc/kernel", "step"]
 

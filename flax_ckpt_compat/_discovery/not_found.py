@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
 from flax_ckpt_compat._core.local import atomic
-from flax_ckpt_compat._discovery import foreign, listing, nearby
+from flax_ckpt_compat._discovery import foreign, hints, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
 _EVENTS = re.compile(r"(.*\.)?tfevents\..*", re.DOTALL)  # of TensorBoard, which name hosts and end in numbers
@@ -38,7 +38,7 @@ class Absence:
 
     def error(self, path: str, before: str = "") -> CheckpointNotFoundError:
         """Return this as an error, after other words; with what is beside the path, if there is no other remedy."""
-        beside = None if self.remedy else nearby.beside(path)
+        beside = None if self.remedy else hints.beside(path)
         message = f"{before}{self}; {beside}" if beside else f"{before}{self}"
         return CheckpointNotFoundError(message, path=path, has_remedy=bool(self.remedy or beside))
 
@@ -47,15 +47,15 @@ def of_directory(path: str) -> Absence:
     """Explain that a path does not exist."""
     if why := paths.storage_of(path).why_too_long(path):
         return Absence(f"{path} does not exist, as {why}", False, "shorten it")
-    if expanded := nearby.unexpanded_home(path):
+    if expanded := hints.unexpanded_home(path):
         return Absence(f"{path} does not exist, as '~' is not expanded", False, f"write {expanded}")
-    if outer := nearby.checkpoint_around(path):
+    if outer := hints.checkpoint_around(path):
         return Absence(f"{path} does not exist, and would be a part of the checkpoint {outer}", False, "pass that path")
-    if near := nearby.sibling_directory(path):
+    if near := hints.sibling_directory(path):
         return Absence(f"{path} does not exist", False, f"did you mean {near}?")
-    if others := nearby.steps_of_prefix(path):
+    if others := hints.steps_of_prefix(path):
         parent, prefix = os.path.split(path)
-        there = f"there are {nearby.some(others)} in {parent}"
+        there = f"there are {hints.some(others)} in {parent}"
         return Absence(f"{path} does not exist; {there}", False, f"pass that directory, and {prefix=}")
     return Absence(f"{path} does not exist", True)
 
@@ -81,7 +81,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"
     if why := paths.storage_of(checkpoint_dir.directory).why_too_long(checkpoint_dir.path(checkpoint_dir.prefix)):
         return Absence(f"{none}, as {why}", False, "shorten the prefix")
-    if outer := nearby.checkpoint_around(checkpoint_dir.directory):
+    if outer := hints.checkpoint_around(checkpoint_dir.directory):
         return Absence(f"{none}, as it is a part of the checkpoint {outer}", False, "pass that path")
     names = listing.names_in(checkpoint_dir)
     others = list(itertools.islice(_others(checkpoint_dir, names), _MAX_OTHERS))
@@ -94,9 +94,9 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     if file is not None:
         look = foreign.folder_looks_like(checkpoint_dir.directory)
         return Absence(f"{none}, but looks like {look}", False, f"restore {file}")
-    if below := nearby.checkpoints_below(checkpoint_dir.directory):
+    if below := hints.checkpoints_below(checkpoint_dir.directory):
         remedy = "pass this path" if len(below) == 1 else "pass one of these paths"
-        return Absence(f"{none}; there are checkpoints at {nearby.some(below)}", False, remedy)
+        return Absence(f"{none}; there are checkpoints at {hints.some(below)}", False, remedy)
     return Absence(none, all(map(_is_unrelated, names)))
 
 
