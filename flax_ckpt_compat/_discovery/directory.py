@@ -226,12 +226,14 @@ def available(checkpoint_dir: CheckpointDir) -> list[Entry]:
     """Return the available steps, oldest first, each number once; warn about incomplete ones."""
 
     def look(last: bool) -> list[Entry]:
-        directory = Directory(checkpoint_dir, tolerant=last)
+        directory = Directory(checkpoint_dir, tolerant=last, lists_denied=True)
         found = _classified_steps(directory)
-        if not any(classified.counts for classified in found):
+        # A step that may not be listed is there, by its name: a restore of it tells of the permission.
+        counted = [one.entry for one in found if one.counts or one.why == detect.DENIED]
+        if not counted:
             directory.check_unchanged()
-        _warn_of_skipped(checkpoint_dir, [classified for classified in found if classified.state is State.INCOMPLETE])
-        counted = [classified.entry for classified in found if classified.counts]
+        skipped = [one for one in found if one.state is State.INCOMPLETE and one.why != detect.DENIED]
+        _warn_of_skipped(checkpoint_dir, skipped)
         shadowed = {entry.step for entry in counted if not entry.managed}
         return [entry for entry in counted if not (entry.managed and entry.step in shadowed)]
 

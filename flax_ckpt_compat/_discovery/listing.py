@@ -64,9 +64,11 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
         if storage.is_remote:
             storage.prefetch_emptiness(list(filter(storage.isfile, map(checkpoint_dir.path, ours))))
         for name in ours:
-            missing = detect.what_is_missing(checkpoint_dir.path(name))
+            missing = detect.what_is_missing(checkpoint_dir.path(name), lists_denied=True)
             if missing is None:
                 complete.append(name)
+            elif missing == detect.DENIED:
+                broken.append(f"{name} ({missing})")
             # Otherwise another process has just evicted it, or it is no checkpoint.
             elif paths.lexists(checkpoint_dir.path(name)) and not detect.foreign_look(checkpoint_dir.path(name)):
                 broken.append(f"{name} ({missing})")
@@ -76,12 +78,15 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
 
 
 def newest_step(checkpoint_dir: CheckpointDir, since: float, *, but: Container[str] = ()) -> str | None:
-    """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``."""
+    """Return the newest complete numeric checkpoint's name that is not in ``but`` or older than ``since``.
+
+    One that may not be listed counts as complete."""
     with paths.listing_cache(checkpoint_dir.directory):
         for name in reversed(steps.in_order(names_in(checkpoint_dir), checkpoint_dir.prefix)):
             if (steps.step_of(name, checkpoint_dir.prefix) or 0) < since:
                 return None
-            if name not in but and detect.what_is_missing(checkpoint_dir.path(name)) is None:
+            missing = detect.what_is_missing(checkpoint_dir.path(name), lists_denied=True)
+            if name not in but and missing in (None, detect.DENIED):
                 return name
     return None
 

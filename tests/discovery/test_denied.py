@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from flax_ckpt_compat import save
+from flax_ckpt_compat import checkpoints, save
 from flax_ckpt_compat.cli import main
+from flax_ckpt_compat.errors import InvalidCheckpointError
 
 _NOBODY = 65534
 
@@ -36,7 +37,7 @@ def runs() -> Iterator[Path]:
     for path in denied:
         path.chmod(0)
     if user == 0:
-        for path in (top, root, *root.glob("a"), *root.glob("a/checkpoint_2")):
+        for path in (top, root, *root.glob("a"), *root.glob("a/checkpoint_2"), *root.glob("a/checkpoint_2/**/*")):
             os.chown(path, _NOBODY, -1)
         os.seteuid(_NOBODY)
     try:
@@ -77,3 +78,16 @@ def test_convert(runs: Path) -> None:
     assert result.exit_code == 1
     assert "1 converted, 1 failed: 24 B" in result.stdout, result.output
     assert (runs.parent / "b" / "checkpoint_2").is_file()
+
+
+def test_saves(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that may not be listed counts by its name, as in Flax, and is neither evicted nor in the way of saves."""
+    run_dir, tree = runs / "a", {"w": np.ones(3)}
+    assert checkpoints.available_steps(run_dir) == [1, 2]
+    (run_dir / "checkpoint_2").chmod(0)
+    with pytest.raises(InvalidCheckpointError, match="checkpoint_2 is newer"):
+        checkpoints.save_checkpoint(run_dir, tree, 0)
+    (run_dir / "checkpoint_2").chmod(0o700)
+    checkpoints.save_checkpoint(run_dir, tree, 3, keep=1)
+    assert sorted(os.listdir(run_dir)) == ["checkpoint_1", "checkpoint_3"]
+    assert "checkpoint_1 (permission to list it is denied)" in caplog.text
