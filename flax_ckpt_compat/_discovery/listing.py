@@ -64,13 +64,12 @@ def complete_steps(checkpoint_dir: CheckpointDir, names: list[str]) -> list[str]
         if storage.is_remote:
             storage.prefetch_emptiness(list(filter(storage.isfile, map(checkpoint_dir.path, ours))))
         for name in ours:
-            missing = detect.what_is_missing(checkpoint_dir.path(name), lists_denied=True)
+            path = checkpoint_dir.path(name)
+            missing = detect.what_is_missing(path, lists_denied=True)
             if missing is None:
                 complete.append(name)
-            elif missing == detect.DENIED:
-                broken.append(f"{name} ({missing})")
             # Otherwise another process has just evicted it, or it is no checkpoint.
-            elif paths.lexists(checkpoint_dir.path(name)) and not detect.foreign_look(checkpoint_dir.path(name)):
+            elif missing == detect.DENIED or (paths.lexists(path) and not detect.foreign_look(path)):
                 broken.append(f"{name} ({missing})")
     if broken:
         _log.warning("Skipping incomplete checkpoints in %s: %s", checkpoint_dir.directory, "; ".join(broken))

@@ -83,7 +83,12 @@ class Command(click.Command):
 def echo(text: str, indent: str = "", *, fg: str | None = None, err: bool = False, file: IO[Any] | None = None) -> None:
     """Print a line; on a terminal wrapped between words, with ``indent`` before all lines but the first."""
     stream = file or (sys.stderr if err else sys.stdout)
-    click.secho(wrapped(text, indent) if stream.isatty() else text, file=file, err=err, fg=fg)
+    click.secho(wrapped(text, indent) if is_terminal(stream) else text, file=file, err=err, fg=fg)
+
+
+def is_terminal(stream: IO[Any] | None) -> bool:
+    """Return whether a standard stream, None if it is closed, is a terminal."""
+    return stream is not None and stream.isatty()
 
 
 def wrapped(text: str, indent: str = "") -> str:

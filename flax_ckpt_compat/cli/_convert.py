@@ -20,7 +20,7 @@ from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._core.load_name import load_name
 
-from ._commands import FailedError, echo, print_json, wrapped
+from ._commands import FailedError, echo, is_terminal, print_json, wrapped
 
 _HEADINGS = ("status", "leaves", "size", "source", "result")
 _INDENT = "  "  # before what continues a line
@@ -48,7 +48,9 @@ def run(
     start = time.monotonic()
     results: list[Conversion] = []
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress(jobs) if sys.stderr.isatty() and not dry_run else nullcontext(_Silent()))
+        bar = stack.enter_context(
+            _progress(jobs) if is_terminal(sys.stderr) and not dry_run else nullcontext(_Silent())
+        )
         executor = stack.enter_context(_executor(workers, dask))
         stack.callback(bar.stop)  # first, as the executor waits for its threads
         callback = None if dask else bar.advance
@@ -68,7 +70,7 @@ def _report(results: Sequence[Conversion], seconds: float, *, dry_run: bool, as_
     elif dry_run:
         rows = [_cells(result) for result in results]
         lines = aligned([_HEADINGS, *rows], right=(1, 2))
-        if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
+        if is_terminal(sys.stdout) and max(map(len, lines)) > shutil.get_terminal_size().columns:
             lines = [wrapped(_line(result), _INDENT) for result in results]
         click.echo("\n".join(lines))
     if not as_json:
@@ -201,7 +203,7 @@ class _Bar(_Silent):
         self._progress.update(self._task, completed=self._finished, count=f"{self._count}/{len(self._sizes)}")
 
     def print(self, line: str) -> None:
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             self._progress.console.print(wrapped(line, _INDENT), markup=False, highlight=False, soft_wrap=True)
         else:
             super().print(line)

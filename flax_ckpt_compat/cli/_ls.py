@@ -16,7 +16,7 @@ from flax_ckpt_compat._core.escaping import aligned, format_size, printable
 from flax_ckpt_compat._discovery import detect, hints, listing, not_found
 from flax_ckpt_compat._view.inventory import iter_checkpoints
 
-from ._commands import FailedError, echo, print_json
+from ._commands import FailedError, echo, is_terminal, print_json
 from ._hints import next_step
 from ._ls_folders import Folder, Row, folder_of, folders_below
 
@@ -94,7 +94,7 @@ def _show_folder(folder: Folder, *, leaves: bool) -> None:
     if folder.rows:
         headings = ["step", "format", *(["leaves"] if leaves else []), "size", "saved", "age", "state", "name"]
         rows = [[cells[heading] for heading in headings] for cells in map(_cells, folder.rows)]
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             _show_table(headings, rows, [row.record.complete and row.problem is None for row in folder.rows])
         else:
             right = {number for number, heading in enumerate(headings) if heading in _RIGHT}

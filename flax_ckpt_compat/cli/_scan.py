@@ -15,7 +15,7 @@ from flax_ckpt_compat._scan.kinds import CHANGE
 from flax_ckpt_compat._scan.project import ScanReport, scan
 from flax_ckpt_compat._scan.report import print_report, to_json, to_sarif
 
-from ._commands import FOUND, FailedError, echo, print_json
+from ._commands import FOUND, FailedError, echo, is_terminal, print_json
 
 _COLORS = {"-": "red", "+": "green", "@": "cyan"}
 
@@ -29,7 +29,7 @@ def run(code: tuple[str, ...], *, as_json: bool, as_sarif: bool, do_fix: bool, y
         _fix(report, yes=yes)
         report = scan(code)
     if not (as_json or as_sarif):
-        print_report(report, Console(soft_wrap=not sys.stdout.isatty()), verbose=verbose)
+        print_report(report, Console(soft_wrap=not is_terminal(sys.stdout)), verbose=verbose)
     if not report.files:
         raise FailedError(f"no Python file or notebook below {', '.join(code)}: pass the files or folders of your code")
     if report.unreadable and not report.findings:

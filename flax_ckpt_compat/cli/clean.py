@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._commands import FOUND, Command, FailedError, echo, json_option, print_json
+from ._commands import FOUND, Command, FailedError, echo, is_terminal, json_option, print_json
 
 
 @click.command(
@@ -51,7 +51,7 @@ def command(directory: str, *, dry_run: bool, yes: bool, as_json: bool) -> None:
         click.echo(f"{len(going)} to remove, {format_size(sum(one.nbytes for one in going))}.")
     if not going:
         return
-    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
+    if not (dry_run or yes) and (as_json or not is_terminal(sys.stdin)):
         raise FailedError("nothing was removed, because there is no terminal to ask on: pass --yes or --dry-run")
     if dry_run or not (yes or click.confirm("Remove them?")):
         raise click.exceptions.Exit(FOUND)

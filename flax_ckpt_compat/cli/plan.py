@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from ._commands import FOUND, Command, json_option, prefix_option, print_json, step_option
+from ._commands import FOUND, Command, is_terminal, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -48,7 +48,7 @@ def command(
     )
     if as_json:
         print_json(plan_text.to_json(found))
-    elif sys.stdout.isatty():
+    elif is_terminal(sys.stdout):
         from rich.console import Console
 
         Console(highlight=False).print(found)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ._commands import Command, FailedError, echo, json_option, prefix_option, print_json, step_option
+from ._commands import Command, FailedError, echo, is_terminal, json_option, prefix_option, print_json, step_option
 
 
 @click.command(
@@ -57,7 +57,7 @@ def command(
     from flax_ckpt_compat._view import show, show_text
 
     with ExitStack() as stack:
-        progress = stack.enter_context(_Bar()) if stats and sys.stderr.isatty() else None
+        progress = stack.enter_context(_Bar()) if stats and is_terminal(sys.stderr) else None
         found = show.contents(path, step=step, prefix=prefix, pattern=pattern, stats=stats, progress=progress)
     if as_json:
         print_json(show_text.to_json(found, depth))

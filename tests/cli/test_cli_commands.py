@@ -192,3 +192,16 @@ def test_output_that_does_not_fit_the_disk(tree_of_runs: Path) -> None:
     assert done.stderr.splitlines() == [
         "Error: the output could not be written: No space left on device; free space, or redirect it elsewhere"
     ]
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "stdin"])
+@pytest.mark.parametrize(
+    "command", ["ls runs/a", "ls -r runs", "show --stats runs/a", "plan runs/a", "verify runs", "clean runs"]
+)
+def test_streams_that_are_closed(
+    command: str, closed: str, tree_of_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``flax-ckpt ls >&-``, where Python has None for the stream, and prints nothing."""
+    del tree_of_runs
+    monkeypatch.setattr(sys, closed, None)
+    assert cli.main(command.split(), standalone_mode=False) in (None, 0)
