@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from flax_ckpt_compat._core import orbax_layout as layout
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -25,11 +26,14 @@ from flax_ckpt_compat._core.errors import (
     UnrecognizedFormatError,
 )
 from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import detect, directory, listing, not_found
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 
 _Result = TypeVar("_Result")
+_RECOVERED = "lost+found"  # of a file system's root; others may not list it
+_MAY_BE_PARTS = {*detect.USUAL_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE}
 # Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
 # takes longer than the writer keeps a checkpoint; a reader that only had to wait for the processor gets more.
 _ROUNDS, _SECONDS = 10, 5.0
@@ -68,9 +72,23 @@ def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: b
     latest = directory.latest_of(directory.Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
         return _located(latest.path, named=False)
-    if detect.is_orbax_directory(root) or detect.is_unfinished(root) or detect.is_step_by_name(root):
+    if _is_checkpoint(root):
         return _located(root, named=True)
     return not_found.of_checkpoints(checkpoint_dir, prefix)
+
+
+def _is_checkpoint(root: str) -> bool:
+    """Return whether a directory is one checkpoint, also without the markers of newer releases.
+
+    What the system refuses to list in it is not an item, unless its name, or that of the directory, may be one's."""
+    try:
+        return detect.is_unfinished(root) or detect.is_orbax_directory(root) or detect.is_step_by_name(root)
+    except StorageError as error:
+        folder, name = os.path.split(error.path or root)
+        is_step = detect.STEP_DIRECTORY.fullmatch(os.path.basename(root)) and name != _RECOVERED
+        if not is_denied(error) or folder != root or name in _MAY_BE_PARTS or is_step:
+            raise
+        return False
 
 
 def _located(path: str, *, named: bool) -> LocatedCheckpoint:

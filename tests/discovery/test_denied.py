@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from flax_ckpt_compat import checkpoints, save
 from flax_ckpt_compat.cli import main
-from flax_ckpt_compat.errors import InvalidCheckpointError
+from flax_ckpt_compat.errors import InvalidCheckpointError, StorageError
 
 _NOBODY = 65534
 
@@ -91,3 +91,27 @@ def test_saves(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints.save_checkpoint(run_dir, tree, 3, keep=1)
     assert sorted(os.listdir(run_dir)) == ["checkpoint_1", "checkpoint_3"]
     assert "checkpoint_1 (permission to list it is denied)" in caplog.text
+
+
+def test_a_directory_of_runs(runs: Path, flag: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a new run has saved nothing yet, its target is returned, as by Flax, whatever else may not be listed."""
+    del flag
+    target = {"w": np.zeros(3)}
+    assert checkpoints.restore_checkpoint(runs, target) is target
+    assert "Nothing to restore" in caplog.text
+    assert checkpoints.latest_checkpoint(runs) is None
+    assert checkpoints.available_steps(runs) == []
+    result = run("convert", runs, runs.parent / "b", "--to", "msgpack")
+    assert (result.exit_code, "1 converted, 2 failed: 24 B" in result.stdout) == (1, True), result.output
+    checkpoints.save_checkpoint(runs, {"w": np.ones(3)}, 1, "new_")
+    assert checkpoints.restore_checkpoint(runs, target, prefix="new_")["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("folder", "name"), [("older", "params"), ("7", "weights"), ("run_7", "weights")])
+def test_a_checkpoint_without_markers(runs: Path, folder: str, name: str) -> None:
+    """An item that may not be listed is told, as there may be something to restore."""
+    item = runs / folder / name
+    item.mkdir(parents=True)
+    item.chmod(0)
+    with pytest.raises(StorageError, match=f"{name}: Permission denied; check the permissions"):
+        checkpoints.restore_checkpoint(runs / folder, {"w": np.zeros(3)})
