@@ -83,6 +83,8 @@ def storage_error(path: str, error: Exception, doing: str = "") -> StorageError:
         message += f"; check the permissions of it and of {os.path.dirname(path)}"
     elif number in _REMEDIES:
         message += f"; {_REMEDIES[number].format(folder=os.path.dirname(path))}"
+    elif number in FULL_DISK:
+        message += "; free space, or, where there is some, remove files (df -i), or save to another directory"
     elif number == errno.EXDEV:
         message += (
             "; on overlayfs, a directory of a lower layer, such as that of a container's image, cannot be replaced: "

@@ -594,3 +594,17 @@ def test_a_directory_below_a_file_cannot_be_made(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=f"^{tmp_path}/file is a file; a directory was expected$") as caught:
             atomic.make_directory(str(path))
         assert caught.value.errno == errno.ENOTDIR and caught.value.path == str(tmp_path / "file")
+
+
+def test_no_room_for_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that cannot take one more name: the error says what to do."""
+
+    def link(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    temporary = tmp_path / "temporary"
+    temporary.write_bytes(b"1")
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StorageError, match="checkpoint_1: No space left on device; free space, or") as told:
+        atomic.publish(str(temporary), str(tmp_path / "checkpoint_1"), new=True)
+    assert told.value.errno == errno.ENOSPC
