@@ -19,11 +19,13 @@ from flax_ckpt_compat._discovery.orbax_directory import (
     RANDOM_KEYS,
     TREE_MARKERS,
     Item,
+    holds_files,
     is_checkpoint_itself,
     is_never_merged,
     is_tree,
     items_in,
     json_file,
+    lost_manifest,
     lost_structure,
     names_in,
     only_orbax_has,
@@ -80,19 +82,28 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
         unmerged = any(name.startswith(layout.PROCESS_PREFIX) for name in names) and layout.MANIFEST not in names
         if unmerged and not is_never_merged(path, names):
             return f"{layout.MANIFEST} is missing: the writers' databases were never merged"
+        if lost_manifest(path, names):
+            return _not_copied(layout.MANIFEST)
         if layout.STEP_METADATA in names and not names & {layout.TREE_METADATA, layout.MSGPACK_FILE}:
             return f"{layout.TREE_METADATA} is missing"
         return None
-    if items_in(path, names) or json_file(path, names):
+    if items := items_in(path, names):
+        torn = [name for name, item in items.items() if item.format and lost_manifest(item.path, names_in(item.path))]
+        return _not_copied(f"{torn[0]}/{layout.MANIFEST}") if torn else None
+    if json_file(path, names):
         return None
     if lost_structure(path, names):
         structure = (
             f"no {layout.TREE_METADATA} and no msgpack file '{layout.MSGPACK_FILE}', which say where they belong"
         )
         return f"there are arrays, but {structure}, nor the {layout.ZARR2_METADATA} of a single one"
-    if names.issuperset(FINISHED):
+    if names.issuperset(FINISHED) and any(holds_files(os.path.join(path, name)) for name in names.difference(FINISHED)):
         return None
     return f"none of {layout.TREE_METADATA}, {layout.MANIFEST} or item directories is in it"
+
+
+def _not_copied(file: str) -> str:
+    return f"{file} is missing, so it was not copied, or renamed, to the end"
 
 
 def is_orbax_directory(path: str) -> bool:
@@ -187,9 +198,9 @@ def detect(path: str) -> DetectedItems:
 
 
 def _looks_begun(path: str) -> bool:
-    """Return whether a directory is empty or a checkpoint that was begun: it, or an item, has a marker."""
+    """Return whether a directory has no file, or is a checkpoint that was begun: it, or an item, has a marker."""
     names = names_in(path)
-    if not names or names.intersection(MARKERS) or lost_structure(path, names):
+    if names.intersection(MARKERS) or lost_structure(path, names) or not holds_files(path):
         return True
     inside = {os.path.join(path, name): names_in(os.path.join(path, name)) for name in names}
     if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):

@@ -25,7 +25,7 @@ from flax_ckpt_compat._core.errors import (
     TransformError,
     UnrecognizedFormatError,
 )
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.storage_errors import is_denied
 from flax_ckpt_compat._discovery import detect, directory, listing, not_found
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -258,7 +258,7 @@ def is_there(path: str) -> bool:
 def removed_error(path: str) -> CheckpointNotFoundError:
     """Return the error for a named checkpoint that was removed, or is a link to nothing."""
     removed = f"{path} was removed while it was read; restore another step, or keep more checkpoints (keep=)"
-    dangling = atomic.dangling_link(path)
+    dangling = directories.dangling_link(path)
     return CheckpointNotFoundError(dangling or removed, path=path, has_remedy=dangling is not None)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.errors import CheckpointNotFoundError
-from flax_ckpt_compat._core.local import atomic
+from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._discovery import foreign, hints, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 
@@ -62,7 +62,7 @@ def of_directory(path: str) -> Absence:
 
 def no_directory(path: str) -> Absence:
     """Explain that a path is no directory of checkpoints: it does not exist, or is a file."""
-    if (dangling := atomic.dangling_link(path)) is not None:
+    if (dangling := directories.dangling_link(path)) is not None:
         return Absence(dangling, False)
     if paths.lexists(path):
         return Absence(
@@ -75,7 +75,7 @@ def of_checkpoints(checkpoint_dir: CheckpointDir, prefix: str) -> Absence:
     """Explain that a directory holds no checkpoint of a prefix, as the caller wrote it; name other prefixes."""
     if not paths.isdir(checkpoint_dir.directory):
         if paths.lexists(checkpoint_dir.directory):
-            dangling = atomic.dangling_link(checkpoint_dir.directory)
+            dangling = directories.dangling_link(checkpoint_dir.directory)
             return Absence(dangling or f"{checkpoint_dir.directory} is no directory", False)
         return dataclasses.replace(found := of_directory(checkpoint_dir.directory), why=f"the directory {found.why}")
     none = f"{checkpoint_dir.directory} holds no checkpoint with the prefix {checkpoint_dir.prefix!r}"

@@ -20,6 +20,7 @@ _PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other file
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
 RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 _FIRST_BYTES = 512
+_ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +36,14 @@ def names_in(path: str) -> set[str]:
     with translated(path), suppress(FileNotFoundError, NotADirectoryError):  # removed meanwhile
         return set(paths.listdir(path)) if paths.isdir(path) else set()
     return set()
+
+
+def holds_files(path: str) -> bool:
+    """Return whether a path is a file or a link, or a directory with one at any depth; a commit file does not count."""
+    if paths.isfile(path) or os.path.islink(path):
+        return True
+    names = names_in(path).difference((layout.COMMIT_FILE,))
+    return any(holds_files(os.path.join(path, name)) for name in names)
 
 
 def is_tree(path: str, names: set[str]) -> bool:
@@ -60,6 +69,22 @@ def is_never_merged(path: str, names: set[str]) -> bool:
         layout.DATA_DIRECTORY,
     }
     return finished and len(databases) == 1 and len(folders) > 1
+
+
+def lost_manifest(path: str, names: set[str]) -> bool:
+    """Return whether a directory has an array database, or a tree of arrays, without the manifest that locates them.
+
+    An interrupted copy leaves that, as the manifest's name is the last one; so does a rename where a bucket is mounted
+    as a file system, which copies file by file (s3fs, measured)."""
+    if names.intersection((layout.MANIFEST, layout.MSGPACK_FILE)):
+        return False
+    folders = [name for name in names - {layout.ARRAY_METADATAS} if paths.isdir(os.path.join(path, name))]
+    if not folders and layout.TREE_METADATA in names:  # perhaps a tree without arrays
+        with translated(path):
+            return bool(_ARRAY_TYPE.search(paths.read(os.path.join(path, layout.TREE_METADATA))))
+    # Elsewhere it is the folder of an array of that name.
+    data_files = names_in(os.path.join(path, layout.DATA_DIRECTORY)) if layout.DATA_DIRECTORY in folders else None
+    return data_files is not None and all(map(_DATA_FILE.fullmatch, data_files))
 
 
 def lost_structure(path: str, names: set[str]) -> bool:

@@ -23,7 +23,7 @@ from flax.training import checkpoints as flax_checkpoints
 
 from flax_ckpt_compat._core import steps, storage_errors
 from flax_ckpt_compat._core.errors import ProcessTimeoutError
-from flax_ckpt_compat._core.local import atomic, removal, temporaries
+from flax_ckpt_compat._core.local import atomic, directories, removal, temporaries
 from flax_ckpt_compat.errors import StorageError
 from tests.support.saves import dead_pid, names, run_python
 
@@ -592,7 +592,7 @@ def test_a_directory_below_a_file_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below" / "further"):
         with pytest.raises(StorageError, match=f"^{tmp_path}/file is a file; a directory was expected$") as caught:
-            atomic.make_directory(str(path))
+            directories.make_directory(str(path))
         assert caught.value.errno == errno.ENOTDIR and caught.value.path == str(tmp_path / "file")
 
 
@@ -608,3 +608,22 @@ def test_no_room_for_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StorageError, match="checkpoint_1: No space left on device; free space, or") as told:
         atomic.publish(str(temporary), str(tmp_path / "checkpoint_1"), new=True)
     assert told.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSYS])
+@pytest.mark.parametrize("new", [False, True])
+def test_directories_that_cannot_be_renamed(
+    number: int, new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gcsfuse answers unless it is told otherwise (googlecloudplatform/gcsfuse#644): no remedy about open files."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StorageError, match=r"does not rename directories.*pass the bucket's own URL") as told:
+        atomic.publish(str(temporary), str(tmp_path / "checkpoint_1"), new=new)
+    assert "ulimit" not in str(told.value)

@@ -11,8 +11,8 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import gda_folder
@@ -31,6 +31,7 @@ _TRIES = 3
 # Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+_NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
 _log = logging.getLogger("flax_ckpt_compat")
 
 
@@ -155,7 +156,8 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
         return None
     replaced = None
     try:
-        os.replace(temporary, final)
+        with _renaming(temporary, final):
+            os.replace(temporary, final)
     except OSError as error:
         # os.replace refuses non-empty directories, and files for directories.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
@@ -187,34 +189,6 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
     return aside
 
 
-def make_directory(path: str) -> None:
-    """Create a directory and its parents, and sync the new names."""
-    with translated(path):
-        missing = []
-        head = path
-        while head and not os.path.isdir(head):
-            if (dangling := dangling_link(head)) is not None:
-                raise StorageError(dangling, path=head, errno=errno.ENOENT)
-            if os.path.isfile(head):
-                message = f"{head} is a file; a directory was expected"
-                raise StorageError(message, path=head, errno=errno.ENOTDIR)
-            missing.append(head)
-            head = os.path.dirname(head)
-        for new in reversed(missing):  # os.makedirs calls itself for each
-            with suppress(FileExistsError):
-                os.mkdir(new)
-        os.makedirs(path, exist_ok=True)
-        for new in missing:
-            sync_directory(os.path.dirname(new))
-
-
-def dangling_link(path: str) -> str | None:
-    """Return where a local link leads if nothing is there, with a remedy; None for all else."""
-    if not os.path.islink(path) or os.path.exists(path):
-        return None
-    return f"{path} is a link to {os.readlink(path)}, which does not exist: mount or make that, or remove the link"
-
-
 def rename_new(path: str, final: str) -> bool:
     """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
     linked = not os.path.isdir(path) and not os.path.islink(path)
@@ -222,7 +196,8 @@ def rename_new(path: str, final: str) -> bool:
         if linked:
             os.link(path, final)
         else:
-            os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
+            with _renaming(path, final):
+                os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
     except OSError as error:
         if error.errno in _TAKEN:
             return False
@@ -230,12 +205,29 @@ def rename_new(path: str, final: str) -> bool:
             raise
         if os.path.lexists(final):
             return False
-        os.rename(path, final)  # a file system without hard links
+        with _renaming(path, final):
+            os.rename(path, final)  # a file system without hard links
         linked = False
     sync_directory(os.path.dirname(final))
     if linked:  # only now: a power loss must not take both names
         os.unlink(path)
     return True
+
+
+@contextmanager
+def _renaming(path: str, final: str) -> Iterator[None]:
+    """Name the remedy where the file system shows a bucket and cannot rename directories."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_RENAMES or not os.path.isdir(path):
+            raise
+        message = (
+            f"{final} could not get its name: {error.strerror}, as the file system does not rename directories. If it "
+            "is a mounted bucket, pass the bucket's own URL (gs://…, s3://…), or mount it so that it does (gcsfuse "
+            "--rename-dir-limit=100000); or save as msgpack, with the flag off"
+        )
+        raise StorageError(message, path=final, errno=error.errno) from error
 
 
 def publish_new(temporary: str, final: str) -> None:

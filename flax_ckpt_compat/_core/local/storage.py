@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.local import atomic, listing
+from flax_ckpt_compat._core.local import atomic, directories, listing
 from flax_ckpt_compat._core.local.contained import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
@@ -131,7 +131,7 @@ class LocalStorage:
         return atomic.discard(doomed)
 
     def prepare_directory(self, path: str) -> None:
-        atomic.make_directory(path)
+        directories.make_directory(path)
         atomic.remove_stale(path)
 
     def listing_cache(self, path: str) -> nullcontext[None]:  # noqa: ARG002
