@@ -7,6 +7,7 @@ and what native libraries log is written into it.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 _STANDARD = (0, 1, 2)
 
@@ -17,6 +18,11 @@ def occupy() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
-            if opened not in _STANDARD:  # another thread was faster
-                os.close(opened)
+            _open_null()
+
+
+def _open_null() -> None:
+    with suppress(OSError):  # there may be none, as in a changed root
+        opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+        if opened not in _STANDARD:  # another thread was faster
+            os.close(opened)

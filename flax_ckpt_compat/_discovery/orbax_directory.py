@@ -20,7 +20,7 @@ _PARTS = (layout.SHARDING, layout.STRINGS, layout.ARRAY_METADATAS)  # other file
 _DATA_FILE = re.compile(layout.DATA_FILE_PATTERN)
 RANDOM_KEYS = (layout.JAX_KEY, layout.NUMPY_KEY)  # the tree inside an item of Orbax's random key handlers
 _FIRST_BYTES = 512
-_ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"')
+_ARRAY_TYPE = re.compile(rb'"value_type": ?"(jax\.Array|np\.ndarray|scalar)"(?!, ?"skip_deserialize": ?true)')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
