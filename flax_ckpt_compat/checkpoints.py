@@ -15,7 +15,7 @@ from flax import core
 from flax_ckpt_compat import config
 from flax_ckpt_compat._core import arguments, module_names, orbax_layout, paths, steps
 from flax_ckpt_compat._core.module_names import MODULE_NUM_RE, SIGNED_FLOAT_RE, UNSIGNED_FLOAT_RE, natural_sort
-from flax_ckpt_compat._discovery import directory, listing
+from flax_ckpt_compat._discovery import listing, step_lookup
 from flax_ckpt_compat._restore import pipeline as restore_pipeline
 from flax_ckpt_compat._restore.options import RestoreOptions
 from flax_ckpt_compat._restore.transform_spec import TransformSpec
@@ -225,7 +225,7 @@ def latest_checkpoint(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoin
         'runs/checkpoint_1'
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
-    found = directory.latest(checkpoint_dir)
+    found = step_lookup.latest(checkpoint_dir)
     return None if found is None else os.path.join(checkpoint_dir.shown, found.name)
 
 
@@ -249,7 +249,7 @@ def available_steps(
     """
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
     found = []
-    for entry in directory.available(checkpoint_dir):
+    for entry in step_lookup.available(checkpoint_dir):
         try:
             found.append(step_type(entry.text))
         except (ValueError, ArithmeticError) as error:  # of a Decimal
@@ -303,4 +303,4 @@ def _checkpoint_path_step(path: str) -> float | None:
 
 def _all_checkpoints(ckpt_dir: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[str]:
     checkpoint_dir = _checkpoint_dir(ckpt_dir, prefix)
-    return [os.path.join(checkpoint_dir.shown, entry.name) for entry in directory.all_of(checkpoint_dir)]
+    return [os.path.join(checkpoint_dir.shown, entry.name) for entry in step_lookup.all_of(checkpoint_dir)]

@@ -6,7 +6,7 @@ from flax_ckpt_compat._core.backend import Backend, Format, ProcessInfo, Reader,
 from flax_ckpt_compat._core.tree import Node
 
 from . import gda_write
-from .check import check_tree
+from .check_tree import check_tree
 from .encode import write_tree
 from .gda_tree import SharedTree, split
 from .reader import MsgpackReader

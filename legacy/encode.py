@@ -10,7 +10,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
-from flax_ckpt_compat._core import grid, memory
+from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.checksums import BlockSums
 from flax_ckpt_compat._core.local import atomic, file_checksums
 from flax_ckpt_compat._core.storage_errors import translated
@@ -233,12 +233,12 @@ def pieces(array: Any) -> Iterator[_Array]:
     if isinstance(array, np.ndarray) and array.flags.c_contiguous:
         yield array
         return
-    whole = grid.full_box(array.shape)
+    whole = array_boxes.full_box(array.shape)
     shards = [Shard(whole, array)] if isinstance(array, np.ndarray) else list(shards_of(array))
-    for box in grid.bands(whole, array.shape, max(1, _BLOCK // array.dtype.itemsize)):
-        block = memory.empty(grid.shape_of(box), array.dtype)
+    for box in array_boxes.bands(whole, array.shape, max(1, _BLOCK // array.dtype.itemsize)):
+        block = memory.empty(array_boxes.shape_of(box), array.dtype)
         for shard in shards:
-            if grid.overlaps(box, shard.index):
-                part = grid.overlap(box, shard.index)
-                block[grid.relative_to(part, box)] = shard.data[grid.relative_to(part, shard.index)]
+            if array_boxes.overlaps(box, shard.index):
+                part = array_boxes.overlap(box, shard.index)
+                block[array_boxes.relative_to(part, box)] = shard.data[array_boxes.relative_to(part, shard.index)]
         yield block

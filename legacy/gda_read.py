@@ -19,8 +19,8 @@ import numpy as np
 from flax_ckpt_compat._core import dtypes, memory, paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
-from flax_ckpt_compat._core.local.contained import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.gda_folder import folder_of
+from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.local.temporaries import is_generation
 from flax_ckpt_compat._core.orbax_layout import COMMIT_FILE, ZARR2_CHUNK, ZARR2_METADATA
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, storage_error, store_errors

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from flax_ckpt_compat._core import grid, memory
+from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import CheckpointError, StorageError
@@ -67,7 +67,7 @@ class MsgpackReader(Reader):
         if not isinstance(array, gda_read.FolderArray):
             return super().boxes(handle, nbytes)
         limit = max(1, nbytes // max(1, array.dtype.itemsize))
-        return grid.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
+        return array_boxes.readable_boxes(array.shape, array.chunks, limit, splits_chunks=False)
 
     def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
         """See `flax_ckpt_compat._core.backend.Reader.chunks_of`."""
@@ -253,7 +253,7 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
     handle, locator = part.handle, part.handle.locator
     if isinstance(locator, gda_read.FolderArray):
         return dataclasses.replace(handle, locator=dataclasses.replace(locator, index=part.index))
-    shape = grid.shape_of(part.index)
+    shape = array_boxes.shape_of(part.index)
     # Bytes are contiguous if it is one element of each leading axis, a range of the next and all of the others.
     ranged = next((axis for axis, length in enumerate(shape) if length != 1), len(shape))
     is_contiguous = shape[ranged + 1 :] == handle.shape[ranged + 1 :]
@@ -261,7 +261,7 @@ def _rows(part: ArraySlice) -> LeafHandle | None:
         return None
     nbytes, start = (
         math.prod(shape) * handle.dtype.itemsize,
-        grid.offset(handle.shape, part.index) * handle.dtype.itemsize,
+        array_boxes.offset(handle.shape, part.index) * handle.dtype.itemsize,
     )
     found = tuple(_part_of_pieces(locator, start, nbytes)) if type(locator) is tuple else locator + start
     return dataclasses.replace(handle, shape=shape, nbytes=nbytes, locator=found)

@@ -9,7 +9,7 @@ from flax_ckpt_compat._core.memory import pause_gc
 from flax_ckpt_compat._core.tree import Node
 
 from . import multiprocess, writer
-from .aggregate import OpenMsgpack
+from .msgpack_file import OpenMsgpack
 from .reader import open_checkpoint
 from .save_plan import SavePlan, make_plan
 

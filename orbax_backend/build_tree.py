@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from flax_ckpt_compat._core.orbax_layout import SEQUENCE_KEY, TREE_METADATA
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, show_path
 
-from .aggregate import Kinds
 from .files import corrupt
+from .msgpack_file import Kinds
 from .structure import Structure
 from .type_annotations import ContainerType
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from flax_ckpt_compat._core import grid
-from flax_ckpt_compat._core.grid import Box, Shape
+from flax_ckpt_compat._core import array_boxes
+from flax_ckpt_compat._core.array_boxes import Box, Shape
 
 from .zarr import ArrayInfo
 
@@ -30,8 +30,8 @@ class BoxLayout:
 
     def __init__(self, info: ArrayInfo, box: Box | None = None) -> None:
         self.info, self.box = info, box  # box: None for the whole array
-        self.region = grid.full_box(info.shape) if box is None else box
-        self.shape = grid.shape_of(self.region)  # like the next, of the result
+        self.region = array_boxes.full_box(info.shape) if box is None else box
+        self.shape = array_boxes.shape_of(self.region)  # like the next, of the result
         self.nbytes = math.prod(self.shape) * info.dtype.itemsize
         # Whether the result is exactly one chunk, as almost all arrays and shards are.
         self.is_chunk = (info.whole_cell if box is None else info.cell_of(box)) is not None
@@ -44,13 +44,13 @@ class BoxLayout:
         return self._find() if self.known is None else self.known
 
     def _find(self) -> Iterator[ChunkPart]:
-        for cell, chunk in grid.cells(self.region, self.info.chunks):
-            inside = grid.overlap(chunk, self.region)
+        for cell, chunk in array_boxes.cells(self.region, self.info.chunks):
+            inside = array_boxes.overlap(chunk, self.region)
             yield ChunkPart(
                 tuple(side.start for side in chunk),
                 self.info.chunk_key(cell),
-                grid.relative_to(inside, chunk),
-                grid.relative_to(inside, self.region),
+                array_boxes.relative_to(inside, chunk),
+                array_boxes.relative_to(inside, self.region),
             )
 
 
@@ -66,7 +66,7 @@ class LayoutCache:
         known = self._known.get(id(box))
         if known is not None:
             return known[1]
-        layout = BoxLayout(self._info, (*box, *grid.full_box(self._info.shape[len(box) :])))
+        layout = BoxLayout(self._info, (*box, *array_boxes.full_box(self._info.shape[len(box) :])))
         needed = 1 + len(layout.known or ())
         if needed <= self._room:
             self._room -= needed

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.array_boxes import Shape, cells, full_box
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.grid import Shape, cells, full_box
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.tree import show_path
 

@@ -10,13 +10,13 @@ import tensorstore as ts
 
 from flax_ckpt_compat._core import errors, paths
 from flax_ckpt_compat._core import orbax_layout as layout
-from flax_ckpt_compat._core.local.contained import stays_inside
+from flax_ckpt_compat._core.local.safe_open import stays_inside
 
 from .files import ByteRange, CheckpointFiles, tensorstore_context, wait
 from .key_index import Index, OpaqueValue, StoredValue, open_files, read_small
-from .leaf_rows import Entries, RowEntries, ends_of
 from .ocdbt import read_entries
 from .ocdbt_encoding import UndecodableError
+from .ocdbt_keys import Entries, RowEntries, ends_of
 
 
 def open_index(path: str, names: Sequence[str], use_ocdbt: bool) -> Index:

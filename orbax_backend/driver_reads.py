@@ -11,14 +11,14 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_ckpt_compat._core import grid
+from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
-from .chunks import ArrayRead, Copy, by_chunk, scatter
 from .files import tensorstore_context, wait
 from .key_index import Index
+from .read_plan import ArrayRead, Copy, by_chunk, scatter
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 _CACHE_BYTES = 64 << 20
@@ -109,9 +109,9 @@ def _share_chunks(group: Sequence[ArrayRead]) -> bool:
     )
 
 
-def _read_chunk(path: str, store: Any, wanted: tuple[grid.Shape, list[Copy]]) -> None:
+def _read_chunk(path: str, store: Any, wanted: tuple[array_boxes.Shape, list[Copy]]) -> None:
     start, copies = wanted
-    inner = grid.bounding_box([copy.source for copy in copies])
+    inner = array_boxes.bounding_box([copy.source for copy in copies])
     box = tuple(slice(at + side.start, at + side.stop) for at, side in zip(start, inner, strict=True))
-    values = wait(path, store[box].read(), math.prod(grid.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
-    scatter(values, [Copy(grid.relative_to(copy.source, inner), copy.array, copy.target) for copy in copies])
+    values = wait(path, store[box].read(), math.prod(array_boxes.shape_of(box)) * store.dtype.numpy_dtype.itemsize)
+    scatter(values, [Copy(array_boxes.relative_to(copy.source, inner), copy.array, copy.target) for copy in copies])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import grid
+from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.backend import LeafKind
 from flax_ckpt_compat._core.dtypes import dtype_from_name, dtype_name, is_storable
 from flax_ckpt_compat._core.errors import UnsupportedLeafError
@@ -75,7 +75,7 @@ class EncodedLeaf:
         if isinstance(self.source, StoredArray):
             read = self.source.read_part
             assert read is not None
-            boxes = [box for _, box in grid.cells(grid.full_box(self.shape), self.write_shape)]
+            boxes = [box for _, box in array_boxes.cells(array_boxes.full_box(self.shape), self.write_shape)]
             return [Shard(box, self._stored_form(read(box))) for box in boxes]
         shards = shards_of(self.source)
         if self.source.dtype == self.dtype:
@@ -94,7 +94,7 @@ class EncodedLeaf:
 
 def all_of(array: np.ndarray[Any, Any]) -> Shard:
     """Return the one shard of an array that is not split."""
-    return Shard(grid.full_box(array.shape), array)
+    return Shard(array_boxes.full_box(array.shape), array)
 
 
 def _whole(source: Any) -> np.ndarray[Any, Any]:

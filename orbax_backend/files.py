@@ -12,7 +12,7 @@ import tensorstore as ts
 from flax_ckpt_compat._core import paths
 from flax_ckpt_compat._core.errors import CorruptCheckpointError
 from flax_ckpt_compat._core.local import atomic, syncing
-from flax_ckpt_compat._core.local.contained import ContainedFiles, stays_inside
+from flax_ckpt_compat._core.local.safe_open import ContainedFiles, stays_inside
 from flax_ckpt_compat._core.object_store import in_flight
 from flax_ckpt_compat._core.object_store.retrying import replaced_context_after_failure
 from flax_ckpt_compat._core.storage_errors import store_errors, translated

@@ -21,12 +21,12 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from . import metadata, writer
+from .checksum_recording import Recorder, file_of_database
 from .completeness import check_complete
-from .database import Database, file_locator
 from .database_index import open_database
 from .encode import EncodedLeaf
 from .files import make_directory, sizes_of, sync_directory, write_file, write_files
-from .recording import Recorder, file_of_database
+from .ocdbt_writer import Database, file_locator
 from .save_plan import SavePlan
 from .shardings import ShardingEncoder
 from .writer import (

@@ -16,8 +16,8 @@ from flax_ckpt_compat._core.orbax_layout import MANIFEST
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .files import ByteRange, CheckpointFiles, sizes_of
-from .leaf_rows import Entries, LeafRows, RowEntries, files_of
 from .ocdbt_encoding import MAX_DECODED_BYTES, MemoryBudget
+from .ocdbt_keys import Entries, LeafRows, RowEntries, files_of
 from .ocdbt_nodes import LeafNode, NodeRef, children_of, entries_of, newest_root, open_node
 
 # Manifests list at most a few hundred versions.

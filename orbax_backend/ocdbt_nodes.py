@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 
 from .files import ByteRange
-from .leaf_rows import INDIRECT, INLINE, check_ascending
 from .ocdbt_encoding import Columns, MemoryBudget, UndecodableError, check_crc32c, decompress_zstd
+from .ocdbt_keys import INDIRECT, INLINE, check_ascending
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _VERSION = 0

@@ -14,13 +14,16 @@ import numpy as np
 from flax_ckpt_compat._core import checksums, memory, paths
 from flax_ckpt_compat._core.errors import ChecksumError, CorruptCheckpointError, StorageError
 from flax_ckpt_compat._core.local import mapping
-from flax_ckpt_compat._core.local.contained import open_regular
+from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.orbax_layout import key_prefix
 from flax_ckpt_compat._core.storage_errors import storage_error
 from flax_ckpt_compat._core.thread_pools import in_parallel
 
 from .checksum_file import Checksums
-from .chunks import (
+from .driver_reads import THREADS, DriverReader, corrupt_array
+from .files import ByteRange, sizes_of
+from .key_index import Index, OpaqueValue, StoredValue
+from .read_plan import (
     PIECE_BYTES,
     ArrayRead,
     DamagedChunkError,
@@ -30,9 +33,6 @@ from .chunks import (
     plan_pieces,
     scatter,
 )
-from .driver_reads import THREADS, DriverReader, corrupt_array
-from .files import ByteRange, sizes_of
-from .key_index import Index, OpaqueValue, StoredValue
 from .verification import Verifier
 
 _log = logging.getLogger("flax_ckpt_compat")

@@ -8,23 +8,23 @@ from typing import Any
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core import orbax_layout as layout
+from flax_ckpt_compat._core.array_boxes import readable_boxes
 from flax_ckpt_compat._core.backend import ArraySlice, Format, Inspection, LeafHandle, Reader
 from flax_ckpt_compat._core.bounded_reads import handles_of
 from flax_ckpt_compat._core.errors import DepthError, StorageError
-from flax_ckpt_compat._core.grid import readable_boxes
 from flax_ckpt_compat._core.tree import Node
 
-from .aggregate import OpenMsgpack
 from .build_tree import build_tree
 from .checksum_file import Checksums
 from .chunk_boxes import BoxLayout
-from .chunks import ArrayRead, checked_data
 from .database_index import open_index
 from .decode import StoredLeaf
 from .inspection import inspect
 from .key_index import Index
 from .leaf_handles import LeafDescriptions, corrupt_leaf
+from .msgpack_file import OpenMsgpack
 from .read_arrays import ArrayReader
+from .read_plan import ArrayRead, checked_data
 from .structure import Structure, read_structure
 
 _CHECKED_BYTES = 32 << 20

@@ -9,9 +9,9 @@ from flax_ckpt_compat._core import checksums
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES, SUM_BYTES
 
 from .checksum_file import Checksums
-from .chunks import ArrayRead, Piece
 from .files import ByteRange
 from .key_index import StoredValue
+from .read_plan import ArrayRead, Piece
 
 
 class _Expected(NamedTuple):

@@ -3,8 +3,8 @@
     _METADATA                    the tree, and our type annotations (metadata.py, type_annotations.py)
     _sharding, array_metadatas/  shardings and PRNG implementations of jax arrays (metadata.py)
     _strings.json                leaves of type str
-    checkpoint                   the tree again, if releases up to 0.5 shall read it (aggregate.py)
-    manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (database.py, zarr.py)
+    checkpoint                   the tree again, if releases up to 0.5 shall read it (msgpack_file.py)
+    manifest.ocdbt, d/           arrays, as zarr v2, or v3 with checksums (ocdbt_writer.py, zarr.py)
     _CHECKPOINT_METADATA         when the save was
     flax_ckpt_compat.checksums   of the arrays and of the files above (checksum_file.py)
     commit_success.txt           written last
@@ -28,12 +28,12 @@ from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import StoredArray, is_jax_array
 
 from . import metadata
-from .aggregate import encode_structure
 from .checksum_file import Record
-from .database import Database
+from .checksum_recording import Recorder, file_of_database
 from .encode import EncodedLeaf
 from .files import make_directory, sync_directory, write_file, write_files
-from .recording import Recorder, file_of_database
+from .msgpack_file import encode_structure
+from .ocdbt_writer import Database
 from .save_plan import SavePlan
 from .zarr import Encoding
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import grid, memory
+from flax_ckpt_compat._core import array_boxes, memory
 from flax_ckpt_compat._core.dtypes import dtype_from_name
 from flax_ckpt_compat._core.errors import NameCollisionError, UnsupportedLeafError
-from flax_ckpt_compat._core.folding import one_line
 from flax_ckpt_compat._core.local import atomic
 from flax_ckpt_compat._core.orbax_layout import leaf_name
+from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._core.tree import Branch, Node, StoredArray, iter_leaves, show_path
 
@@ -98,9 +98,9 @@ class FileArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read the array, for ``np.asarray``."""
-        return self.part(grid.full_box(self.shape))
+        return self.part(array_boxes.full_box(self.shape))
 
-    def part(self, box: grid.Box) -> np.ndarray[Any, Any]:
+    def part(self, box: array_boxes.Box) -> np.ndarray[Any, Any]:
         """Return a part of the array, mapped."""
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)

@@ -17,11 +17,11 @@ from flax_ckpt_compat._convert import layouts, stored_trees
 from flax_ckpt_compat._convert.contents import Contents
 from flax_ckpt_compat._convert.digests import Name
 from flax_ckpt_compat._convert.safetensors import FileArray
-from flax_ckpt_compat._core import checksums, grid, memory, paths
+from flax_ckpt_compat._core import array_boxes, checksums, memory, paths
 from flax_ckpt_compat._core.backend import ArraySlice, LeafHandle
 from flax_ckpt_compat._core.equality import same_bits
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._core.tree import Branch, KeyData, StoredArray, show_path
 
@@ -113,26 +113,26 @@ def _parts(expected: StoredArray, found: StoredArray | FileArray) -> Iterator[_C
         yield functools.partial(_compare_part, handle, found, box)
 
 
-def _compare_part(expected: LeafHandle, found: StoredArray | FileArray, box: grid.Box) -> tuple[int, bool]:
+def _compare_part(expected: LeafHandle, found: StoredArray | FileArray, box: array_boxes.Box) -> tuple[int, bool]:
     one = expected.reader.read([ArraySlice(expected, box)])[0]
     return one.nbytes, same_bits(one, _part_of(found, box))
 
 
-def _part_of(array: StoredArray | FileArray, box: grid.Box) -> Any:
+def _part_of(array: StoredArray | FileArray, box: array_boxes.Box) -> Any:
     """Return a part of an array of the result, mapped if it can be: nobody else writes to it."""
     if isinstance(array, FileArray):
         return array.part(box)
     return array.handle.reader.read([ArraySlice(array.handle, box)], mapped=True)[0]
 
 
-def _consecutive_boxes(array: StoredArray | FileArray) -> list[grid.Box]:
+def _consecutive_boxes(array: StoredArray | FileArray) -> list[array_boxes.Box]:
     """Return boxes whose bytes, one after another, are those of an array in C order; none if its chunks make others."""
     if isinstance(array, FileArray):
         limit = max(1, _PART // array.dtype.itemsize)
-        return list(grid.readable_boxes(array.shape, array.shape, limit, splits_chunks=True))
+        return list(array_boxes.readable_boxes(array.shape, array.shape, limit, splits_chunks=True))
     boxes = list(array.handle.reader.boxes(array.handle, _PART))
-    sizes = [math.prod(grid.shape_of(box)) for box in boxes]
-    starts = [grid.offset(array.shape, box) for box in boxes]
+    sizes = [math.prod(array_boxes.shape_of(box)) for box in boxes]
+    starts = [array_boxes.offset(array.shape, box) for box in boxes]
     return boxes if starts == list(itertools.accumulate(sizes, initial=0))[:-1] else []
 
 
@@ -141,7 +141,7 @@ class _Sum:
     """The CRC-32 of a part of an array of the result."""
 
     array: StoredArray | FileArray
-    box: grid.Box
+    box: array_boxes.Box
     crc: int = 0
     nbytes: int = 0
 

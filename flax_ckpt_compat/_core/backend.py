@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flax_ckpt_compat._core import grid
+from flax_ckpt_compat._core import array_boxes
 from flax_ckpt_compat._core.object_store.multiprocess import MultiprocessUpload
 from flax_ckpt_compat._core.tree import Node, Path
 
@@ -137,7 +137,7 @@ class Reader(Protocol):
         Chunks that decode only as a whole may be larger."""
         assert handle.dtype is not None
         limit = max(1, nbytes // handle.dtype.itemsize)
-        return grid.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
+        return array_boxes.readable_boxes(handle.shape, handle.shape, limit, splits_chunks=True)
 
     def chunks_of(self, handle: LeafHandle) -> tuple[int, ...]:
         """Return the shape of the chunks that an array is stored in."""

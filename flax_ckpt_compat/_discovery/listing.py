@@ -1,6 +1,6 @@
 """List the complete checkpoints of exactly one prefix, for overwriting and retention; decode nothing.
 
-Look-ups include more: see `flax_ckpt_compat._discovery.directory`.
+Look-ups include more: see `flax_ckpt_compat._discovery.step_lookup`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from flax_ckpt_compat._core.errors import (
 )
 from flax_ckpt_compat._core.local import atomic, directories
 from flax_ckpt_compat._core.storage_errors import is_denied
-from flax_ckpt_compat._discovery import detect, directory, listing, not_found
+from flax_ckpt_compat._discovery import detect, listing, not_found, step_lookup
 from flax_ckpt_compat._discovery.log_once import log_once
 from flax_ckpt_compat._discovery.not_found import Absence
 
@@ -59,7 +59,7 @@ def find(ckpt_dir: str, step: Any, prefix: str) -> LocatedCheckpoint | Absence:
     if step is not None:
         with paths.listing_cache(root):
             return _located(_step_path(root, checkpoint_dir, steps.step_text(step), prefix), named=True)
-    return directory.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
+    return step_lookup.list_again_while_it_changes(root, lambda last: _find(root, checkpoint_dir, prefix, last))
 
 
 def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: bool) -> LocatedCheckpoint | Absence:
@@ -69,7 +69,7 @@ def _find(root: str, checkpoint_dir: listing.CheckpointDir, prefix: str, last: b
     # the directory has a marker that only Orbax writes.
     if not paths.isdir(root) or detect.is_certainly_orbax(root):
         return _located(root, named=True)
-    latest = directory.latest_of(directory.Directory(checkpoint_dir, tolerant=last))
+    latest = step_lookup.latest_of(step_lookup.Directory(checkpoint_dir, tolerant=last))
     if latest is not None:
         return _located(latest.path, named=False)
     if _is_checkpoint(root):
@@ -115,10 +115,10 @@ def _step_path(root: str, checkpoint_dir: listing.CheckpointDir, text: str, pref
     if _exists(path):
         return path
     number = steps.parse_step(text)
-    found = None if number is None else directory.find_step(checkpoint_dir, number)
+    found = None if number is None else step_lookup.find_step(checkpoint_dir, number)
     if found is not None:
         return found.path
-    available = [entry.text for entry in directory.available(checkpoint_dir)]
+    available = [entry.text for entry in step_lookup.available(checkpoint_dir)]
     if why := paths.storage_of(path).why_too_long(path):
         known, has_remedy = f"{why}; shorten the step or the prefix", True
     elif available:

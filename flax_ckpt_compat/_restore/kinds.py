@@ -14,8 +14,8 @@ import numpy as np
 
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind
 from flax_ckpt_compat._core.errors import CorruptCheckpointError, UnsupportedLeafError
-from flax_ckpt_compat._core.folding import Row, listed
-from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.regex_templates import literal
+from flax_ckpt_compat._core.short_lists import Row, listed
 from flax_ckpt_compat._core.tree import Branch, KeyData, Path, show_path
 from flax_ckpt_compat._trees import prng_keys
 from flax_ckpt_compat._trees.leaf_sources import Derived, is_key

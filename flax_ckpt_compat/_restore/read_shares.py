@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from flax_ckpt_compat._core import memory, paths
+from flax_ckpt_compat._core.array_boxes import Box, Shape, shape_of
 from flax_ckpt_compat._core.backend import ArraySlice, Format, LeafHandle, LeafKind
 from flax_ckpt_compat._core.checksums import BLOCK_BYTES
 from flax_ckpt_compat._core.errors import CheckpointError
-from flax_ckpt_compat._core.grid import Box, Shape, shape_of
 from flax_ckpt_compat._core.jax_shards import normalize_index
 from flax_ckpt_compat._core.memo import Memo
 from flax_ckpt_compat._core.orbax_layout import MANIFEST, MSGPACK_FILE, STEP_METADATA, TREE_METADATA

@@ -15,7 +15,7 @@ from flax_ckpt_compat._core.local import atomic, removal
 from flax_ckpt_compat._core.thread_pools import in_parallel
 from flax_ckpt_compat._discovery import detect, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
-from flax_ckpt_compat._save import prefixes
+from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat._save.retention_policy import expired
 
@@ -34,7 +34,7 @@ def retain(request: SaveRequest) -> None:
     global _last_saved
     try:
         if request.step is not None:
-            prefixes.record(request.checkpoint_dir, request.name)
+            saved_prefixes.record(request.checkpoint_dir, request.name)
             _remove_others(request)
     finally:  # the checkpoint is saved even if the clean-up failed
         monitoring.record_event_duration_secs(
@@ -49,7 +49,7 @@ def _remove_others(request: SaveRequest) -> None:
     if steps.step_of(request.name, checkpoint_dir.prefix) is None:
         return  # not a numbered step: it evicts nothing
     try:
-        others = prefixes.saved_by_other_prefixes(checkpoint_dir)
+        others = saved_prefixes.saved_by_other_prefixes(checkpoint_dir)
         with paths.listing_cache(checkpoint_dir.directory):
             names = listing.names_in(checkpoint_dir)
             ordered = [name for name in listing.complete_steps(checkpoint_dir, names) if name not in others]
@@ -129,7 +129,7 @@ def _remove_group(checkpoint_dir: CheckpointDir, saved: str, names: list[str], l
         arrays = [name for name in arrays if name in listed]
     failed |= storage.discard(map(checkpoint_dir.path, arrays))
     for name in removed:
-        prefixes.forget(checkpoint_dir, name)
+        saved_prefixes.forget(checkpoint_dir, name)
     return list(failed.values())
 
 

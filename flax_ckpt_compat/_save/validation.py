@@ -19,7 +19,7 @@ from flax_ckpt_compat._core.storage_errors import translated
 from flax_ckpt_compat._discovery import detect, hints, listing, opening, orbax_directory
 from flax_ckpt_compat._discovery.enclosing import why_inside
 from flax_ckpt_compat._discovery.log_once import log_once
-from flax_ckpt_compat._save import prefixes
+from flax_ckpt_compat._save import saved_prefixes
 from flax_ckpt_compat._save.request import SaveRequest
 from flax_ckpt_compat.errors import InvalidCheckpointError
 
@@ -44,7 +44,7 @@ def check(request: SaveRequest) -> Any:
         message = f"Saving to {request.directory}, as '~' is not expanded: write {expanded} for the home directory"
         log_once((request.directory, "home"), message)
     if request.step is not None:
-        prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
+        saved_prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
     with paths.listing_cache(request.directory):
         _check_directory(request)
         _check_replaced(request)
@@ -154,7 +154,7 @@ def _check_overwrite(request: SaveRequest) -> None:
     step = steps.step_of(request.name, checkpoint_dir.prefix)
     if step is None:
         return
-    last = listing.newest_step(checkpoint_dir, step, but=prefixes.saved_by_other_prefixes(checkpoint_dir))
+    last = listing.newest_step(checkpoint_dir, step, but=saved_prefixes.saved_by_other_prefixes(checkpoint_dir))
     if last is not None:
         state = "is the same step" if steps.step_of(last, checkpoint_dir.prefix) == step else "is newer"
         removed = "" if request.replace_only_checkpoints else " and remove what is not older"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.escaping import count_of_leaves
-from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path
 from flax_ckpt_compat._suggest import stacked_layers
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, SubtreeMemo, fits, flatten, look

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from flax_ckpt_compat._core.errors import CheckpointError
 from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_branches
 from flax_ckpt_compat._suggest.differences import Change, Gap, Level, torn
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Roles, SubtreeMemo, fits, flatten

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flax_ckpt_compat import rules
-from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node, node_at, topmost
 from flax_ckpt_compat._suggest.leaf_features import EMPTY, MOMENTS, Look, Roles, bare, leaves_at, look
 from flax_ckpt_compat._suggest.pairing import Pairing, State

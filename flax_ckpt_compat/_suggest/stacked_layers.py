@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from flax_ckpt_compat import rules
 from flax_ckpt_compat._core.module_names import numbered
-from flax_ckpt_compat._core.template import literal
+from flax_ckpt_compat._core.regex_templates import literal
 from flax_ckpt_compat._core.tree import Branch, Node
 from flax_ckpt_compat._suggest.leaf_features import Contents
 

@@ -13,8 +13,8 @@ from flax_ckpt_compat._core import arguments, similar_names, steps
 from flax_ckpt_compat._core.backend import LeafHandle
 from flax_ckpt_compat._core.errors import MissingLeavesError, NameCollisionError, StepError
 from flax_ckpt_compat._core.escaping import printable
-from flax_ckpt_compat._core.folding import Row, shown
 from flax_ckpt_compat._core.paths import as_text
+from flax_ckpt_compat._core.short_lists import Row, shown
 from flax_ckpt_compat._core.tree import Branch, Container, Node, Path, iter_leaves, map_leaves
 from flax_ckpt_compat._discovery import detect, listing, locating, opening
 from flax_ckpt_compat._restore import pipeline as restore_pipeline

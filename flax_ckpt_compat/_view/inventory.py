@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from flax_ckpt_compat._core import paths, steps
 from flax_ckpt_compat._core.backend import Format
 from flax_ckpt_compat._discovery import listing
-from flax_ckpt_compat._discovery.directory import (
+from flax_ckpt_compat._discovery.step_lookup import (
     ChangedError,
     Classified,
     Directory,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_ckpt_compat._core.escaping import format_size, printable
-from flax_ckpt_compat._core.folding import Row, fold, one_line
+from flax_ckpt_compat._core.short_lists import Row, fold, one_line
 
 Plan = Any  # flax_ckpt_compat._view.plan.Plan, which imports this module
 PlannedLeaf = Any

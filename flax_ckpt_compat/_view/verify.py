@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-from flax_ckpt_compat._core import arguments, bounded_reads, grid, paths
+from flax_ckpt_compat._core import arguments, array_boxes, bounded_reads, paths
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
 from flax_ckpt_compat._core.errors import (
     CheckpointError,
@@ -234,7 +234,7 @@ def _read(reader: Reader, batch: list[LeafHandle]) -> _Errors:
     for handle in batch:
         try:
             for part in bounded_reads.pieces(handle):
-                shape = handle.shape if isinstance(part, LeafHandle) else grid.shape_of(part.index)
+                shape = handle.shape if isinstance(part, LeafHandle) else array_boxes.shape_of(part.index)
                 _check_type(reader, handle, shape, reader.read([part])[0])
         except CheckpointError as error:
             errors[handle] = _present(reader, error)

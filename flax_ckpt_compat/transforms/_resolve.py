@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from flax_ckpt_compat._core.errors import NameCollisionError, TransformError
-from flax_ckpt_compat._core.template import compile_template
+from flax_ckpt_compat._core.regex_templates import compile_template
 from flax_ckpt_compat._core.tree import Path, key_name, show_path
 
 _FIELDS = ("original_key", "use_fallback", "value_fn", "multi_value_fn")

@@ -6,7 +6,7 @@ import contextlib
 import os
 from unittest import mock
 
-from flax_ckpt_compat.orbax_backend import database, multiprocess, ocdbt
+from flax_ckpt_compat.orbax_backend import multiprocess, ocdbt, ocdbt_writer
 
 from flax_ckpt_compat._core.backend import WriteOptions
 from flax_ckpt_compat._core.errors import StorageError
@@ -25,7 +25,7 @@ def save(folder: str, compression: str | None = None, lost: str | None = None) -
             os.remove(os.path.join(folder, lost))
 
     patches = [
-        mock.patch.object(database, "_MERGED_NODE_BYTES", 3000),
+        mock.patch.object(ocdbt_writer, "_MERGED_NODE_BYTES", 3000),
         mock.patch.object(ocdbt, "_ROWS_FROM", 1),
         mock.patch.object(multiprocess, "_check_done", lose),
         mock.patch.object(scale_play, "WriteOptions", lambda: WriteOptions(compression)),

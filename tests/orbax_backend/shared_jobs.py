@@ -139,12 +139,12 @@ def save_then_lose(path: str, shape: tuple[int, int], lost: str) -> str:
 
 def save_then_cut(path: str, shape: tuple[int, int]) -> str:
     """What the end of a save raised in process 0 after the largest file of process 1, one of several, had been cut."""
-    from flax_ckpt_compat.orbax_backend import database
+    from flax_ckpt_compat.orbax_backend import ocdbt_writer
 
-    node, size = branches(our_tree(mesh_of(shape), False)), database._DATA_FILE_BYTES
-    database._DATA_FILE_BYTES = 1 << 18
+    node, size = branches(our_tree(mesh_of(shape), False)), ocdbt_writer._DATA_FILE_BYTES
+    ocdbt_writer._DATA_FILE_BYTES = 1 << 18
     save(path, node, end=False)
-    database._DATA_FILE_BYTES = size
+    ocdbt_writer._DATA_FILE_BYTES = size
     if jax.process_index():
         return ""
     largest = max(Path(path, "ocdbt.process_1", "d").iterdir(), key=lambda file: file.stat().st_size)

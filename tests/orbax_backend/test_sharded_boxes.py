@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from flax_ckpt_compat.orbax_backend import chunk_boxes, read_arrays
-from flax_ckpt_compat.orbax_backend import chunks as planning
+from flax_ckpt_compat.orbax_backend import read_plan as planning
 from flax_ckpt_compat.orbax_backend.files import ByteRange
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

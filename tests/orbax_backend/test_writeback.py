@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
-from flax_ckpt_compat.orbax_backend import database
+from flax_ckpt_compat.orbax_backend import ocdbt_writer
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(offset, length) of everything that the kernel was told."""
     ranges: list[tuple[int, int]] = []
-    monkeypatch.setattr(database, "start_writeback", lambda _, offset, length: ranges.append((offset, length)))
+    monkeypatch.setattr(ocdbt_writer, "start_writeback", lambda _, offset, length: ranges.append((offset, length)))
     return ranges
 
 
@@ -33,10 +33,10 @@ def test_what_the_future_gives_comes_out(tmp_path: Path, error: Exception | None
     thread.start()
     try:
         if error is None:
-            database.wait_with_writeback(future, str(tmp_path / "not there"))
+            ocdbt_writer.wait_with_writeback(future, str(tmp_path / "not there"))
         else:
             with pytest.raises(type(error), match=str(error)):
-                database.wait_with_writeback(future, str(tmp_path / "not there"))
+                ocdbt_writer.wait_with_writeback(future, str(tmp_path / "not there"))
     finally:
         thread.join()
 
@@ -59,7 +59,7 @@ def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int
 
     thread = threading.Thread(target=grow)
     thread.start()
-    database.wait_with_writeback(future, str(tmp_path))
+    ocdbt_writer.wait_with_writeback(future, str(tmp_path))
     thread.join()
     ends = [0, *(offset + length for offset, length in told)]
     assert [offset for offset, _ in told] == ends[:-1]
@@ -69,5 +69,5 @@ def test_all_of_a_growing_file_is_told_once(tmp_path: Path, told: list[tuple[int
 @pytest.mark.parametrize("can_sync", [True, False])
 def test_tensorstore_syncs_what_it_writes(can_sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where directories can be synced; elsewhere it would fail, and the writer syncs the files."""
-    monkeypatch.setattr(database, "can_sync_directories", lambda path: can_sync)
-    assert database.Database(str(tmp_path))._context.spec.to_json()["file_io_sync"] is can_sync
+    monkeypatch.setattr(ocdbt_writer, "can_sync_directories", lambda path: can_sync)
+    assert ocdbt_writer.Database(str(tmp_path))._context.spec.to_json()["file_io_sync"] is can_sync

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, save
-from flax_ckpt_compat._core.grid import shape_of
+from flax_ckpt_compat._core.array_boxes import shape_of
 from flax_ckpt_compat._discovery.opening import Opened
 from flax_ckpt_compat._restore import casting, execute, read_shares
 from flax_ckpt_compat._restore.match import plan_tree

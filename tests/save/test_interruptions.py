@@ -168,14 +168,14 @@ def test_threads_that_share_a_manager_lose_no_failure(
 LIMITED = """
 import signal, sys
 import tensorstore
-from orbax_backend import database
+from orbax_backend import ocdbt_writer
 def expire(*_):
     raise TimeoutError("the program's own limit")
 signal.signal(signal.SIGALRM, expire)
 signal.setitimer(signal.ITIMER_REAL, 0.3)
 promise, future = tensorstore.Promise.new()
 try:
-    database.wait_with_writeback(future, sys.argv[1])
+    ocdbt_writer.wait_with_writeback(future, sys.argv[1])
 except TimeoutError as error:
     print(error)
 """

@@ -11,7 +11,7 @@ import pytest
 
 from flax_ckpt_compat import checkpoints as ours
 from flax_ckpt_compat import errors
-from flax_ckpt_compat._save import prefixes
+from flax_ckpt_compat._save import saved_prefixes
 from tests.support.logs import warnings_logged
 from tests.support.saves import names, tree
 
@@ -19,8 +19,8 @@ from tests.support.saves import names, tree
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Nothing remembered of other tests."""
-    prefixes._saved.clear()
-    prefixes._warned.clear()
+    saved_prefixes._saved.clear()
+    saved_prefixes._warned.clear()
     yield
 
 

@@ -118,7 +118,7 @@ def test_few_frames_to_the_first_byte(
     """At most nine calls of ours lie between the caller and the arrays' first byte (put to TensorStore, or written)."""
     packages = (importlib.import_module(f"flax_ckpt_compat{name}") for name in ("", ".legacy", ".orbax_backend"))
     depths, rooms = list[int](), {Path(str(package.__file__)).parent for package in packages}
-    holder: Any = importlib.import_module("flax_ckpt_compat.orbax_backend.database").Database if flag else os
+    holder: Any = importlib.import_module("flax_ckpt_compat.orbax_backend.ocdbt_writer").Database if flag else os
     name = "put" if flag else "writev"
     write = getattr(holder, name)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax_ckpt_compat.orbax_backend.chunks import group_neighbours
 from flax_ckpt_compat.orbax_backend.files import ByteRange
+from flax_ckpt_compat.orbax_backend.read_plan import group_neighbours
 
 import flax_ckpt_compat
 from flax_ckpt_compat import checkpoints

@@ -11,7 +11,7 @@ from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.local import atomic, directories, listing
-from flax_ckpt_compat._core.local.contained import open_regular
+from flax_ckpt_compat._core.local.safe_open import open_regular
 from flax_ckpt_compat._core.local.temporaries import ABSENT
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 

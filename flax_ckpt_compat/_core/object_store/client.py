@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flax_ckpt_compat._core.errors import StorageError
-from flax_ckpt_compat._core.object_store import probing, visible_objects
+from flax_ckpt_compat._core.object_store import size_probing, visible_objects
 from flax_ckpt_compat._core.object_store.retrying import key_of, retry, split
 from flax_ckpt_compat._core.object_store.s3 import S3
 from flax_ckpt_compat._core.object_store.scheme import StoreScheme
@@ -174,7 +174,7 @@ def size(url: str) -> int:
         stored = scheme.stored_size(_resolve(url))
         return probed_size(url) if stored is None else stored
     # The error for a range beyond the end has the size.
-    found = _read_there(url, probing.BEYOND_END, probing.BEYOND_END + 1)
+    found = _read_there(url, size_probing.BEYOND_END, size_probing.BEYOND_END + 1)
     return found if isinstance(found, int) and found >= 0 else probed_size(url)
 
 
@@ -207,8 +207,8 @@ def version(url: str) -> bytes:
 
 
 def probed_size(url: str) -> int:
-    """Find a size by reading; see `probing.probed_size`."""
-    return probing.probed_size(url, functools.partial(_read_there, url))
+    """Find a size by reading; see `size_probing.probed_size`."""
+    return size_probing.probed_size(url, functools.partial(_read_there, url))
 
 
 def _read_there(url: str, start: int, stop: int) -> bytes | int:

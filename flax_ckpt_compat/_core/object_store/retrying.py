@@ -22,9 +22,9 @@ from typing import Any
 
 from flax_ckpt_compat._core import storage_errors
 from flax_ckpt_compat._core.errors import StorageError
+from flax_ckpt_compat._core.handler_errors import is_of_handler
 from flax_ckpt_compat._core.load_library import load_tensorstore, use_tensorstore
 from flax_ckpt_compat._core.object_store import credentials, in_flight
-from flax_ckpt_compat._core.signal_handlers import is_of_handler
 
 _log = logging.getLogger("flax_ckpt_compat")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://([^/]*)(.*)", re.DOTALL)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums, grid, memory
-from flax_ckpt_compat._core.folding import one_line
+from flax_ckpt_compat._core import array_boxes, checksums, memory
 from flax_ckpt_compat._core.orbax_layout import CHECKSUMS, DATA_DIRECTORY, MANIFEST
+from flax_ckpt_compat._core.short_lists import one_line
 from flax_ckpt_compat._core.thread_pools import Once, in_parallel, start_thread
 from flax_ckpt_compat._core.tree import Shard
 
@@ -43,9 +43,9 @@ class Recorder:
     def add_shard(self, prefix: str, info: ArrayInfo, shard: Shard, *, may_change: bool = False) -> None:
         """Add the chunks of a shard; those that change between `start` and `finish` get no checksums."""
         chunks = self._changing if may_change else self._pending
-        for cell, box in grid.cells(shard.index, info.chunks):
-            if grid.overlap(box, shard.index) == box:  # else zarr pads it, or other shards hold the rest
-                chunks.append((prefix + info.chunk_key(cell), shard.data[grid.relative_to(box, shard.index)]))
+        for cell, box in array_boxes.cells(shard.index, info.chunks):
+            if array_boxes.overlap(box, shard.index) == box:  # else zarr pads it, or other shards hold the rest
+                chunks.append((prefix + info.chunk_key(cell), shard.data[array_boxes.relative_to(box, shard.index)]))
 
     def start(self) -> None:
         """Start to compute the checksums of the large chunks so far, on other threads, before they are written."""

@@ -23,9 +23,9 @@ from flax_ckpt_compat._core.orbax_layout import DATA_DIRECTORY, PROCESS_PREFIX, 
 from flax_ckpt_compat._core.storage_errors import TENSORSTORE_ERRORS, translated
 from flax_ckpt_compat._core.tree import Shard, is_jax_array
 
+from .checksum_recording import Recorder
 from .encode import EncodedLeaf, all_of
 from .files import wait
-from .recording import Recorder
 from .zarr import CHECKSUM_NBYTES, ArrayInfo, Encoding, dump_metadata, parse_array_metadata
 
 # Values up to this size lie inline in the B-tree, whose nodes are compressed and have checksums anyway.

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_ckpt_compat._core import checksums, grid, memory
-from flax_ckpt_compat._core.grid import Box, Shape
+from flax_ckpt_compat._core import array_boxes, checksums, memory
+from flax_ckpt_compat._core.array_boxes import Box, Shape
 from flax_ckpt_compat._core.tree import Path, show_path
 
 from .chunk_boxes import BoxLayout, ChunkPart
@@ -68,8 +68,8 @@ class ArrayRead:
         info, layout = self.info, self.layout
         if layout.box is None or not info.is_one_raw_chunk:
             return chunk if layout.is_chunk and info.raw and not info.checksum_nbytes else None
-        count, _ = grid.runs(info.shape, layout.box, self.shape, grid.full_box(self.shape))
-        start = grid.offset(info.shape, layout.box) * info.dtype.itemsize
+        count, _ = array_boxes.runs(info.shape, layout.box, self.shape, array_boxes.full_box(self.shape))
+        start = array_boxes.offset(info.shape, layout.box) * info.dtype.itemsize
         return ByteRange(chunk.file, chunk.offset + start, self.nbytes) if count == math.prod(self.shape) else None
 
     @property
@@ -175,8 +175,8 @@ def _plan_checked(read: ArrayRead, start: Shape, value: bytes | ByteRange, copie
             raise DamagedChunkError(read, key)
         scatter(np.frombuffer(data, np.uint8).view(info.dtype).reshape(info.chunks), copies)
         return []
-    size, needed = info.dtype.itemsize, math.prod(grid.shape_of(copy.source))
-    count, offsets = grid.runs(info.chunks, copy.source, copy.array.shape, copy.target)
+    size, needed = info.dtype.itemsize, math.prod(array_boxes.shape_of(copy.source))
+    count, offsets = array_boxes.runs(info.chunks, copy.source, copy.array.shape, copy.target)
     source_at, target_at = next(offsets)
     if others or source_at or count != needed:
         return [Piece(read, value, value, None, info.chunks, copies, key)]
@@ -212,12 +212,12 @@ def _plan_chunk(read: ArrayRead, value: bytes | ByteRange, copies: Sequence[Copy
         scatter(np.frombuffer(value, np.uint8).view(read.info.dtype).reshape(chunk), copies)
         return []
     pieces: list[Piece] = []
-    dense = 2 * sum(math.prod(grid.shape_of(copy.source)) for copy in copies) > math.prod(chunk)
+    dense = 2 * sum(math.prod(array_boxes.shape_of(copy.source)) for copy in copies) > math.prod(chunk)
     scattered = []
     for copy in copies:
-        count, offsets = grid.runs(chunk, copy.source, copy.array.shape, copy.target)
+        count, offsets = array_boxes.runs(chunk, copy.source, copy.array.shape, copy.target)
         length = count * size
-        in_one = count == math.prod(grid.shape_of(copy.source))
+        in_one = count == math.prod(array_boxes.shape_of(copy.source))
         if not (in_one or length >= _LONG_RUN_BYTES or (length >= _SHORT_RUN_BYTES and not dense)):
             scattered.append(copy)
             continue
@@ -232,10 +232,12 @@ def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> l
     """Return ranges of whole rows to read into a buffer, from which columns are copied."""
     chunk, size = read.info.chunks, read.info.dtype.itemsize
     pieces = []
-    for band in grid.bands(grid.bounding_box([copy.source for copy in copies]), chunk, max(1, PIECE_BYTES // size)):
-        shape = grid.shape_of(band)
-        found = ByteRange(extent.file, extent.offset + grid.offset(chunk, band) * size, math.prod(shape) * size)
-        inside = [_inside(copy, band) for copy in copies if grid.overlaps(copy.source, band)]
+    for band in array_boxes.bands(
+        array_boxes.bounding_box([copy.source for copy in copies]), chunk, max(1, PIECE_BYTES // size)
+    ):
+        shape = array_boxes.shape_of(band)
+        found = ByteRange(extent.file, extent.offset + array_boxes.offset(chunk, band) * size, math.prod(shape) * size)
+        inside = [_inside(copy, band) for copy in copies if array_boxes.overlaps(copy.source, band)]
         if inside:
             pieces.append(Piece(read, found, extent, None, shape, inside))
     return pieces
@@ -243,12 +245,12 @@ def _plan_bands(read: ArrayRead, extent: ByteRange, copies: Sequence[Copy]) -> l
 
 def _inside(copy: Copy, band: Box) -> Copy:
     """Return the part of a copy inside a band, relative to the band."""
-    part = grid.overlap(copy.source, band)
+    part = array_boxes.overlap(copy.source, band)
     target = tuple(
         slice(side.start - was.start + to.start, side.stop - was.start + to.start)
         for side, was, to in zip(part, copy.source, copy.target, strict=True)
     )
-    return Copy(grid.relative_to(part, band), copy.array, target)
+    return Copy(array_boxes.relative_to(part, band), copy.array, target)
 
 
 def group_neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
