@@ -90,7 +90,10 @@ def test_bodies_that_end_too_early(bucket: Bucket, monkeypatch: pytest.MonkeyPat
             return None
         status, found, content = store(method, path, headers, body)
         answered[0] += 1
-        return status, found, content if answered[0] <= whole else content[: len(content) // 2]
+        if answered[0] <= whole:
+            return status, found, content
+        headers_left = [(name, value) for name, value in found if name.lower() != "content-length"]
+        return status, headers_left, content[: len(content) // 2]
 
     answering(bucket, monkeypatch, shorten)
     with pytest.raises(StorageError, match="the answer has fewer bytes than the object; check the network"):
