@@ -88,8 +88,9 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
             return f"{layout.TREE_METADATA} is missing"
         return None
     if items := items_in(path, names):
-        torn = [name for name, item in items.items() if item.format and lost_manifest(item.path, names_in(item.path))]
-        return _not_copied(f"{torn[0]}/{layout.MANIFEST}") if torn else None
+        trees = [item.path for item in items.values() if item.format]
+        torn = [tree for tree in trees if lost_manifest(tree, names_in(tree))]
+        return _not_copied(f"{torn[0][len(path) + 1 :]}/{layout.MANIFEST}") if torn else None
     if json_file(path, names):
         return None
     if lost_structure(path, names):
@@ -205,7 +206,9 @@ def _looks_begun(path: str) -> bool:
     inside = {os.path.join(path, name): names_in(os.path.join(path, name)) for name in names}
     if any(_is_whole_checkpoint(child, found) for child, found in inside.items()):
         return False  # a directory of checkpoints, which would be lost with it
-    return _has_marker(path, names) or any(_has_marker(child, found) for child, found in inside.items())
+    if _has_marker(path, names) or any(_has_marker(child, found) for child, found in inside.items()):
+        return True
+    return only_orbax_has(items_in(path, names))
 
 
 def _is_whole_checkpoint(path: str, inside: set[str]) -> bool:
