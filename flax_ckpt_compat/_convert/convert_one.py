@@ -14,7 +14,7 @@ from flax_ckpt_compat._convert import layouts, verify
 from flax_ckpt_compat._convert.contents import Contents, contents_of
 from flax_ckpt_compat._convert.digests import Digests
 from flax_ckpt_compat._convert.jobs import Conversion, Job
-from flax_ckpt_compat._core import paths, standard_descriptors
+from flax_ckpt_compat._core import paths, standard_streams
 from flax_ckpt_compat._core.errors import StorageError
 from flax_ckpt_compat._core.load_name import load_name, load_value
 from flax_ckpt_compat._core.local import atomic
@@ -75,7 +75,7 @@ def _run(job: Job, contents: Contents, progress: Progress, check_unchanged: Call
         return "kept"
     if job.dry_run:
         return "planned"
-    standard_descriptors.occupy()
+    standard_streams.occupy()
     paths.prepare_directory(final.rpartition("/")[0])
     temporary = paths.storage_of(final).temporary_path(final)
     try:

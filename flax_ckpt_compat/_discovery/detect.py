@@ -55,8 +55,9 @@ class DetectedItems:
 
 
 def what_is_missing(path: str, *, lists_denied: bool = False) -> str | None:
-    """Return why the checkpoint is incomplete, judged by names and sizes, or None; `ABSENT` if it was removed.
+    """Return why the checkpoint is incomplete, or None; `ABSENT` if it was removed.
 
+    Names and sizes tell, and the metadata of a tree that has neither a database nor a folder.
     If the system refuses to list it, return `DENIED` with ``lists_denied``, else raise StorageError."""
     try:
         with translated(path):
@@ -88,9 +89,9 @@ def _what_is_missing_in(path: str, names: set[str]) -> str | None:
             return f"{layout.TREE_METADATA} is missing"
         return None
     if items := items_in(path, names):
-        trees = [item.path for item in items.values() if item.format]
-        torn = [tree for tree in trees if lost_manifest(tree, names_in(tree))]
-        return _not_copied(f"{torn[0][len(path) + 1 :]}/{layout.MANIFEST}") if torn else None
+        trees = (item for item in items.values() if item.format)
+        torn = next((tree.path for tree in trees if lost_manifest(tree.path, tree.names or names_in(tree.path))), None)
+        return torn and _not_copied(f"{torn[len(path) + 1 :]}/{layout.MANIFEST}")
     if json_file(path, names):
         return None
     if lost_structure(path, names):

@@ -29,6 +29,8 @@ class Item:
 
     format: Format | None  # on-disk format; None for a plain JSON item
     path: str  # the file or directory of this tree
+    # In that directory, if they were listed.
+    names: set[str] | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def names_in(path: str) -> set[str]:
@@ -78,21 +80,28 @@ def lost_manifest(path: str, names: set[str]) -> bool:
     as a file system, which copies file by file (s3fs, measured)."""
     if names.intersection((layout.MANIFEST, layout.MSGPACK_FILE)):
         return False
-    folders = [name for name in names - {layout.ARRAY_METADATAS} if paths.isdir(os.path.join(path, name))]
-    if not folders and layout.TREE_METADATA in names:  # perhaps a tree without arrays
-        with translated(path):
-            return bool(_ARRAY_TYPE.search(paths.read(os.path.join(path, layout.TREE_METADATA))))
-    # Elsewhere it is the folder of an array of that name.
-    data_files = names_in(os.path.join(path, layout.DATA_DIRECTORY)) if layout.DATA_DIRECTORY in folders else None
-    return data_files is not None and all(map(_DATA_FILE.fullmatch, data_files))
+    data_files = _data_files(path, names)
+    if data_files is not None:  # or those of an array of that name
+        return all(map(_DATA_FILE.fullmatch, data_files))
+    # Without OCDBT there is a folder for each array: look at no more than the first.
+    others = names - {layout.ARRAY_METADATAS}
+    if layout.TREE_METADATA not in names or any(paths.isdir(os.path.join(path, name)) for name in others):
+        return False
+    with translated(path):  # perhaps a tree without arrays
+        return bool(_ARRAY_TYPE.search(paths.read(os.path.join(path, layout.TREE_METADATA))))
+
+
+def _data_files(path: str, names: set[str]) -> set[str] | None:
+    """Return the names in the folder that a database has for its data; None if there is no such folder."""
+    data = os.path.join(path, layout.DATA_DIRECTORY)
+    return names_in(data) if layout.DATA_DIRECTORY in names and paths.isdir(data) else None
 
 
 def lost_structure(path: str, names: set[str]) -> bool:
     """Return whether a directory has parts of a tree, or folders of single arrays, but lost the structure file."""
     if names.intersection(_PARTS) or any(name.startswith(layout.PROCESS_PREFIX) for name in names):
         return True
-    data = os.path.join(path, layout.DATA_DIRECTORY)
-    if layout.DATA_DIRECTORY in names and paths.isdir(data) and any(map(_DATA_FILE.fullmatch, names_in(data))):
+    if any(map(_DATA_FILE.fullmatch, _data_files(path, names) or ())):
         return True
     chunks = os.path.join(path, layout.MSGPACK_FILE)  # of an array item that lost the metadata of its one array
     if (
@@ -144,7 +153,7 @@ def items_in(path: str, names: set[str]) -> dict[str, Item]:
             continue
         keys = sorted(inside.intersection(RANDOM_KEYS))
         if is_tree(child, inside):
-            items[name] = Item(Format.ORBAX, child)
+            items[name] = Item(Format.ORBAX, child, inside)
         elif keys:
             items[name] = Item(Format.ORBAX, os.path.join(child, keys[0]))
         elif len(inside - {layout.COMMIT_FILE}) == 1 and inside.intersection(layout.JSON_FILES):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import monitoring
 
-from flax_ckpt_compat._core import paths, standard_descriptors
+from flax_ckpt_compat._core import paths, standard_streams
 from flax_ckpt_compat._core.backend import Backend
 from flax_ckpt_compat._core.errors import ConcurrentWriteError
 from flax_ckpt_compat._core.local import atomic
@@ -30,7 +30,7 @@ _TRIALS = 3
 def save(request: SaveRequest, target: Any) -> str:
     """Save a tree; return the checkpoint's path in the caller's form."""
     watch = Stopwatch()
-    standard_descriptors.occupy()
+    standard_streams.occupy()
     monitoring.record_event("/jax/flax/checkpoint/save")
     with depth.limited("saved"):
         if request.multiprocess and jax.process_count() > 1:

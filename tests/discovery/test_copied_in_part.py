@@ -63,3 +63,15 @@ def test_the_last_whole_one_is_restored(save: Any, folders_first: bool, tmp_path
         except Exception as error:
             raise AssertionError(f"{count}: {sorted(os.listdir(copy))}, missing {rest}") from error
         assert found == 1 if {"manifest.ocdbt", "state/manifest.ocdbt"}.intersection(rest) else 2, (count, rest)
+
+
+def test_folders_of_arrays_are_not_all_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OCDBT each array has a folder, and a look-up of every step would ask for each of them."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    tree = {f"w{number}": np.ones(1) for number in range(60)}
+    ocp.Checkpointer(handler).save(tmp_path / "checkpoint_1", args=ocp.args.PyTreeSave(tree))
+    assert not (tmp_path / "checkpoint_1" / "manifest.ocdbt").exists()
+    asked, stat = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda *where, **options: (asked.append(where), stat(*where, **options))[1])
+    assert checkpoints.available_steps(tmp_path) == [1]
+    assert len(asked) < 20

@@ -192,22 +192,21 @@ def _replace_in_two_steps(temporary: str, final: str) -> str | None:
 def rename_new(path: str, final: str) -> bool:
     """Rename and sync without replacing anything but an empty directory; return False if the name is taken."""
     linked = not os.path.isdir(path) and not os.path.islink(path)
-    try:
-        if linked:
-            os.link(path, final)
-        else:
-            with _renaming(path, final):
+    with _renaming(path, final):
+        try:
+            if linked:
+                os.link(path, final)
+            else:
                 os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
-    except OSError as error:
-        if error.errno in _TAKEN:
-            return False
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(final):
-            return False
-        with _renaming(path, final):
+        except OSError as error:
+            if error.errno in _TAKEN:
+                return False
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(final):
+                return False
             os.rename(path, final)  # a file system without hard links
-        linked = False
+            linked = False
     sync_directory(os.path.dirname(final))
     if linked:  # only now: a power loss must not take both names
         os.unlink(path)
