@@ -11,7 +11,7 @@ import numpy as np
 
 from flax_ckpt_compat._core import memory
 from flax_ckpt_compat._core.backend import LeafHandle, LeafKind, Reader
-from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves
+from flax_ckpt_compat._core.tree import Branch, Node, Path, iter_leaves, node_at
 from flax_ckpt_compat._restore import kinds
 from flax_ckpt_compat._restore.leaf_plans import LeafPlanner
 from flax_ckpt_compat._restore.options import RestoreOptions
@@ -83,7 +83,7 @@ class _Planner:
     def branch(self, stored: Branch, target: Branch, path: Path) -> None:
         fields = fields_of(stored, target)
         if self._choose is None and path in self._custom_paths and not _same_names(stored, target):
-            self.take_subtree(stored, path)
+            self.take_subtree(stored, path, target)
             return
         for name, child in fields.items():
             if name not in target.children:
@@ -155,11 +155,14 @@ class _Planner:
     def keep(self, target: Any, path: Path, why: str) -> None:
         self._plan.leaves.append(LeafPlan(path, Own.KEEP_TARGET, target, why=why))
 
-    def take_subtree(self, stored: Branch, path: Path) -> None:
+    def take_subtree(self, stored: Branch, path: Path, target: Node = None) -> None:
         """Plan a stored branch as it is, for a target that takes any structure."""
         self._plan.stored_subtrees[path] = stored
-        for _, leaf in iter_leaves(stored):
-            self.take(leaf, None, path)
+        for rest, leaf in iter_leaves(stored):
+            if leaf is Own.KEEP_TARGET:
+                self.keep(node_at(target, rest), path, "from_target")
+            else:
+                self.take(leaf, None, path)
 
     def take(self, stored: Any, target: Any, path: Path) -> None:
         """Plan a stored or derived leaf."""

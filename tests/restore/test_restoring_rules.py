@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
 from flax.training import train_state
 
 from flax_ckpt_compat import checkpoints, convert, plan_restore, restore, rules, save
@@ -158,6 +159,26 @@ def test_background_saves(flag: bool, tmp_path: Path) -> None:
     manager.wait_previous_save()
     restored = checkpoints.restore_checkpoint(tmp_path, None, orbax_transforms=[rules.stack(r"layer_(\d+)", "layers")])
     np.testing.assert_array_equal(restored["layers"]["kernel"], STACKED["kernel"])
+
+
+class Bag:
+    """A user's class that takes any state."""
+
+    def __init__(self, state: dict[str, Any]):
+        self.state = state
+
+
+serialization.register_serialization_state(Bag, lambda bag: dict(bag.state), lambda _, state: Bag(state))
+
+
+def test_a_type_of_its_own_that_keeps_a_part(flag: bool, tmp_path: Path) -> None:
+    """An object that takes any state gets the target's own leaves where a rule keeps them, and no None."""
+    checkpoints.save_checkpoint(tmp_path, {"bag": {"w": np.ones(3), "old": 1}}, 1)
+    target = {"bag": Bag({"w": np.zeros(3), "head": {"b": np.arange(2.0), "n": 7}})}
+    keep = [rules.from_target("bag/head")]
+    bag = checkpoints.restore_checkpoint(tmp_path, target, orbax_transforms=keep)["bag"]
+    assert bag.state["w"].tolist() == [1, 1, 1] and bag.state["old"] == 1
+    assert bag.state["head"]["b"].tolist() == [0, 1] and bag.state["head"]["n"] == 7
 
 
 @pytest.mark.parametrize("kind", ["rules", "transforms"])
