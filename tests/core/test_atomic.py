@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import signal
@@ -505,6 +506,69 @@ def test_files_that_are_open_on_nfs_stay(tmp_path: Path, rest: list[str], monkey
     assert atomic.is_temporary(left)
     assert atomic.remove_stale(str(tmp_path)) == [left]
     assert names(tmp_path) == []
+
+
+def test_files_that_are_open_on_fuse_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE renames what is deleted while it is open, each time that it is deleted: no failure (as on sshfs, bindfs)."""
+    final = tmp_path / "c_1"
+    make(final, "open", "directory")
+    with monkeypatch.context() as patch:
+        unlink, numbers = os.unlink, itertools.count()
+
+        def hide(path: str, *, dir_fd: int | None = None) -> None:
+            folder, name = os.path.split(path)
+            if name == "data" or name.startswith(".fuse_hidden"):
+                hidden = os.path.join(folder, f".fuse_hidden{next(numbers):016x}")
+                os.rename(path, hidden, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            else:
+                unlink(path, dir_fd=dir_fd)
+
+        patch.setattr(os, "unlink", hide)
+        assert atomic.discard([str(final)]) == {}
+        (left,) = names(tmp_path)
+        assert atomic.remove_stale(str(tmp_path)) == [left]
+    assert atomic.is_temporary(left)
+    assert atomic.remove_stale(str(tmp_path)) == [left]
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("was", ["file", "directory"])
+def test_a_rename_that_says_only_that_it_failed(
+    tmp_path: Path, kind: str, was: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sshfs every rename that fails is EPERM (measured): what is there is replaced, or stays without overwrite."""
+    final = str(tmp_path / "c_1")
+    make(final, "old", was)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, _rename_of_sftp(getattr(os, name), onto_files=name == "replace" and kind == was))
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    temporary = atomic.temporary_path(final)
+    make(temporary, "new", kind)
+    with pytest.raises(StorageError, match="overwrite=True"):
+        atomic.publish(temporary, final, new=True)
+    atomic.publish(temporary, final)
+    assert (read(Path(final)), names(tmp_path)) == ("new", ["c_1"])
+
+
+def _rename_of_sftp(rename: Callable[[str, str], None], *, onto_files: bool) -> Callable[[str, str], None]:
+    def renamed(source: str, target: str) -> None:
+        if os.path.lexists(target) and not (onto_files and os.path.isfile(target)):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source, None, target)
+        rename(source, target)
+
+    return renamed
+
+
+def test_long_names_where_few_bytes_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On encrypted file systems, which allow shorter names, a temporary's is shortened as far as it has to be."""
+    name = "checkpoint_of_a_run_with_a_very_long_name_that_tells_all_of_its_parameters_1000"
+    assert name in os.path.basename(atomic.temporary_path(str(tmp_path / name)))
+    monkeypatch.setattr(os, "pathconf", lambda *_: 143)  # eCryptfs
+    shown = os.path.basename(atomic.temporary_path(str(tmp_path / name)))
+    assert len(shown + "_gda") <= 143 - 14
+    assert atomic.is_temporary(shown)
+    with pytest.raises(StorageError, match="too long to be set aside"):
+        atomic.temporary_path(str(tmp_path / name), "old")
 
 
 def test_links_in_what_is_removed_are_not_followed(tmp_path: Path) -> None:

@@ -21,15 +21,13 @@ from flax_ckpt_compat._core.local.removal import discard as discard
 from flax_ckpt_compat._core.local.removal import remove_temporary as remove_temporary
 from flax_ckpt_compat._core.local.syncing import start_writeback as start_writeback
 from flax_ckpt_compat._core.local.syncing import sync_directory as sync_directory
-from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, abandon, is_alive, parse
+from flax_ckpt_compat._core.local.temporaries import ABSENT, GONE, abandon, is_alive, is_taken, parse
 from flax_ckpt_compat._core.local.temporaries import is_temporary as is_temporary
 from flax_ckpt_compat._core.local.temporaries import staging_path as staging_path
 from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary_path
 from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
-# Errors of a rename onto a file, onto a non-empty directory, and of a file onto a directory or the reverse.
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
 _log = logging.getLogger("flax_ckpt_compat")
@@ -160,7 +158,7 @@ def _put_in_place(temporary: str, final: str, new: bool) -> str | None:
             os.replace(temporary, final)
     except OSError as error:
         # os.replace refuses non-empty directories, and files for directories.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        if not is_taken(error, final):
             raise
         replaced = temporary if _exchange(temporary, final) else _replace_in_two_steps(temporary, final)
     try:
@@ -199,7 +197,7 @@ def rename_new(path: str, final: str) -> bool:
             else:
                 os.rename(path, final)  # fails if a checkpoint, which is never empty, has the name
         except OSError as error:
-            if error.errno in _TAKEN:
+            if is_taken(error, final):
                 return False
             if error.errno not in _NO_LINKS:
                 raise

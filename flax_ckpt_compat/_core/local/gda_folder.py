@@ -9,7 +9,6 @@ whether the rename happened: it did if both names lead to the same file.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import os
 import shutil
@@ -80,7 +79,7 @@ def _rename_folder(own: str, folder: str) -> None:
     try:
         os.rename(own, folder)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        if not temporaries.is_taken(error, folder):
             raise
         message = f"{folder}: another save wrote the same checkpoint after this one began; save it again"
         raise StorageError(message, path=folder, errno=error.errno) from error

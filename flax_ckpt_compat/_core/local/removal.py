@@ -23,7 +23,7 @@ from flax_ckpt_compat._core.orbax_layout import TEMPORARY
 from flax_ckpt_compat._core.storage_errors import storage_error, translated
 
 _TRIES = 3
-_STILL_OPEN = ".nfs"
+_STILL_OPEN = (".nfs", ".fuse_hidden")  # of NFS and of FUSE: sshfs, s3fs, ntfs-3g, …
 _DOOMED = "removed" + TEMPORARY
 _LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.005
 
@@ -128,7 +128,8 @@ def _delete_in_place(path: str) -> None:
 def delete(path: str) -> None:
     """Delete a file or directory whose name counts for nothing, such as a temporary; or let the next save do it.
 
-    NFS renames what is open to ``.nfs...`` until it is closed, so that its directory stays, which is no failure."""
+    NFS and FUSE rename what is open to ``.nfs...`` and ``.fuse_hidden...`` until it is closed, so that its directory
+    stays, which is no failure."""
     is_gone = False
     try:
         with translated(path), suppress(*GONE):
