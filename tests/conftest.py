@@ -67,8 +67,8 @@ def _suits(folder: str) -> bool:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Keep what XLA compiles; tests compile hundreds of small programs, which takes longer than to run them."""
     config = session.config
-    # With jax 0.4.38, a program from its cache that is given donated arrays computes wrong values (measured).
-    if config.pluginmanager.hasplugin("cacheprovider") and not metadata.version("jax").startswith("0.4."):
+    # With jax 0.4.38 and 0.5.3, a program from its cache that is given donated arrays computes wrong values (measured).
+    if config.pluginmanager.hasplugin("cacheprovider") and not metadata.version("jax").startswith(("0.4.", "0.5.")):
         folder = str(config.cache.mkdir("jax"))
         interpreters.COMPILATION_CACHE.update(
             JAX_COMPILATION_CACHE_DIR=folder, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"

@@ -45,10 +45,12 @@ def without_shards(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Arr
     """Return this process's view of an array whose shards are all on other processes; not every jax has such."""
     try:
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    except TypeError as error:  # before jax had the argument, the dtype was that of the shards, and there are none
+    # Before jax had the argument, the dtype was that of the shards, and there are none; then, before 0.7, a setting
+    # had to allow it.
+    except (TypeError, ValueError) as error:
         raise UnsupportedLeafError(
             f"jax {jax.__version__} cannot make an array of shape {shape} of which this process holds no shard "
-            f"({sharding}); upgrade jax, or use a mesh with devices of every process"
+            f"({sharding}): {error}; upgrade jax, or use a mesh with devices of every process"
         ) from error
 
 

@@ -40,8 +40,9 @@ def test_chunks_stay(source: Path, tmp_path: Path, compression: Any, driver: str
     with config.override(compression=compression):
         flax_ckpt_compat.convert(source, tmp_path / "out", "orbax")
     assert chunks(tmp_path / "out", "w", driver) == (128, 128)
-    # Real Orbax also splits what two columns of devices hold twice; the folder of arrays does not.
-    assert chunks(tmp_path / "out", "odd", driver) == (64 if source.is_dir() else 128, 512)
+    # Newer releases of real Orbax also split what two columns of devices hold twice; the folder of arrays does not.
+    expected = chunks(source, "odd", "zarr") if source.is_dir() else (128, 512)
+    assert chunks(tmp_path / "out", "odd", driver) == expected
     arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in ("w", "odd")}
     found = ocp.PyTreeCheckpointer().restore(tmp_path / "out", restore_args=arguments)
     assert found["w"].tobytes() == VALUES.tobytes()

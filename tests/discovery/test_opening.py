@@ -3,13 +3,14 @@
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flax_ckpt_compat import checkpoints, config, errors, open_checkpoint
-from flax_ckpt_compat._core.local import atomic, storage
+from flax_ckpt_compat._core.local import atomic, storage, temporaries
 from tests.support.saves import dead_pid, names, tree, use_flag
 
 
@@ -28,6 +29,36 @@ def test_checkpoints_set_aside_by_dead_writers_restore(how: str, flag: bool, tmp
     where, step = {"directory": (tmp_path, None), "step": (tmp_path, 1), "own path": (path, None)}[how]
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(where, None, step)["w"], tree(1)["w"])
     assert names(tmp_path) == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("writer", ["of another machine", "that hangs"])
+def test_checkpoints_set_aside_by_others_restore(
+    writer: str, flag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was killed between two renames and goes on elsewhere gets its checkpoint, not the initial values.
+
+    Where names cannot be exchanged, as on NFS, a replacement takes two renames."""
+    monkeypatch.setattr(atomic, "_SWAP_SECONDS", 0.2)
+    path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
+    aside = atomic.temporary_path(str(path), "old")
+    path.rename(aside.replace(temporaries.machine(), "0" * 12) if writer == "of another machine" else aside)
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(1)["w"])
+    assert names(tmp_path) == ["checkpoint_1"]
+    with pytest.raises(OSError):  # so the writer, if it goes on, fails
+        os.rename(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1), path if path.is_dir() else path / "x")
+
+
+def test_a_checkpoint_that_is_being_replaced_is_waited_for(flag: bool, tmp_path: Path) -> None:
+    """A reader between the two renames of a writer gets what that has written."""
+    path = Path(checkpoints.save_checkpoint(tmp_path, tree(1), 1))
+    new = Path(checkpoints.save_checkpoint(tmp_path / "other", tree(2), 1))
+    aside = Path(atomic.temporary_path(str(path), "old"))
+    path.rename(aside)
+    timer = threading.Timer(0.3, new.rename, [path])
+    timer.start()
+    np.testing.assert_array_equal(checkpoints.restore_checkpoint(tmp_path, tree(0))["w"], tree(2)["w"])
+    timer.join()
+    assert aside.exists()  # its writer removes it
 
 
 @pytest.mark.parametrize("left", [["_CHECKPOINT_METADATA"], ["d", "_sharding"], []])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests.multiprocess import jobs, late_jobs
+from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
-
-needs_arrays_without_shards = pytest.mark.skipif(
-    "dtype" not in inspect.signature(jax.make_array_from_single_device_arrays).parameters,
-    reason="this jax makes no array of which a process holds no shard",
-)
 
 
 def test_a_process_that_wakes_after_the_others_gave_up(orbax: bool, tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from tests.multiprocess import jobs, replica_jobs
+from tests.support.peers import needs_arrays_without_shards
 from tests.support.team import team_of
 
 MIB = 2**20
@@ -53,10 +52,7 @@ def test_processes_that_hold_something_else(tmp_path: Path, kind: str) -> None:
 
 
 @linux
-@pytest.mark.skipif(
-    "dtype" not in inspect.signature(jax.make_array_from_single_device_arrays).parameters,
-    reason="this jax makes no array of which a process holds no shard",
-)
+@needs_arrays_without_shards
 def test_arrays_that_one_process_does_not_hold(tmp_path: Path) -> None:
     """Those that hold them share the work, and the third one has none."""
     written = team_of(3).call(replica_jobs.save_on_some, str(tmp_path))

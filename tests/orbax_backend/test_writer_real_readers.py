@@ -118,7 +118,7 @@ def test_real_orbax_restores_a_key_on_the_host(tmp_path: Path) -> None:
 
 def test_host_copies_are_stored_as_the_arrays_that_they_were(tmp_path: Path) -> None:
     """A copy made for a background save comes back from real Orbax as a jax.Array with its sharding."""
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec("x"))
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec("x"))
     path = save(tmp_path / "c", {"a": HostCopy.whole(np.arange(4, dtype=np.float32), sharding)})
     restored = ocp.PyTreeCheckpointer().restore(path)["a"]
     assert restored.sharding == sharding

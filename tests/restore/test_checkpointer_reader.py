@@ -66,6 +66,7 @@ def _save(directory: Path, tree: Any) -> None:
         checkpoints.save_checkpoint(directory, tree, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # of older releases
 @pytest.mark.parametrize("with_target", [False, True], ids=["no target", "target"])
 @pytest.mark.parametrize("name", PYTREE_READERS)
 def test_every_leaf_has_its_type(name: str, with_target: bool, tmp_path: Path) -> None:

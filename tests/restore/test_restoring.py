@@ -291,7 +291,7 @@ def test_one_array_of_several_processes(target: Any) -> None:
 def test_a_sharding_of_more_axes_than_the_array(is_abstract: bool, flag: bool, tmp_path: Path) -> None:
     """It is an error that names the leaf, for one device too; a msgpack array for a concrete target stays as stored."""
     checkpoints.save_checkpoint(tmp_path, {"a": np.array(1.5, np.float32)}, 1)
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec("x"))
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec("x"))
     array = jax.device_put(jnp.zeros(2), sharding)
     target = {"a": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding) if is_abstract else array}
     if flag or is_abstract:

@@ -43,6 +43,7 @@ def _marked_key(key: Any) -> Any:
 
 NUMBERS = {"np.int64": -5, "np.float32": 1.5, "np.bool_": True, "np.complex64": 1 - 2j, "np.bfloat16": 1.5}
 EMPTY_NODES = ("TrainState", "masked", "EmptyState", "MaskedNode")
+_KEY_DATA = {name: np.asarray(jax.random.key_data(ZOO[name])) for name in ("key", "rbg keys")}
 DIFFERENCES = [
     Difference(
         "state dict",
@@ -112,7 +113,14 @@ DIFFERENCES = [
         "Orbax before 0.11.16 has no typed keys",
         ("ours on",) if not ORBAX_HAS_TYPED_KEYS else (),
         PEERS,
-        {name: np.asarray(jax.random.key_data(ZOO[name])) for name in ("key", "rbg keys")},
+        _KEY_DATA,
+    ),
+    Difference(
+        "typed key → key data",
+        "Orbax 0.11 before 0.11.16 stores the data alone",
+        ("flax on", *ORBAX) if not ORBAX_HAS_TYPED_KEYS else (),
+        (*PEERS, *OURS),
+        _KEY_DATA,
     ),
     Difference(
         "typed key → marked key data",

@@ -58,6 +58,9 @@ def needs(distribution: str, *least: int, why: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(version(distribution) < least, reason=f"{distribution} before {text} {why}")
 
 
+needs_arrays_without_shards = needs("jax", 0, 7, why="makes no array of which a process holds no shard")
+
+
 def skip_without_typed_keys() -> None:
     """Skips a test that has real Orbax save or restore typed PRNG keys."""
     if not ORBAX_HAS_TYPED_KEYS:
@@ -67,8 +70,11 @@ def skip_without_typed_keys() -> None:
 FROZEN_DICT_TAKES_INT_KEYS = _takes_int_keys()
 ORBAX_HAS_TYPED_KEYS = version("orbax-checkpoint") >= (0, 11, 16)
 ocp_v1 = _module("orbax.checkpoint.experimental.v1", "orbax-checkpoint")
+_UNFINISHED = _Missing("the v1 of this orbax-checkpoint is not finished")
 if not isinstance(ocp_v1, _Missing) and not hasattr(ocp_v1, "load"):
-    ocp_v1 = _Missing("the v1 of this orbax-checkpoint is not finished")
+    ocp_v1 = _UNFINISHED
 # Where it is no experiment any more.
 ocp_released_v1: Any = getattr(ocp, "v1", _Missing("this orbax-checkpoint has v1 as an experiment only"))
+if not isinstance(ocp_released_v1, _Missing) and not hasattr(ocp_released_v1, "load"):
+    ocp_released_v1 = _UNFINISHED
 nnx = _module("flax.nnx", "flax")

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -28,6 +29,7 @@ from flax_ckpt_compat._core.local.temporaries import temporary_path as temporary
 from flax_ckpt_compat._core.storage_errors import translated
 
 _TRIES = 3
+_SWAP_SECONDS, _SWAP_POLL_SECONDS = 10.0, 0.005
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _NO_DIRECTORY_RENAMES = (errno.EMFILE, errno.ENOSYS, errno.ENOTSUP)
 _log = logging.getLogger("flax_ckpt_compat")
@@ -88,14 +90,24 @@ def has_live_writer(path: str) -> bool:
 
 
 def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
-    """Put back checkpoints that a writer set aside before it died, and return their names."""
+    """Put back checkpoints that a writer set aside before it died; return their names.
+
+    Without them, a look-up would find nothing, and a program go on from initial values. So it waits for a writer that
+    may be alive, and returns the names that it has given meanwhile, too. One that takes longer than that fails when it
+    finds the name taken, and nothing is lost."""
     restored = []
     for name in names:
         match = parse(name)
         if not match or match["role"] != "old":
             continue
         path, original = os.path.join(directory, name), os.path.join(directory, match["name"])
-        if not os.path.lexists(original) and os.path.lexists(path) and not is_alive(match, path):
+        if os.path.lexists(original):
+            continue
+        if is_alive(match, path):
+            _wait_for_writer(path, original)
+        if os.path.lexists(original):
+            restored.append(match["name"])
+        elif os.path.lexists(path):
             try:
                 if rename_new(path, original):
                     restored.append(match["name"])
@@ -106,6 +118,13 @@ def restore_set_aside(directory: str, names: Iterable[str]) -> list[str]:
                 message = f"{what}; look again as somebody who may write to {directory}, or name another step"
                 raise StorageError(message, path=original, errno=error.errno) from error
     return restored
+
+
+def _wait_for_writer(aside: str, original: str) -> None:
+    """Wait while a checkpoint is set aside and nothing has its name: for milliseconds, unless its writer hangs."""
+    end = time.monotonic() + _SWAP_SECONDS
+    while os.path.lexists(aside) and not os.path.lexists(original) and time.monotonic() < end:
+        time.sleep(_SWAP_POLL_SECONDS)
 
 
 def publish(temporary: str, final: str, *, new: bool = False) -> None:

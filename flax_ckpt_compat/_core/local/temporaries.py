@@ -32,8 +32,8 @@ _TEMPORARY = re.compile(
     re.DOTALL,
 )
 _GENERATION = re.compile(rf"\.{_TAG}")
-# Seconds without a change after which another machine's writer counts as dead. A checkpoint that was set aside is
-# missing until then, so it is put back sooner; a writer that is still alive then fails with an error.
+# Seconds without a change after which another machine's writer counts as dead. One that sets a checkpoint aside needs
+# milliseconds, so what it has replaced goes sooner.
 _LONG = 24 * 3600.0
 _STALE_AFTER = {"new": _LONG, "put": _LONG, "old": 3600.0}
 # Bytes of a file's name. Encrypted file systems allow fewer, and EncFS 14 fewer than it tells (measured).
