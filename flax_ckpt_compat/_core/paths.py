@@ -37,6 +37,8 @@ def storage_of(path: str) -> LocalStorage | ObjectStorage:
     ``temporary_path``: a local path for a checkpoint that `publish` publishes.
     ``discard``: remove checkpoints durably; a crash in the middle leaves no part of one. Return path → failure.
     ``restore_set_aside``: put back checkpoints among these names that a dead writer set aside; return their names.
+    ``is_shared``: whether a directory is on a network file system, which may show what others change late.
+    ``refresh``: see what they have changed in a directory; False if this process may not write to it.
     ``why_unfinished``: why a directory with these names is incomplete by the rules for stores, or None.
     ``kvstore``, ``context``: TensorStore's spec of a directory, and the context to open it with.
     """

@@ -37,6 +37,9 @@ _MAY_BE_PARTS = {*detect.USUAL_ITEMS, layout.DATA_DIRECTORY, layout.MSGPACK_FILE
 # Attempts at a read, each of which fails if its checkpoint is removed or replaced meanwhile. They run out if a read
 # takes longer than the writer keeps a checkpoint; a reader that only had to wait for the processor gets more.
 _ROUNDS, _SECONDS = 10, 5.0
+# Waits, the last one first, for a network file system that shows files which another machine has removed or replaced:
+# for longer than the 20 s of sshfs, or only the short ones where its list could be refreshed.
+_WAITS_SECONDS, _SHORT_WAITS = (8.0, 8.0, 4.0, 2.0, 1.0, 0.2, 0.0), 3
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
@@ -145,7 +148,7 @@ def read_found(
     `unchanged` if it reads several files. ``otherwise`` returns the result if there is no checkpoint; None raises.
     ``doing`` completes "nothing to …"."""
     removed: tuple[str, Exception] | None = None
-    rounds, end = 0, time.monotonic() + _SECONDS
+    rounds, end, waits = 0, time.monotonic() + _SECONDS, list(_WAITS_SECONDS)
     while rounds < _ROUNDS or time.monotonic() < end:
         rounds += 1
         found = find(ckpt_dir, step, prefix) if removed is None else _find_again(ckpt_dir, step, prefix, *removed)
@@ -159,6 +162,11 @@ def read_found(
         except _POLICY_ERRORS:
             raise
         except Exception as error:
+            if waits and _may_be_old_view(found.path, error):
+                if paths.storage_of(found.path).refresh(os.path.dirname(found.path)):
+                    waits = waits[-_SHORT_WAITS:]
+                time.sleep(waits.pop())
+                continue
             if not _has_changed(found, before, error, lambda: find(ckpt_dir, step, prefix)):
                 raise
             if found.named and not is_there(found.path):
@@ -186,6 +194,25 @@ def _nothing(
     message = f"Nothing to restore, so the target is returned unchanged: {found}"
     log_once(_subject(ckpt_dir, prefix), message, found.level)
     return otherwise()
+
+
+def _may_be_old_view(path: str, error: BaseException | None) -> bool:
+    """Return whether a read failed because files are missing, on a network file system, which may show an old view."""
+    is_missing = False
+    while error is not None and not is_missing:
+        is_missing = isinstance(error, FileNotFoundError | IncompleteCheckpointError)
+        is_missing = is_missing or getattr(error, "errno", None) in (errno.ENOENT, errno.ESTALE)
+        error = error.__cause__
+    return is_missing and paths.storage_of(path).is_shared(os.path.dirname(path))
+
+
+def refresh(ckpt_dir: str, prefix: str) -> None:
+    """See what other machines have changed in a directory of checkpoints, so that all find the same latest one."""
+    directory = listing.checkpoint_dir(ckpt_dir, prefix).directory
+    storage = paths.storage_of(directory)
+    if not storage.isdir(directory) or detect.is_certainly_orbax(directory):
+        directory = os.path.dirname(directory)
+    storage.refresh(directory)
 
 
 def _subject(ckpt_dir: str, prefix: str) -> tuple[str, str, str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from flax_ckpt_compat._core import module_names, paths, steps
-from flax_ckpt_compat._core.errors import CheckpointError
+from flax_ckpt_compat._core.errors import CheckpointError, CheckpointNotFoundError
 from flax_ckpt_compat._discovery import detect, listing
 from flax_ckpt_compat._discovery.listing import CheckpointDir
 from flax_ckpt_compat._discovery.log_once import log_once
@@ -22,9 +23,10 @@ from flax_ckpt_compat._discovery.log_once import log_once
 _Result = TypeVar("_Result")
 # A manager names its steps without Flax's prefix, so this prefix does not select a manager.
 _DEFAULT_PREFIXES = ("", "checkpoint_")
-# A listed name vanishes only if another process commits or removes it meanwhile. The bound is for file systems that
-# list names that they do not find.
-_ROUNDS = 20
+# A listed name vanishes only if another process commits or removes it meanwhile, or if a network file system shows an
+# old list: clients remember one for 20 s (sshfs) or a minute (NFS). After the first rounds, waits grow up to that.
+_ROUNDS, _QUICK_ROUNDS = 20, 4
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 5.0
 
 
 class State(enum.Enum):
@@ -65,26 +67,40 @@ class ChangedError(Exception):
     """The directory changed during the listing: list again."""
 
 
+class VanishedError(ChangedError):
+    """A listed name is not there."""
+
+
 def list_again_while_it_changes(directory: str, look: Callable[[bool], _Result]) -> _Result:
     """Call ``look`` until it does not raise `ChangedError`; at most `_ROUNDS` times, each with one listing of a store.
 
     It takes True in the last round, when a vanished name counts as absent."""
-    for left in reversed(range(_ROUNDS)):
+    for number in range(_ROUNDS):
         try:
             with paths.listing_cache(directory):
-                return look(left == 0)
+                return look(number == _ROUNDS - 1)
         except (ChangedError, FileNotFoundError, NotADirectoryError) as error:
             # Any other missing file was removed between two accesses.
-            if not left or isinstance(error, CheckpointError):
+            if number == _ROUNDS - 1 or isinstance(error, CheckpointError):
                 raise
+            if number >= _QUICK_ROUNDS and (isinstance(error, VanishedError) or not isinstance(error, ChangedError)):
+                _wait_for_other_machines(directory, number - _QUICK_ROUNDS)
     raise AssertionError
+
+
+def _wait_for_other_machines(directory: str, tries: int) -> None:
+    """Wait until this machine sees what others have changed in a directory; not where others cannot."""
+    storage = paths.storage_of(directory)
+    if storage.is_shared(directory):
+        storage.refresh(directory)
+        time.sleep(min(_FIRST_WAIT_SECONDS * 2**tries, _LONGEST_WAIT_SECONDS))
 
 
 class Directory:
     """One listing of a directory, with entries oldest first; each is classified on demand."""
 
     def __init__(self, checkpoint_dir: CheckpointDir, *, tolerant: bool = False, lists_denied: bool = False):
-        """List the directory; if ``tolerant``, a vanished name is absent, else `ChangedError` is raised for it.
+        """List the directory; if ``tolerant``, a vanished name is absent, else `VanishedError` is raised for it.
 
         With ``lists_denied``, what the system refuses to list is incomplete, else `StorageError` is raised for it."""
         self.checkpoint_dir, self._tolerant, self._lists_denied = checkpoint_dir, tolerant, lists_denied
@@ -133,12 +149,12 @@ class Directory:
         yield self.longer
 
     def classify(self, entry: Entry) -> Classified:
-        """Classify an entry; raise `ChangedError` if it has vanished since it was listed."""
+        """Classify an entry; raise `VanishedError` if it has vanished since it was listed."""
         if entry.name not in self._classified:
             self._classified[entry.name] = self._classify(entry)
         classified = self._classified[entry.name]
         if classified.state is State.VANISHED and not self._tolerant:
-            raise ChangedError
+            raise VanishedError
         return classified
 
     def check_unchanged(self) -> None:
@@ -198,7 +214,9 @@ def latest(checkpoint_dir: CheckpointDir) -> Entry | None:
 
 
 def latest_of(directory: Directory) -> Entry | None:
-    """Return the latest checkpoint of one listing; classify entries newest first, as few as possible."""
+    """Return the latest checkpoint of one listing; classify entries newest first, as few as possible.
+
+    Raise CheckpointNotFoundError if only newer ones than that are listed by a network file system and not there."""
     skipped: list[Classified] = []
     checkpoint_dir = directory.checkpoint_dir
     for tier in directory.tiers():
@@ -211,9 +229,23 @@ def latest_of(directory: Directory) -> Entry | None:
                 return entry
             if classified.state is State.INCOMPLETE:
                 skipped.append(classified)
+            if classified.state is State.VANISHED:
+                _refuse_old_list(checkpoint_dir, entry)
     directory.check_unchanged()
     _warn_of_skipped(checkpoint_dir, skipped)
     return None
+
+
+def _refuse_old_list(checkpoint_dir: CheckpointDir, entry: Entry) -> None:
+    """Raise where a name may have vanished because the list is old: what is there is not the latest, or nothing."""
+    folder = checkpoint_dir.directory
+    if paths.storage_of(folder).is_shared(folder):
+        raise CheckpointNotFoundError(
+            f"{folder} lists {entry.name}, but it is not there: other machines have changed the directory, and its "
+            "network file system still shows an old list. Try again in a minute, or name a step with step=",
+            path=entry.path,
+            has_remedy=True,
+        )
 
 
 def _may_be_latest(directory: Directory, tier: Sequence[Entry], classified: Classified) -> bool:

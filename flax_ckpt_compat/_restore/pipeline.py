@@ -53,6 +53,9 @@ def restore(
         monitoring.record_event_duration_secs("/jax/checkpoint/read/durations_sec", time.time() - start)
         return values
 
+    # Processes on several machines have to find the same latest one. `jax.process_count` would start the backends.
+    if getattr(jax.distributed, "is_initialized", lambda: False)():
+        locating.refresh(ckpt_dir, prefix)
     with depth.limited("restored"):
         otherwise = None if options.settings.must_exist else lambda: target
         try:

@@ -126,6 +126,8 @@ class _ProcessSave:
             raise
         if not is_primary and staged is not None:
             staged.remove_local()
+        if not is_primary:  # whose machine has not seen what process 0 did
+            paths.storage_of(request.directory).refresh(request.directory)
 
 
 def _save_with_checkpointer(request: SaveRequest, target: Any, coordinator: Coordinator) -> None:

@@ -97,6 +97,14 @@ class ObjectStorage:
     def restore_set_aside(self, directory: str, names: Iterable[str]) -> list[str]:  # noqa: ARG002
         return []
 
+    def is_shared(self, directory: str) -> bool:  # noqa: ARG002
+        """Return False: stores show at once what others change."""
+        return False
+
+    def refresh(self, directory: str) -> bool:  # noqa: ARG002
+        """Return False; see `is_shared`."""
+        return False
+
 
 def _size_or_zero(url: str) -> int:
     with suppress(FileNotFoundError):  # another process evicted it
