@@ -45,6 +45,7 @@ def check(request: SaveRequest) -> Any:
         log_once((request.directory, "home"), message)
     if request.step is not None:
         saved_prefixes.warn_of_overlap(request.checkpoint_dir, request.name)
+    paths.storage_of(request.directory).refresh(request.directory)  # a newer step of another machine counts, too
     with paths.listing_cache(request.directory):
         _check_directory(request)
         _check_replaced(request)

@@ -21,7 +21,7 @@ from flax_ckpt_compat import checkpoints
 from flax_ckpt_compat._core.local import network
 from flax_ckpt_compat._core.local.storage import LocalStorage
 from flax_ckpt_compat._discovery import locating, step_lookup
-from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError
+from flax_ckpt_compat.errors import CheckpointError, CheckpointNotFoundError, InvalidCheckpointError
 from tests.support.saves import names, tree
 
 
@@ -89,6 +89,17 @@ def test_the_latest_is_what_is_there(run: tuple[Path, Client]) -> None:
     assert "checkpoint_2" in os.listdir(folder)
     np.testing.assert_array_equal(checkpoints.restore_checkpoint(folder, tree(0))["w"], tree(4)["w"])
     assert checkpoints.latest_checkpoint(folder) == str(folder / "checkpoint_4")
+    assert names(folder) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_a_save_is_refused_for_what_another_machine_has_saved(run: tuple[Path, Client]) -> None:
+    """Step 3 is newer than what this machine remembers, and older than what is there."""
+    folder, client = run
+    with pytest.raises(InvalidCheckpointError, match=r"checkpoint_3 already exists"):
+        checkpoints.save_checkpoint(folder, tree(3), 3)
+    client.listdir(folder)
+    with pytest.raises(InvalidCheckpointError, match=r"checkpoint_4 is newer"):
+        checkpoints.save_checkpoint(folder, tree(2), 2.5)
     assert names(folder) == ["checkpoint_3", "checkpoint_4"]
 
 

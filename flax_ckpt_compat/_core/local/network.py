@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 from flax_ckpt_compat._core.local.temporaries import storage_time
@@ -16,14 +17,18 @@ _OF_THIS_MACHINE = frozenset([
 def is_shared(directory: str) -> bool:
     """Return whether other machines may change a directory; also if the type of its file system is unknown."""
     try:
-        device = os.stat(directory).st_dev
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-            rows = [row.split() for row in table]
+        return not _types_of(os.stat(directory).st_dev) <= _OF_THIS_MACHINE
     except OSError:
         return True
+
+
+@functools.lru_cache(maxsize=64)
+def _types_of(device: int) -> frozenset[str]:
+    """Return the types of file system that are mounted from a device; an unknown one if there are none."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+        rows = [row.split() for row in table]
     number = f"{os.major(device)}:{os.minor(device)}"
-    types = {row[row.index("-") + 1] for row in rows if row[2] == number}
-    return not types or not types <= _OF_THIS_MACHINE
+    return frozenset(row[row.index("-") + 1] for row in rows if row[2] == number) or frozenset([""])
 
 
 def refresh(directory: str) -> bool:
