@@ -63,6 +63,8 @@ def locate(checkpoint: str, subpath: str, path: Path) -> FolderArray:
     except (FileNotFoundError, NotADirectoryError) as error:
         found = f"no array {folder}; it was not copied along with the checkpoint"
         raise _corrupt(checkpoint, path, found) from error
+    except StorageError:
+        raise
     except OSError as error:
         raise storage_error(folder, error, "read") from error
     try:

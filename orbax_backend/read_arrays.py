@@ -159,6 +159,8 @@ class ArrayReader:
         sizes = sizes_of(files.values())
         for read, (file, offset, length) in extents:
             size = sizes[files[file]]
+            if isinstance(size, StorageError):
+                raise size
             if isinstance(size, OSError):
                 raise self._unreadable(read, file, size) from size
             if offset + length > size:
@@ -212,6 +214,8 @@ class ArrayReader:
     def _open_file(self, piece: Piece) -> int:
         try:
             return open_regular(os.path.join(self._path, piece.extent.file))
+        except StorageError:
+            raise
         except OSError as error:
             raise self._unreadable(piece.read, piece.extent.file, error) from error
 
@@ -244,6 +248,8 @@ class ArrayReader:
         try:
             data = memoryview(paths.read(full, start, stop))
             size = stop if len(data) == stop - start else paths.getsize(full)
+        except StorageError:
+            raise
         except OSError as error:
             raise self._unreadable(pieces[0].read, file, error) from error
         if len(data) < stop - start:

@@ -127,6 +127,13 @@ def may_change(array: Any) -> bool:
     return False
 
 
+def freeze(array: Any) -> None:
+    """Make an array and the memory that it is in read-only, so that `may_change` is False."""
+    while isinstance(array, np.ndarray):
+        array.flags.writeable = False
+        array = array.base
+
+
 def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     """Return the bytes of a C-contiguous array of any dtype (ml_dtypes have no buffer format of their own)."""
     return array.reshape(-1).view(np.uint8).data

@@ -120,8 +120,10 @@ def start_thread(run: Callable[[], Any], name: str, *, daemon: bool = False) -> 
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Free what the functions held that raised an error, and those before it."""
-    while error is not None:
+    """Free what the functions held that raised an error, and those before it, which may form a ring."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

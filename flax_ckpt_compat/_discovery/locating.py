@@ -40,6 +40,7 @@ _ROUNDS, _SECONDS = 10, 5.0
 # Waits, the last one first, for a network file system that shows files which another machine has removed or replaced:
 # for longer than the 20 s of sshfs, or only the short ones where its list could be refreshed.
 _WAITS_SECONDS, _SHORT_WAITS = (8.0, 8.0, 4.0, 2.0, 1.0, 0.2, 0.0), 3
+_LONGEST_CHAIN = 8  # of causes, which may form a ring
 # Errors of policies: the checkpoint did open, so its removal is not their cause.
 _POLICY_ERRORS = (DtypeMismatchError, KindMismatchError, MissingLeavesError, ShapeMismatchError, TransformError)
 _AS_FOUND = (IncompleteCheckpointError, UnrecognizedFormatError)
@@ -198,12 +199,14 @@ def _nothing(
 
 def _may_be_old_view(path: str, error: BaseException | None) -> bool:
     """Return whether a read failed because files are missing, on a network file system, which may show an old view."""
-    is_missing = False
-    while error is not None and not is_missing:
+    if not paths.storage_of(path).is_shared(os.path.dirname(path)):
+        return False
+    for _ in range(_LONGEST_CHAIN):
         is_missing = isinstance(error, FileNotFoundError | IncompleteCheckpointError)
-        is_missing = is_missing or getattr(error, "errno", None) in (errno.ENOENT, errno.ESTALE)
-        error = error.__cause__
-    return is_missing and paths.storage_of(path).is_shared(os.path.dirname(path))
+        if is_missing or getattr(error, "errno", None) in (errno.ENOENT, errno.ESTALE):
+            return True
+        error = None if error is None else error.__cause__
+    return False
 
 
 def refresh(ckpt_dir: str, prefix: str) -> None:

@@ -53,13 +53,16 @@ class Copies:
         return offset
 
     def make(self) -> None:
-        """Make all copies, in pieces of the largest arrays."""
+        """Make all copies, in pieces of the largest arrays. They are read-only: nobody else changes them any more."""
         pairs, self._pairs = [(target, np.asarray(source)) for target, source in self._pairs], []
         if _THREADS == 1 or sum([target.nbytes for target, _ in pairs]) < _MIN_PARALLEL_BYTES:
             _copy_all(pairs)
-            return
-        pieces = [piece for pair in pairs for piece in _pieces(*pair)]
-        in_parallel(_copy_all, [pieces[start::_THREADS] for start in range(_THREADS)], _THREADS)
+        else:
+            pieces = [piece for pair in pairs for piece in _pieces(*pair)]
+            in_parallel(_copy_all, [pieces[start::_THREADS] for start in range(_THREADS)], _THREADS)
+        for target, _ in pairs:
+            memory.freeze(target)
+        self._block, self._offset = np.empty(0, np.uint8), 0
 
 
 def _copy_all(pairs: list[tuple[_Array, _Array]]) -> None:

@@ -235,3 +235,13 @@ def test_a_withdrawn_task_holds_nothing() -> None:
     del array
     task.withdraw()
     assert held() is None and task.done
+
+
+def test_frames_of_errors_that_form_a_ring_are_cleared() -> None:
+    """``raise a from b`` may make two errors each other's cause, or one its own: that is no reason to go round."""
+    first, second = ValueError("1"), ValueError("2")
+    first.__cause__, second.__cause__ = second, first
+    thread = threading.Thread(target=thread_pools.clear_frames, args=(first,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()

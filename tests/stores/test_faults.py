@@ -113,6 +113,15 @@ def test_a_restore_that_ends_at_any_request(bucket: Bucket) -> None:
     assert sweep(bucket, lambda: flax_ckpt_compat.restore(root, state(0)), lambda: None, 1) > 5
 
 
+def test_an_error_is_not_its_own_cause(bucket: Bucket) -> None:
+    """Whoever follows the causes of an error would do so for ever."""
+    with flax_ckpt_compat.open_checkpoint(save(bucket, 1)) as opened:
+        leaf = opened.tree["w"]
+        with bucket.proxy.failing(from_request(0, "403")), pytest.raises(StorageError) as raised:
+            leaf.read()
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
 @pytest.mark.parametrize("compression", ["zstd", pytest.param(None, marks=pytest.mark.slow)])
 def test_a_store_that_does_not_answer(
     compression: str | None, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
